@@ -1,0 +1,1 @@
+"""Helmsman: the single-controller scheduler for LLM post-training."""

@@ -1,0 +1,1 @@
+"""Contracts. Nothing here imports another room of Helmsman, nor Ray; torch is imported only when a platform is resolved."""

@@ -1,0 +1,123 @@
+"""What an engine is: any object in a worker; these are the two kinds that the controllers know.
+
+A method defined with ``def`` runs on the worker's engine thread, one after another; one defined with ``async def`` runs on the
+worker's event loop, many at once. An engine needs no base class to be called through a Scheduler; it needs these to
+be driven by TrainController and RolloutController.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from helmsman.api.generation import GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    import torch
+
+Sample: TypeAlias = Mapping[str, Any]
+"""One training sequence. ``input_ids`` (T,) int, a list, numpy array or tensor, is required; every other entry is per token (T,)
+or a scalar. Per-token entries are aligned with ``input_ids``: entry t belongs to token t, so ``loss_mask[t]`` says whether the
+prediction *of* token t counts, and ``logprobs[t]`` is the log-probability of token t given those before it (entry 0 is unused)."""
+
+LossFn: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
+"""``loss_fn(logprobs, batch, **kwargs) -> (loss_sum, stats)``, a pure function. ``logprobs`` (B, T) float32 is the log-probability of each
+token under the current weights; ``batch`` holds the padded columns of the samples, each (B, T) or (B,), and ``loss_mask`` (B, T) bool.
+``loss_sum`` is the *sum* over the masked tokens; the engine divides by the number of masked tokens in the global batch, over all
+micro-batches and data-parallel ranks, which is why results do not depend on how the batch was split. ``stats`` are sums, averaged the same way."""
+
+
+class TrainEngine(abc.ABC):
+    """A rank of a training job. Every method is called on all ranks of the job."""
+
+    @abc.abstractmethod
+    def create_process_group(self) -> None:
+        """Join the job's process group from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT of the environment."""
+
+    @abc.abstractmethod
+    def initialize(self) -> None:
+        """Build model and optimizer on this rank."""
+
+    @abc.abstractmethod
+    def train_batch(
+        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over this rank's share of a batch; returns the same global statistics on every rank."""
+
+    @abc.abstractmethod
+    def eval_batch(
+        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """As train_batch, without gradients and without a step."""
+
+    @abc.abstractmethod
+    def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
+
+    @abc.abstractmethod
+    def export_weights(self) -> dict[str, torch.Tensor] | None:
+        """The full (unsharded) parameters by Hugging Face name, on the host. A collective; ranks other than 0 return None."""
+
+    @abc.abstractmethod
+    def save(self, path: str) -> None:
+        """Write model (safetensors, Hugging Face layout) and optimizer state below ``path``, all or nothing."""
+
+    @abc.abstractmethod
+    def load(self, path: str) -> None:
+        """Read what save wrote."""
+
+    @abc.abstractmethod
+    def get_version(self) -> int:
+        """The weight version: the number of optimizer steps that made these weights, unless set otherwise."""
+
+    @abc.abstractmethod
+    def set_version(self, version: int) -> None:
+        """Set the weight version."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Release devices and leave the process group. Idempotent."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's coordinate along the data-parallel axis."""
+        return 0
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Ranks along the data-parallel axis; batches are split over these."""
+        return 1
+
+    @property
+    def model_parallel_group(self) -> Any | None:
+        """Process group of the ranks that share one data-parallel coordinate; None when this rank is alone in it."""
+        return None
+
+
+class InferenceEngine(abc.ABC):
+    """A rollout instance that continues prompts."""
+
+    @abc.abstractmethod
+    def initialize(self) -> None:
+        """Build the model on this instance's devices."""
+
+    @abc.abstractmethod
+    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        """Continue one prompt; many calls are in flight at once and are batched by the engine."""
+
+    @abc.abstractmethod
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Returns how many."""
+
+    @abc.abstractmethod
+    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
+        """Take new parameters between two decoding steps and serve them as ``version``; returns the version served."""
+
+    @abc.abstractmethod
+    def get_version(self) -> int:
+        """The weight version that is served."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Release the instance's devices. Idempotent."""

@@ -1,0 +1,679 @@
+"""Every error that Helmsman raises, in one tree.
+
+HelmsmanError
+├── JobError (ValueError)                 the job as described can never start
+│   ├── InvalidReplicasError
+│   ├── TaskCountError
+│   ├── InvalidSpecError
+│   └── RoleExistsError
+├── NotFoundError (LookupError)           a name that this scheduler does not know
+│   ├── RoleNotFoundError
+│   ├── WorkerNotFoundError
+│   └── EngineNotFoundError
+├── BackendError
+│   ├── BackendNotInstalledError (ImportError)
+│   └── UnknownBackendError (ValueError)
+├── StartError                            nothing of the job remains when one of these is raised
+│   ├── PlacementInfeasibleError
+│   ├── PlacementTimeoutError (TimeoutError)
+│   └── WorkerStartError
+├── CallError                             one call to one worker
+│   ├── CallTimeoutError (TimeoutError)
+│   ├── WorkerFailedError
+│   ├── WorkerMarkedError
+│   ├── EngineExistsError
+│   ├── EngineImportError (ImportError)
+│   ├── EngineCreationError
+│   ├── MethodNotFoundError (AttributeError)
+│   ├── EngineCallError
+│   │   └── ExceptionNotSerializableError
+│   ├── ArgumentNotSerializableError (TypeError)
+│   ├── ArgumentNotLoadableError
+│   ├── ResultNotSerializableError (TypeError)
+│   ├── PeerNotReadyError
+│   └── HandleLostError (LookupError)
+├── GroupCallError                        several ranks failed, root cause first
+├── CodecError                            a payload that cannot be packed or unpacked
+│   ├── NotSerializableError (TypeError)
+│   └── NotLoadableError
+├── ProtocolError                         a peer broke the wire protocol or failed to prove itself
+├── PlatformError
+│   └── PlatformPicklingError (TypeError)
+├── SchedulerClosedError
+└── ShutdownIncompleteError
+
+To add an error: subclass the branch it belongs to, take fields as keyword-only arguments, pass the finished message and
+the fields to ``super().__init__``, put the next step for the user last, and give the test table in tests/api/test_errors.py a
+row. Pickling needs nothing: errors are rebuilt from their message and ``__dict__`` without running ``__init__`` again.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+
+def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> HelmsmanError:
+    error = cls.__new__(cls, message)
+    error.__dict__.update(state)
+    return error
+
+
+class HelmsmanError(Exception):
+    """Base of all our errors; ``fields`` given to it become attributes and survive pickling."""
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.__dict__.update(fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.__dict__.copy())
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+class JobError(HelmsmanError, ValueError):
+    """A job that can never start as it is described."""
+
+    role: str
+
+
+class InvalidReplicasError(JobError):
+    """A job that asks for fewer than one replica."""
+
+    replicas: int
+
+    def __init__(self, *, role: str, replicas: int) -> None:
+        super().__init__(
+            f"job {role!r} asks for {replicas} replicas; a job needs at least 1. Set Job.replicas to 1 or more, "
+            "or leave the job out.",
+            role=role,
+            replicas=replicas,
+        )
+
+
+class TaskCountError(JobError):
+    """A job whose number of specs is neither one nor its number of replicas."""
+
+    replicas: int
+    num_tasks: int
+
+    def __init__(self, *, role: str, replicas: int, num_tasks: int) -> None:
+        super().__init__(
+            f"job {role!r} has {num_tasks} scheduling specs for {replicas} replicas; give either 1 spec, which all replicas "
+            f"share, or {replicas}, one for each.",
+            role=role,
+            replicas=replicas,
+            num_tasks=num_tasks,
+        )
+
+
+class InvalidSpecError(JobError):
+    """A field of a job or of its specs that has no meaning."""
+
+    field: str
+    value: Any
+
+    def __init__(self, *, role: str, field: str, value: Any, expected: str) -> None:
+        super().__init__(
+            f"job {role!r}: {field} is {value!r}; expected {expected}.", role=role, field=field, value=value, expected=expected
+        )
+
+
+class RoleExistsError(JobError):
+    """A second job under the name of a role that runs."""
+
+    def __init__(self, *, role: str, num_workers: int) -> None:
+        super().__init__(
+            f"role {role!r} already runs with {num_workers} workers in this scheduler. Call delete_workers({role!r}) first, or "
+            "name the new job otherwise.",
+            role=role,
+            num_workers=num_workers,
+        )
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+class NotFoundError(HelmsmanError, LookupError):
+    """A name that is not known; the message lists the names that are."""
+
+    name: str
+    known: tuple[str, ...]
+
+    _kind = "name"
+    _next_step = ""
+
+    def __init__(self, *, name: str, known: Sequence[str], where: str = "this scheduler") -> None:
+        shown = ", ".join(sorted(known)[:20]) or "none"
+        more = f" and {len(known) - 20} more" if len(known) > 20 else ""
+        super().__init__(
+            f"no {self._kind} {name!r} in {where}; it has: {shown}{more}. {self._next_step}".rstrip(),
+            name=name,
+            known=tuple(known),
+            where=where,
+        )
+
+
+class RoleNotFoundError(NotFoundError):
+    """A role for which no workers exist."""
+
+    _kind = "role"
+    _next_step = "Create its workers with create_workers(job) first."
+
+
+class WorkerNotFoundError(NotFoundError):
+    """A worker id that no running role has."""
+
+    _kind = "worker"
+    _next_step = "Ids are 'role/index', as create_workers returned them."
+
+
+class EngineNotFoundError(NotFoundError):
+    """An engine name that the worker does not hold."""
+
+    _kind = "engine"
+    _next_step = "Create it with create_engine first; its default name is the worker's id."
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+class BackendError(HelmsmanError):
+    """A scheduler backend that cannot be used."""
+
+
+class BackendNotInstalledError(BackendError, ImportError):
+    """A backend whose package is missing; the message has the command that installs it."""
+
+    backend: str
+    package: str
+
+    def __init__(self, *, backend: str, package: str, command: str) -> None:
+        super().__init__(
+            f"{backend} needs the package {package!r}, which is not installed in this environment. Install it with: {command}",
+            backend=backend,
+            package=package,
+            command=command,
+        )
+
+
+class UnknownBackendError(BackendError, ValueError):
+    """A scheduler name that does not exist."""
+
+    backend: str
+
+    def __init__(self, *, backend: str, known: Sequence[str]) -> None:
+        super().__init__(
+            f"there is no scheduler {backend!r}; choose one of: {', '.join(known)}.", backend=backend, known=tuple(known)
+        )
+
+
+# --- starts -----------------------------------------------------------------------------------------------------------
+
+
+class StartError(HelmsmanError):
+    """A job that could not start. Starts are atomic: nothing of the job remains."""
+
+    role: str
+
+
+class PlacementInfeasibleError(StartError):
+    """The cluster, even empty, has not what the job asks for."""
+
+    requested: str
+    observed: str
+
+    def __init__(self, *, role: str, requested: str, observed: str, shortfall: str, setting: str) -> None:
+        super().__init__(
+            f"role {role!r} cannot be placed on this cluster, now or later: requested {requested}; observed {observed}; "
+            f"short of {shortfall}. Change {setting}, or add nodes.",
+            role=role,
+            requested=requested,
+            observed=observed,
+            shortfall=shortfall,
+        )
+
+
+class PlacementTimeoutError(StartError, TimeoutError):
+    """The cluster has what the job asks for, but others held it until the deadline."""
+
+    elapsed_s: float
+    limit_s: float
+
+    def __init__(self, *, role: str, requested: str, free: str, holders: str, elapsed_s: float, limit_s: float) -> None:
+        super().__init__(
+            f"role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): requested {requested}; free now {free}; "
+            f"held by {holders}. Its placement groups were removed. Wait for the holder, ask for less, or raise "
+            "Timeouts.start_s.",
+            role=role,
+            requested=requested,
+            free=free,
+            holders=holders,
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
+        )
+
+
+class WorkerStartError(StartError):
+    """A worker process that did not come up."""
+
+    worker_id: str
+    reason: str
+    log_tail: str
+
+    def __init__(self, *, role: str, worker_id: str, node: str, reason: str, log_path: str = "", log_tail: str = "") -> None:
+        super().__init__(
+            f"worker {worker_id} of role {role!r} did not start on node {node}: {reason}. All workers of the role were taken "
+            f"down again.{_log_section(log_path, log_tail)}",
+            role=role,
+            worker_id=worker_id,
+            node=node,
+            reason=reason,
+            log_path=log_path,
+            log_tail=log_tail,
+        )
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _log_section(log_path: str, log_tail: str) -> str:
+    if not log_tail:
+        return f"\n  log: {log_path}" if log_path else ""
+    lines = log_tail.rstrip("\n").split("\n")
+    return f"\n  log: {log_path}, last {len(lines)} lines:\n" + "\n".join(f"  | {line}" for line in lines)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal number, such as ``SIGKILL``; ``signal 99`` for one that has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class CallError(HelmsmanError):
+    """A call to one worker that did not return a result."""
+
+    worker_id: str
+    engine_name: str | None
+    method: str
+
+
+class CallTimeoutError(CallError, TimeoutError):
+    """A call that outlived its deadline. It is never sent again and may still be running."""
+
+    elapsed_s: float
+    limit_s: float
+    worker_alive: bool
+    stack: str
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        engine_name: str | None,
+        method: str,
+        elapsed_s: float,
+        limit_s: float,
+        limit_source: str,
+        worker_alive: bool,
+        state: str,
+        stack: str,
+        log_path: str = "",
+    ) -> None:
+        alive = "alive" if worker_alive else "not answering"
+        at = f"\n  its engine thread is at:\n{_indent(stack)}" if stack else ""
+        super().__init__(
+            f"{worker_id}: {engine_name}.{method} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, set by "
+            f"{limit_source}). The call was not sent again. The worker is {alive}; {state}. Raise the limit if the call is "
+            f"only slow, or delete_workers to end it.{at}{_log_section(log_path, '')}",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
+            limit_source=limit_source,
+            worker_alive=worker_alive,
+            state=state,
+            stack=stack,
+            log_path=log_path,
+        )
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.rstrip("\n").split("\n"))
+
+
+class WorkerFailedError(CallError):
+    """A worker process that died; the call that was in flight has no result and was not repeated."""
+
+    role: str
+    index: int
+    node: str
+    pid: int | None
+    exit_code: int | None
+    exit_signal: int | None
+    log_tail: str
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        engine_name: str | None,
+        method: str,
+        node: str,
+        pid: int | None,
+        cause: str,
+        exit_code: int | None = None,
+        exit_signal: int | None = None,
+        running_s: float | None = None,
+        log_path: str = "",
+        log_tail: str = "",
+    ) -> None:
+        role, _, index = worker_id.rpartition("/")
+        since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
+        doing = f" while {engine_name + '.' if engine_name else ''}{method} ran{since}" if method else ""
+        super().__init__(
+            f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. The call was "
+            f"not sent again; other workers are unharmed. delete_workers({role!r}) frees what the role holds."
+            f"{_log_section(log_path, log_tail)}",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            role=role,
+            index=int(index) if index.isdigit() else -1,
+            node=node,
+            pid=pid,
+            cause=cause,
+            exit_code=exit_code,
+            exit_signal=exit_signal,
+            running_s=running_s,
+            log_path=log_path,
+            log_tail=log_tail,
+        )
+
+
+class WorkerMarkedError(CallError):
+    """A call refused because an earlier one timed out and still occupies the worker's engine thread."""
+
+    def __init__(self, *, worker_id: str, engine_name: str | None, method: str, running: str, running_s: float) -> None:
+        super().__init__(
+            f"{worker_id} still runs {running} (for {running_s:.1f} s), a call that had timed out; {engine_name}.{method} was not "
+            "started behind it. Wait until status() shows the worker idle, or delete_workers to end it.",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            running=running,
+            running_s=running_s,
+        )
+
+
+class EngineExistsError(CallError):
+    """A second engine under a name that the worker already holds."""
+
+    def __init__(self, *, worker_id: str, engine_name: str, engine_type: str) -> None:
+        super().__init__(
+            f"{worker_id} already holds an engine {engine_name!r} (a {engine_type}). Give create_engine another engine_name, or "
+            "delete the workers first.",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method="create_engine",
+            engine_type=engine_type,
+        )
+
+
+class EngineImportError(CallError, ImportError):
+    """An engine's import path that leads nowhere in the worker."""
+
+    engine_path: str
+
+    def __init__(self, *, worker_id: str, engine_name: str, path: str, reason: str) -> None:
+        super().__init__(
+            f"{worker_id} cannot import the engine {path!r}: {reason}. The path is 'package.module.Class' and must be "
+            "importable in the worker's environment (its sys.path is the driver's); a class can be passed instead.",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method="create_engine",
+            engine_path=path,
+            reason=reason,
+        )
+
+
+class _RemoteError(CallError):
+    """What an exception inside an engine looked like on the worker."""
+
+    remote_type: str
+    remote_message: str
+    remote_traceback: str
+
+    _what = ""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        engine_name: str | None,
+        method: str,
+        remote_type: str,
+        remote_message: str,
+        remote_traceback: str,
+        node: str = "",
+        log_path: str = "",
+    ) -> None:
+        on = f" on {node}" if node else ""
+        super().__init__(
+            f"{worker_id}{on}: {self._what.format(engine=engine_name, method=method)} raised {remote_type}: {remote_message}\n"
+            f"  traceback in the worker:\n{_indent(remote_traceback)}{_log_section(log_path, '')}",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            remote_type=remote_type,
+            remote_message=remote_message,
+            remote_traceback=remote_traceback,
+            node=node,
+            log_path=log_path,
+        )
+
+
+class EngineCreationError(_RemoteError):
+    """An engine's constructor that raised; the name is free again."""
+
+    _what = "the constructor of engine {engine!r}"
+
+
+class EngineCallError(_RemoteError):
+    """An engine method that raised. ``__cause__`` is the original exception where it could travel."""
+
+    _what = "{engine}.{method}"
+
+
+class ExceptionNotSerializableError(EngineCallError):
+    """As EngineCallError, for an exception that cannot be pickled: its type, message and traceback still arrive."""
+
+    _what = "{engine}.{method} (with an exception that cannot be pickled, so __cause__ is not set)"
+
+
+class MethodNotFoundError(CallError, AttributeError):
+    """A method that the engine does not have, or may not be called from outside."""
+
+    def __init__(
+        self, *, worker_id: str, engine_name: str, method: str, engine_type: str, suggestions: Sequence[str], reason: str = ""
+    ) -> None:
+        hint = f" Did you mean: {', '.join(suggestions)}?" if suggestions else ""
+        super().__init__(
+            f"{worker_id}: engine {engine_name!r} (a {engine_type}) has no public method {method!r}"
+            f"{' (' + reason + ')' if reason else ''}.{hint}",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            engine_type=engine_type,
+            suggestions=tuple(suggestions),
+        )
+
+
+class _PayloadError(CallError):
+    path: str
+    value_type: str
+    reason: str
+
+    _text = ""
+
+    def __init__(
+        self, *, worker_id: str, engine_name: str | None, method: str, path: str, value_type: str, reason: str
+    ) -> None:
+        super().__init__(
+            self._text.format(who=f"{worker_id}: {engine_name}.{method}", path=path, value_type=value_type, reason=reason),
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            path=path,
+            value_type=value_type,
+            reason=reason,
+        )
+
+
+class ArgumentNotSerializableError(_PayloadError, TypeError):
+    """An argument that cannot be pickled; nothing was sent."""
+
+    _text = (
+        "{who}: the argument {path} (a {value_type}) cannot be sent to a worker: {reason}. Nothing was sent. Leave it out, or "
+        "build it inside the engine."
+    )
+
+
+class ArgumentNotLoadableError(_PayloadError):
+    """An argument that the worker could not unpickle; the method did not run."""
+
+    _text = (
+        "{who}: the worker could not load {path} ({value_type}): {reason}. The method did not run. A module that exists only in "
+        "the driver must be importable in the worker too."
+    )
+
+
+class ResultNotSerializableError(_PayloadError, TypeError):
+    """A result that cannot be pickled. The method did run; it is not repeated."""
+
+    _text = (
+        "{who} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. The call is not repeated. Return plain data, "
+        "or keep the object in the engine."
+    )
+
+
+class PeerNotReadyError(CallError):
+    """Another rank of the model-parallel group failed before a collective call; no rank ran it."""
+
+    def __init__(self, *, worker_id: str, engine_name: str | None, method: str, ranks: Sequence[int], reason: str) -> None:
+        super().__init__(
+            f"{worker_id}: {engine_name}.{method} did not run, because rank(s) {', '.join(map(str, ranks))} of its "
+            f"model-parallel group were not ready: {reason}. Look at the error of that rank first.",
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            ranks=tuple(ranks),
+            reason=reason,
+        )
+
+
+class HandleLostError(CallError, LookupError):
+    """A result handle whose value is gone: released, or its worker died."""
+
+    def __init__(self, *, worker_id: str, handle_id: str, reason: str) -> None:
+        super().__init__(
+            f"the value of handle {handle_id} (made by {worker_id}) is gone: {reason}. Produce it again with the call that "
+            "returned the handle.",
+            worker_id=worker_id,
+            engine_name=None,
+            method="",
+            handle_id=handle_id,
+            reason=reason,
+        )
+
+
+class GroupCallError(HelmsmanError):
+    """A call to several ranks of which some failed; ``first`` is the root cause, also set as ``__cause__``."""
+
+    first: HelmsmanError
+    errors: dict[str, HelmsmanError]
+
+    def __init__(self, *, role: str, method: str, first: HelmsmanError, errors: dict[str, HelmsmanError], num_ranks: int) -> None:
+        others = len(errors) - 1
+        collateral = f" ({others} other rank(s) failed as well: {', '.join(list(errors)[1:9])})" if others else ""
+        super().__init__(
+            f"{role}: {method} failed on {len(errors)} of {num_ranks} ranks{collateral}. Root cause:\n{_indent(str(first))}",
+            role=role,
+            method=method,
+            first=first,
+            errors=errors,
+            num_ranks=num_ranks,
+        )
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+class CodecError(HelmsmanError):
+    """A payload that cannot be packed or unpacked; callers turn it into a CallError that names the call."""
+
+    path: str
+    value_type: str
+    reason: str
+
+    def __init__(self, *, path: str, value_type: str, reason: str) -> None:
+        super().__init__(f"{path} (a {value_type}): {reason}", path=path, value_type=value_type, reason=reason)
+
+
+class NotSerializableError(CodecError, TypeError):
+    """A value that cannot be pickled; ``path`` leads to the field that is to blame."""
+
+
+class NotLoadableError(CodecError):
+    """Bytes that cannot be unpickled here."""
+
+
+class ProtocolError(HelmsmanError):
+    """A peer that broke the wire protocol or did not prove that it belongs to the run."""
+
+
+class PlatformError(HelmsmanError):
+    """An accelerator that is not what was granted, or is used where it must not be."""
+
+
+class PlatformPicklingError(PlatformError, TypeError):
+    """An attempt to pickle the platform, which each process resolves for itself."""
+
+    def __init__(self, *, name: str) -> None:
+        super().__init__(
+            f"the platform ({name}) cannot be pickled: it belongs to the process that resolved it. Use "
+            "helmsman.api.platforms.current_platform inside the worker instead of passing it there.",
+            name=name,
+        )
+
+
+class SchedulerClosedError(HelmsmanError):
+    """An operation on a scheduler that has been closed."""
+
+    def __init__(self, *, operation: str) -> None:
+        super().__init__(
+            f"{operation} was called on a scheduler that is closed. Make a new scheduler, or move the call inside its `with` block.",
+            operation=operation,
+        )
+
+
+class ShutdownIncompleteError(HelmsmanError):
+    """Something of ours that could not be removed within the deadline."""
+
+    remaining: tuple[str, ...]
+
+    def __init__(self, *, operation: str, remaining: Sequence[str], elapsed_s: float, command: str) -> None:
+        super().__init__(
+            f"{operation} left {len(remaining)} thing(s) behind after {elapsed_s:.1f} s: {'; '.join(remaining)}. Remove them "
+            f"with: {command}",
+            operation=operation,
+            remaining=tuple(remaining),
+            elapsed_s=elapsed_s,
+            command=command,
+        )

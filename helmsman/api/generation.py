@@ -1,0 +1,59 @@
+"""Sampling parameters, generation requests and their results. No torch: these travel between controller and workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn; the fields mean what they mean in vLLM and Hugging Face."""
+
+    max_new_tokens: int = 128
+    """Most tokens to generate, stop token included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy decoding."""
+    top_k: int = 0
+    """Keep only the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p (nucleus sampling, arXiv:1904.09751); 1 keeps all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sequence; the stop token is part of the result."""
+    seed: int | None = None
+    """Seed of this request alone, so that its tokens do not depend on what it is batched with; None draws one."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; expected 0 (greedy) or more")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; expected 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to continue."""
+
+    request_id: str
+    """Unique among the requests in flight; abort refers to it."""
+    prompt_ids: list[int]
+    """Token ids of the prompt, at least one."""
+    sampling: SamplingParams = SamplingParams()
+
+
+class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The continuation of one prompt."""
+
+    request_id: str
+    token_ids: list[int]
+    """Generated tokens without the prompt; ends with the stop token when stop_reason is 'stop'."""
+    logprobs: list[float]
+    """Natural log-probability of each generated token under the model as it is at temperature 1 without top-k or top-p."""
+    versions: list[int]
+    """Weight version that produced each token."""
+    stop_reason: StopReason
