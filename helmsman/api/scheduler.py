@@ -1,0 +1,283 @@
+"""The contract between a controller script and whatever runs its workers.
+
+A script describes a Job, a Scheduler starts its workers, and engines in those workers are created and called by worker id. Names
+follow the field's existing Scheduler API, so that scripts written to it carry over.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+
+from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
+
+PlacementStrategy = Literal["shared", "separate", "deferred"]
+StrategyType = Literal["separation", "colocation"]
+
+
+class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker needs."""
+
+    cpu: float = 1
+    """CPU cores."""
+    gpu: float = 0
+    """Accelerators of whatever kind the cluster has."""
+    mem: float = 0
+    """Memory in GB (10^9 bytes); 0 asks for none in particular."""
+    port_count: int = 0
+    """Ports leased to the worker for its engine."""
+    env_vars: dict[str, str] = {}
+    """Environment variables of the worker; they win over everything that is forwarded."""
+    cmd: str | None = None
+    """Module to run as the worker's child instead of an engine (with fork); None for engines."""
+    ray_placement_strategy: PlacementStrategy = "shared"
+    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose devices
+    are left to the server that the worker launches."""
+    resources: dict[str, float] = {}
+    """Extra custom resources by name."""
+    node_labels: dict[str, str] = {}
+    """Labels that the worker's node must carry."""
+    accelerator_type: str | None = None
+    """Accelerator model that the worker's node must have, as Ray names it."""
+
+    def __post_init__(self) -> None:
+        for field in ("cpu", "gpu", "mem", "port_count"):
+            if getattr(self, field) < 0:
+                raise InvalidSpecError(role="?", field=field, value=getattr(self, field), expected="0 or more")
+
+
+class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job's workers go in relation to another role's."""
+
+    type: StrategyType = "separation"
+    """separation: resources of its own; colocation: those of ``target``."""
+    target: str | None = None
+    """Role to colocate with."""
+    fork: bool = False
+    """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling process."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One role of the run: ``replicas`` workers with the specs ``tasks``."""
+
+    role: str
+    """Name of the role; workers are 'role/0', 'role/1', ..."""
+    replicas: int = 1
+    tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
+    """One spec for all replicas, or one for each."""
+    scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
+
+    def validate(self) -> None:
+        """Raise a JobError unless the job makes sense on its own, whatever the cluster."""
+        if not self.role or "/" in self.role or self.role != self.role.strip():
+            raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
+        if self.replicas < 1:
+            raise InvalidReplicasError(role=self.role, replicas=self.replicas)
+        if len(self.tasks) not in (1, self.replicas):
+            raise TaskCountError(role=self.role, replicas=self.replicas, num_tasks=len(self.tasks))
+        strategy = self.scheduling_strategy
+        if strategy.type == "colocation" and not strategy.target:
+            raise InvalidSpecError(
+                role=self.role, field="scheduling_strategy.target", value=strategy.target, expected="the role to colocate with"
+            )
+        if strategy.type == "separation" and (strategy.target or strategy.fork):
+            raise InvalidSpecError(
+                role=self.role, field="scheduling_strategy", value=strategy, expected="target and fork only with colocation"
+            )
+
+    def spec(self, index: int) -> SchedulingSpec:
+        """The spec of replica ``index``."""
+        return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """A running worker process."""
+
+    id: str
+    """'role/index'."""
+    ip: str
+    """Address of its node, as other nodes reach it."""
+    worker_ports: list[str] = []
+    """Ports on which the worker itself listens; empty where it needs none."""
+    engine_ports: list[str] = []
+    """Ports leased to its engine."""
+
+
+class WorkerState(Enum):
+    """States of a worker: STARTING -> READY -> (MARKED -> READY)* -> STOPPED | FAILED; STARTING may also end in FAILED."""
+
+    STARTING = "starting"
+    """Its process was asked for and has not answered yet."""
+    READY = "ready"
+    """It takes calls."""
+    MARKED = "marked"
+    """A call timed out and still occupies its engine thread; READY again once that call has ended."""
+    STOPPED = "stopped"
+    """Ended on request."""
+    FAILED = "failed"
+    """Its process died."""
+
+
+class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's answer to ``health``; given also while a call runs."""
+
+    worker_id: str
+    pid: int
+    node: str
+    engines: dict[str, str]
+    """Engine name -> type."""
+    running: str | None = None
+    """'engine.method' on the engine thread, None when idle."""
+    running_s: float | None = None
+    """Seconds since it began."""
+    num_queued: int = 0
+    """Calls waiting for the engine thread."""
+    async_running: dict[str, int] = {}
+    """'engine.method' -> calls in flight on the event loop."""
+    num_calls: int = 0
+    """Engine calls begun since the worker started."""
+    cpu_s: float = 0.0
+    """CPU seconds of the process."""
+    rss_bytes: int = 0
+    """Resident memory of the process."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler knows of a worker."""
+
+    worker_id: str
+    state: WorkerState
+    node: str
+    pid: int | None
+    log_path: str
+    health: WorkerHealth | None = None
+    """None when the worker did not answer."""
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """The one table of time limits, by class of operation, in seconds."""
+
+    start_s: float = 300.0
+    """create_workers: placement, processes and their first answer, for all workers of the job together."""
+    create_engine_s: float = 1800.0
+    """An engine's constructor (imports and model loading)."""
+    call_s: float = 7200.0
+    """An engine call without a ``timeout`` of its own."""
+    health_s: float = 5.0
+    """Control verbs: health, stacks, set_env."""
+    shutdown_s: float = 8.0
+    """delete_workers and close: engines' destroy, then processes; what is left is killed."""
+
+
+class Scheduler(abc.ABC):
+    """Starts workers and calls the engines in them.
+
+    Use it as a context manager, or call ``close()``. All methods may be called from any thread; the ``async`` ones from any event loop.
+    """
+
+    timeouts: Timeouts
+
+    @property
+    @abc.abstractmethod
+    def n_gpus_per_node(self) -> int:
+        """Accelerators on each node of the cluster (the most that any node has); 0 without accelerators."""
+
+    @abc.abstractmethod
+    def create_workers(self, job: Job) -> list[str]:
+        """Start the job's workers and return their ids; on an error nothing of the job remains.
+
+        Raises: JobError (the job makes no sense, or its role exists), StartError (it could not start).
+        """
+
+    @abc.abstractmethod
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        """The role's workers in rank order, each having answered within ``timeout`` seconds.
+
+        Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
+        """
+
+    @abc.abstractmethod
+    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
+        """Destroy the role's engines and end its workers (None: all roles); ``reverse_order`` ends rank 0 last.
+
+        Deleting what is not there is an error for a named role (RoleNotFoundError) and nothing for None.
+        Raises: ShutdownIncompleteError.
+        """
+
+    @abc.abstractmethod
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
+        """Give each worker of ``target_role`` a sibling process in ``role``, on the same node and devices."""
+
+    @abc.abstractmethod
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+        """Set environment variables in a worker, before its engines are created."""
+
+    @abc.abstractmethod
+    async def create_engine(
+        self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Build ``engine(*args, **kwargs)`` in the worker.
+
+        Args:
+            engine: import path 'package.module.Class', or a class (sent by cloudpickle when it is not importable).
+            engine_name: its name in the worker; the worker's id when None.
+        Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError, CallTimeoutError, WorkerFailedError.
+        """
+
+    @abc.abstractmethod
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a method of an engine and return its result. The call is sent once and never again.
+
+        Args:
+            timeout: seconds; ``timeouts.call_s`` when None.
+            rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach its model-parallel group;
+                {"keep": True} leaves the result in the worker and returns a ResultHandle, which may be an argument of any other call.
+        Raises: a CallError that says what happened; see helmsman.api.errors.
+        """
+
+    @abc.abstractmethod
+    async def async_call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As call_engine, awaited. Cancelling the await does not undo a call that has begun."""
+
+    @abc.abstractmethod
+    def status(self) -> list[WorkerStatus]:
+        """Every worker of every role, asked for its health under one short deadline. Never raises for a dead worker."""
+
+    @abc.abstractmethod
+    def stacks(self, role: str) -> dict[str, str]:
+        """The Python stacks of all threads of each of the role's workers; a line saying why for one that does not answer."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
