@@ -45,11 +45,6 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     accelerator_type: str | None = None
     """Accelerator model that the worker's node must have, as Ray names it."""
 
-    def __post_init__(self) -> None:
-        for field in ("cpu", "gpu", "mem", "port_count"):
-            if getattr(self, field) < 0:
-                raise InvalidSpecError(role="?", field=field, value=getattr(self, field), expected="0 or more")
-
 
 class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
     """Where a job's workers go in relation to another role's."""
@@ -80,6 +75,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidReplicasError(role=self.role, replicas=self.replicas)
         if len(self.tasks) not in (1, self.replicas):
             raise TaskCountError(role=self.role, replicas=self.replicas, num_tasks=len(self.tasks))
+        for spec in self.tasks:
+            for field in ("cpu", "gpu", "mem", "port_count"):
+                if getattr(spec, field) < 0:
+                    raise InvalidSpecError(role=self.role, field=field, value=getattr(spec, field), expected="0 or more")
         strategy = self.scheduling_strategy
         if strategy.type == "colocation" and not strategy.target:
             raise InvalidSpecError(
@@ -157,6 +156,20 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str
     health: WorkerHealth | None = None
     """None when the worker did not answer."""
+
+
+class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """A result that stayed in its worker. As an argument of a call it arrives as the value, moved from worker to worker."""
+
+    id: str
+    worker_id: str
+    """Worker that made the value."""
+    location: bytes
+    """Where the value lies, for the transport that made it."""
+    nbytes: int
+    """Size of the packed value."""
+    summary: str
+    """What the value is, for people."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,6 +274,10 @@ class Scheduler(abc.ABC):
         **kwargs: Any,
     ) -> Any:
         """As call_engine, awaited. Cancelling the await does not undo a call that has begun."""
+
+    @abc.abstractmethod
+    def release(self, handle: ResultHandle) -> None:
+        """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker is gone."""
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:

@@ -1,0 +1,68 @@
+"""The driver's background event loop: one daemon thread on which all schedulers and controllers run their coroutines.
+
+Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller and a caller on some other event loop
+reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_pid = 0
+
+
+def background_loop() -> asyncio.AbstractEventLoop:
+    """The loop, started on first use; a forked child gets one of its own, since threads do not survive a fork."""
+    global _loop, _loop_pid
+    with _lock:
+        if _loop is None or _loop_pid != os.getpid():
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="helmsman-loop", daemon=True).start()
+            _loop, _loop_pid = loop, os.getpid()
+        return _loop
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Start ``coroutine`` on the loop and return its future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run ``coroutine`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
+    loop = background_loop()
+    if _running_loop() is loop:
+        coroutine.close()
+        raise RuntimeError(
+            "a blocking Helmsman call was made from a coroutine on Helmsman's own event loop, which would wait for itself; "
+            "use the async form of the call there (async_call_engine, agenerate, ...)"
+        )
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run ``coroutine`` on the loop and await it from whichever loop the caller is on."""
+    loop = background_loop()
+    if _running_loop() is loop:
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
