@@ -55,7 +55,9 @@ from typing import Any
 
 
 def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> HelmsmanError:
-    error = cls.__new__(cls, message)
+    error = cls.__new__(cls)
+    # The built-in __init__ must run: without it a TimeoutError comes back without its message, an ImportError without msg.
+    super(HelmsmanError, error).__init__(message)
     error.__dict__.update(state)
     return error
 
@@ -245,8 +247,8 @@ class PlacementTimeoutError(StartError, TimeoutError):
 
     def __init__(self, *, role: str, requested: str, free: str, holders: str, elapsed_s: float, limit_s: float) -> None:
         super().__init__(
-            f"role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): requested {requested}; free now {free}; "
-            f"held by {holders}. Its placement groups were removed. Wait for the holder, ask for less, or raise "
+            f"role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): requested {requested}; free now "
+            f"{free}; held by {holders}. Its placement groups were removed. Wait for the holder, ask for less, or raise "
             "Timeouts.start_s.",
             role=role,
             requested=requested,
@@ -295,6 +297,10 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _operation(engine_name: str | None, method: str) -> str:
+    return f"{engine_name}.{method}" if engine_name else method
+
+
 class CallError(HelmsmanError):
     """A call to one worker that did not return a result."""
 
@@ -328,8 +334,8 @@ class CallTimeoutError(CallError, TimeoutError):
         alive = "alive" if worker_alive else "not answering"
         at = f"\n  its engine thread is at:\n{_indent(stack)}" if stack else ""
         super().__init__(
-            f"{worker_id}: {engine_name}.{method} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, set by "
-            f"{limit_source}). The call was not sent again. The worker is {alive}; {state}. Raise the limit if the call is "
+            f"{worker_id}: {_operation(engine_name, method)} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, "
+            f"set by {limit_source}). The call was not sent again. The worker is {alive}; {state}. Raise the limit if the call is "
             f"only slow, or delete_workers to end it.{at}{_log_section(log_path, '')}",
             worker_id=worker_id,
             engine_name=engine_name,
@@ -376,7 +382,7 @@ class WorkerFailedError(CallError):
     ) -> None:
         role, _, index = worker_id.rpartition("/")
         since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
-        doing = f" while {engine_name + '.' if engine_name else ''}{method} ran{since}" if method else ""
+        doing = f" while {_operation(engine_name, method)} ran{since}" if method else ""
         super().__init__(
             f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. The call was "
             f"not sent again; other workers are unharmed. delete_workers({role!r}) frees what the role holds."
@@ -402,8 +408,9 @@ class WorkerMarkedError(CallError):
 
     def __init__(self, *, worker_id: str, engine_name: str | None, method: str, running: str, running_s: float) -> None:
         super().__init__(
-            f"{worker_id} still runs {running} (for {running_s:.1f} s), a call that had timed out; {engine_name}.{method} was not "
-            "started behind it. Wait until status() shows the worker idle, or delete_workers to end it.",
+            f"{worker_id} still runs {running} (for {running_s:.1f} s), a call that had timed out; "
+            f"{_operation(engine_name, method)} was not started behind it. Wait until status() shows the worker idle, or "
+            "delete_workers to end it.",
             worker_id=worker_id,
             engine_name=engine_name,
             method=method,
@@ -417,8 +424,8 @@ class EngineExistsError(CallError):
 
     def __init__(self, *, worker_id: str, engine_name: str, engine_type: str) -> None:
         super().__init__(
-            f"{worker_id} already holds an engine {engine_name!r} (a {engine_type}). Give create_engine another engine_name, or "
-            "delete the workers first.",
+            f"{worker_id} already holds an engine {engine_name!r} (a {engine_type}). Give create_engine another engine_name, "
+            "or delete the workers first.",
             worker_id=worker_id,
             engine_name=engine_name,
             method="create_engine",
@@ -465,8 +472,9 @@ class _RemoteError(CallError):
         log_path: str = "",
     ) -> None:
         on = f" on {node}" if node else ""
+        what = self._what.format(engine=engine_name, operation=_operation(engine_name, method))
         super().__init__(
-            f"{worker_id}{on}: {self._what.format(engine=engine_name, method=method)} raised {remote_type}: {remote_message}\n"
+            f"{worker_id}{on}: {what} raised {remote_type}: {remote_message}\n"
             f"  traceback in the worker:\n{_indent(remote_traceback)}{_log_section(log_path, '')}",
             worker_id=worker_id,
             engine_name=engine_name,
@@ -488,13 +496,13 @@ class EngineCreationError(_RemoteError):
 class EngineCallError(_RemoteError):
     """An engine method that raised. ``__cause__`` is the original exception where it could travel."""
 
-    _what = "{engine}.{method}"
+    _what = "{operation}"
 
 
 class ExceptionNotSerializableError(EngineCallError):
     """As EngineCallError, for an exception that cannot be pickled: its type, message and traceback still arrive."""
 
-    _what = "{engine}.{method} (with an exception that cannot be pickled, so __cause__ is not set)"
+    _what = "{operation} (with an exception that cannot be pickled, so __cause__ is not set)"
 
 
 class MethodNotFoundError(CallError, AttributeError):
@@ -503,10 +511,14 @@ class MethodNotFoundError(CallError, AttributeError):
     def __init__(
         self, *, worker_id: str, engine_name: str, method: str, engine_type: str, suggestions: Sequence[str], reason: str = ""
     ) -> None:
-        hint = f" Did you mean: {', '.join(suggestions)}?" if suggestions else ""
+        hint = (
+            f"Did you mean: {', '.join(suggestions)}?"
+            if suggestions
+            else f"What may be called are the methods of {engine_type} without a leading underscore."
+        )
         super().__init__(
             f"{worker_id}: engine {engine_name!r} (a {engine_type}) has no public method {method!r}"
-            f"{' (' + reason + ')' if reason else ''}.{hint}",
+            f"{' (' + reason + ')' if reason else ''}. {hint}",
             worker_id=worker_id,
             engine_name=engine_name,
             method=method,
@@ -526,7 +538,9 @@ class _PayloadError(CallError):
         self, *, worker_id: str, engine_name: str | None, method: str, path: str, value_type: str, reason: str
     ) -> None:
         super().__init__(
-            self._text.format(who=f"{worker_id}: {engine_name}.{method}", path=path, value_type=value_type, reason=reason),
+            self._text.format(
+                who=f"{worker_id}: {_operation(engine_name, method)}", path=path, value_type=value_type, reason=reason
+            ),
             worker_id=worker_id,
             engine_name=engine_name,
             method=method,
@@ -549,8 +563,8 @@ class ArgumentNotLoadableError(_PayloadError):
     """An argument that the worker could not unpickle; the method did not run."""
 
     _text = (
-        "{who}: the worker could not load {path} ({value_type}): {reason}. The method did not run. A module that exists only in "
-        "the driver must be importable in the worker too."
+        "{who}: the worker could not load {path} ({value_type}): {reason}. The method did not run. A module that exists only "
+        "in the driver must be importable in the worker too."
     )
 
 
@@ -558,8 +572,8 @@ class ResultNotSerializableError(_PayloadError, TypeError):
     """A result that cannot be pickled. The method did run; it is not repeated."""
 
     _text = (
-        "{who} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. The call is not repeated. Return plain data, "
-        "or keep the object in the engine."
+        "{who} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. The call is not repeated. Return plain "
+        "data, or keep the object in the engine."
     )
 
 
@@ -568,7 +582,7 @@ class PeerNotReadyError(CallError):
 
     def __init__(self, *, worker_id: str, engine_name: str | None, method: str, ranks: Sequence[int], reason: str) -> None:
         super().__init__(
-            f"{worker_id}: {engine_name}.{method} did not run, because rank(s) {', '.join(map(str, ranks))} of its "
+            f"{worker_id}: {_operation(engine_name, method)} did not run, because rank(s) {', '.join(map(str, ranks))} of its "
             f"model-parallel group were not ready: {reason}. Look at the error of that rank first.",
             worker_id=worker_id,
             engine_name=engine_name,
@@ -599,7 +613,9 @@ class GroupCallError(HelmsmanError):
     first: HelmsmanError
     errors: dict[str, HelmsmanError]
 
-    def __init__(self, *, role: str, method: str, first: HelmsmanError, errors: dict[str, HelmsmanError], num_ranks: int) -> None:
+    def __init__(
+        self, *, role: str, method: str, first: HelmsmanError, errors: dict[str, HelmsmanError], num_ranks: int
+    ) -> None:
         others = len(errors) - 1
         collateral = f" ({others} other rank(s) failed as well: {', '.join(list(errors)[1:9])})" if others else ""
         super().__init__(
@@ -610,6 +626,7 @@ class GroupCallError(HelmsmanError):
             errors=errors,
             num_ranks=num_ranks,
         )
+        self.__cause__ = first
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -658,7 +675,8 @@ class SchedulerClosedError(HelmsmanError):
 
     def __init__(self, *, operation: str) -> None:
         super().__init__(
-            f"{operation} was called on a scheduler that is closed. Make a new scheduler, or move the call inside its `with` block.",
+            f"{operation} was called on a scheduler that is closed. Make a new scheduler, or move the call inside its `with` "
+            "block.",
             operation=operation,
         )
 
