@@ -335,8 +335,8 @@ class CallTimeoutError(CallError, TimeoutError):
         at = f"\n  its engine thread is at:\n{_indent(stack)}" if stack else ""
         super().__init__(
             f"{worker_id}: {_operation(engine_name, method)} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, "
-            f"set by {limit_source}). The call was not sent again. The worker is {alive}; {state}. Raise the limit if the call is "
-            f"only slow, or delete_workers to end it.{at}{_log_section(log_path, '')}",
+            f"set by {limit_source}). The call was not sent again. The worker is {alive}; {state}. Raise the limit if the call "
+            f"is only slow, or delete_workers to end it.{at}{_log_section(log_path, '')}",
             worker_id=worker_id,
             engine_name=engine_name,
             method=method,

@@ -1,0 +1,66 @@
+# Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt or pyproject.toml.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PY := .venv/bin/python
+STAMP := .venv/.stamp
+PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt
+# More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec".
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+# Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
+PYTHONS := $(PYTHON) python3.11 python3 python
+IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: help demo test check lint fast-tests format clean setup
+
+help: ## show the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/demo
+	@$(PY) examples/grpo.py --scheduler ray --out runs/demo $(DEMO_ARGS)
+
+test: $(STAMP) ## the whole test suite
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+check: lint fast-tests ## format, lint, types, import directions and the fast tests
+
+lint: $(STAMP) ## what check does before it runs tests
+	@$(PY) -m ruff format --check --quiet . || { echo "not formatted; run: make format" >&2; exit 1; }
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m mypy
+	@$(PY) -m pytest --quiet tests/test_imports.py
+
+fast-tests: $(STAMP)
+	@$(PY) -m pytest --quiet -m "not slow" --ignore tests/test_imports.py $(PYTEST_ARGS)
+
+format: $(STAMP) ## format the sources and sort their imports
+	@$(PY) -m ruff check --quiet --fix-only .
+	@$(PY) -m ruff format --quiet .
+
+clean: ## remove caches and build outputs; .venv and runs/ stay
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+setup: $(STAMP) ## only set up .venv
+
+# torch goes first and alone, so that the build which pip is configured for (CPU or a CUDA version) is chosen before anything asks for it.
+$(STAMP): constraints.txt pyproject.toml
+	@set -e; \
+	if ! $(PY) -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
+	  python=; \
+	  for candidate in $(PYTHONS); do \
+	    if $$candidate -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then python=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "Helmsman needs Python 3.11 or newer with its venv module; none of these is: $(PYTHONS)." >&2; \
+	    echo "Install one (Debian and Ubuntu: apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python" >&2; \
+	    exit 1; \
+	  fi; \
+	  $$python -m venv --clear .venv; \
+	fi; \
+	echo "setting up .venv from constraints.txt (takes minutes the first time)"; \
+	$(PIP) "$$(grep '^torch==' constraints.txt)" setuptools; \
+	$(PIP) --no-build-isolation --editable '.[all,dev]'; \
+	touch $@
