@@ -4,7 +4,7 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 STAMP := .venv/.stamp
-PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt
+PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq --constraint constraints.txt
 # More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec".
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
