@@ -1,0 +1,145 @@
+"""Which part of a value cannot be pickled: the path to it, for the error message.
+
+The walk follows what pickle itself would take (the state and arguments that ``__reduce_ex__`` gives), so that a field which a
+class leaves out of its state on purpose is never blamed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+_MAX_DEPTH = 32
+
+
+def find_culprit(obj: Any, error: Exception, root: str, pickles: Callable[[Any], object]) -> tuple[str, str, str]:
+    """Find the smallest part of ``obj`` that cannot be pickled.
+
+    Args:
+        obj: the value that could not be pickled.
+        error: what was raised then.
+        root: what the value is called, such as ``args``.
+        pickles: pickles one part, and raises if it cannot.
+
+    Returns:
+        The path, such as ``args[0]['cfg'].lock``; the type of what is found there; and the reason, in the words of the
+        exception which that part raised.
+    """
+    path, seen = root, {id(obj)}
+    for _ in range(_MAX_DEPTH):
+        if isinstance(error, RecursionError):
+            break  # nested too deep: each part of it would fail the same way
+        found = _first_failing(obj, seen, pickles)
+        if found is None:
+            break
+        label, obj, error = found
+        path += label
+        seen.add(id(obj))
+    return path, type_name(obj), f"{type(error).__name__}: {error}"
+
+
+def type_name(obj: object) -> str:
+    """The type of a value as one would write it: ``dict``, ``_thread.lock``."""
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _first_failing(obj: Any, seen: set[int], pickles: Callable[[Any], object]) -> tuple[str, Any, Exception] | None:
+    for label, part in _parts(obj):
+        if id(part) in seen:
+            continue
+        try:
+            pickles(part)
+        except Exception as exc:  # noqa: BLE001 - the part's own __reduce__ runs here, and may raise anything
+            return label, part, exc
+    return None
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What pickle would visit below ``obj``, with the piece of path that leads there."""
+    if isinstance(obj, types.FunctionType):
+        yield from _function_parts(obj)
+        return
+    if isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+        yield ".__func__", obj.__func__
+        return
+    if isinstance(obj, type):
+        yield from ((f".{name}", value) for name, value in vars(obj).items() if not name.startswith("__") or callable(value))
+        return
+    if isinstance(obj, msgspec.Struct):
+        yield from ((f".{name}", getattr(obj, name)) for name in obj.__struct_fields__)
+        return
+    if isinstance(obj, Mapping):
+        yield from _mapping_parts(obj)
+    elif isinstance(obj, list | tuple | set | frozenset):
+        yield from _sequence_parts(obj)
+    if type(obj).__module__ != "builtins":
+        yield from _reduced_parts(obj)
+
+
+def _mapping_parts(obj: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in obj.items():
+        yield f"[{_shown(key)}]", value
+    for key in obj:
+        yield f".key({_shown(key)})", key
+
+
+def _sequence_parts(obj: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, set | frozenset):
+        yield from ((f".item({_shown(item)})", item) for item in obj)
+    else:
+        names = getattr(obj, "_fields", ())
+        for index, item in enumerate(obj):
+            yield (f".{names[index]}" if index < len(names) else f"[{index}]"), item
+
+
+def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What travels with a function that goes by value: its closure, the globals that it names, its defaults."""
+    try:
+        variables = inspect.getclosurevars(function)
+    except ValueError:  # a cell that is not filled yet
+        return
+    for where, names in (("closure", variables.nonlocals), ("globals", variables.globals)):
+        yield from ((f".<{where}>.{name}", value) for name, value in names.items())
+    for index, value in enumerate(function.__defaults__ or ()):
+        yield f".__defaults__[{index}]", value
+    yield from ((f".__kwdefaults__[{name!r}]", value) for name, value in (function.__kwdefaults__ or {}).items())
+    yield from ((f".{name}", value) for name, value in vars(function).items())
+
+
+def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """The state and the arguments that the object gives to pickle."""
+    try:
+        reduced: object = obj.__reduce_ex__(5)
+    except Exception:  # noqa: BLE001 - the object itself is to blame, and its error is known already
+        return
+    if not isinstance(reduced, tuple):
+        return
+    parts: tuple[Any, ...] = (*reduced, None, None, None)
+    arguments, state, items, pairs = parts[1:5]
+    for each in state if isinstance(state, tuple) else (state,):
+        if isinstance(each, Mapping):
+            yield from ((f".{name}", value) for name, value in each.items())
+        elif each is not None:
+            yield ".__getstate__()", each
+    for index, argument in enumerate(arguments):
+        if not (index == 0 and isinstance(argument, type)):
+            yield f".__reduce__()[1][{index}]", argument
+    for index, item in enumerate(items or ()):
+        yield f"[{index}]", item
+    for key, value in pairs or ():
+        yield f"[{_shown(key)}]", value
+
+
+def _shown(key: object) -> str:
+    """A key as the path shows it, cut to a length that reads."""
+    try:
+        text = repr(key)
+    except Exception:  # noqa: BLE001 - a key's own __repr__ must not hide the error that is being told
+        text = f"<{type_name(key)}>"
+    return text if len(text) <= 40 else f"{text[:37]}..."
