@@ -20,7 +20,6 @@ HelmsmanError
 ├── CallError                             one call to one worker
 │   ├── CallTimeoutError (TimeoutError)
 │   ├── WorkerFailedError
-│   ├── WorkerMarkedError
 │   ├── EngineExistsError
 │   ├── EngineImportError (ImportError)
 │   ├── EngineCreationError
@@ -363,6 +362,8 @@ class WorkerFailedError(CallError):
     pid: int | None
     exit_code: int | None
     exit_signal: int | None
+    running: str | None
+    running_s: float | None
     log_tail: str
 
     def __init__(
@@ -376,16 +377,18 @@ class WorkerFailedError(CallError):
         cause: str,
         exit_code: int | None = None,
         exit_signal: int | None = None,
+        running: str | None = None,
         running_s: float | None = None,
         log_path: str = "",
         log_tail: str = "",
     ) -> None:
         role, _, index = worker_id.rpartition("/")
         since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
-        doing = f" while {_operation(engine_name, method)} ran{since}" if method else ""
+        doing = f" while {running} ran{since}" if running else ""
+        lost = f"{_operation(engine_name, method)} has no result and was not sent again; other" if method else "Other"
         super().__init__(
-            f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. The call was "
-            f"not sent again; other workers are unharmed. delete_workers({role!r}) frees what the role holds."
+            f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. "
+            f"{lost} workers are unharmed. delete_workers({role!r}) frees what the role holds."
             f"{_log_section(log_path, log_tail)}",
             worker_id=worker_id,
             engine_name=engine_name,
@@ -397,25 +400,10 @@ class WorkerFailedError(CallError):
             cause=cause,
             exit_code=exit_code,
             exit_signal=exit_signal,
+            running=running,
             running_s=running_s,
             log_path=log_path,
             log_tail=log_tail,
-        )
-
-
-class WorkerMarkedError(CallError):
-    """A call refused because an earlier one timed out and still occupies the worker's engine thread."""
-
-    def __init__(self, *, worker_id: str, engine_name: str | None, method: str, running: str, running_s: float) -> None:
-        super().__init__(
-            f"{worker_id} still runs {running} (for {running_s:.1f} s), a call that had timed out; "
-            f"{_operation(engine_name, method)} was not started behind it. Wait until status() shows the worker idle, or "
-            "delete_workers to end it.",
-            worker_id=worker_id,
-            engine_name=engine_name,
-            method=method,
-            running=running,
-            running_s=running_s,
         )
 
 
@@ -495,6 +483,9 @@ class EngineCreationError(_RemoteError):
 
 class EngineCallError(_RemoteError):
     """An engine method that raised. ``__cause__`` is the original exception where it could travel."""
+
+    original: bytes | None = None
+    """The pickled original, on its way to the controller."""
 
     _what = "{operation}"
 

@@ -1,0 +1,68 @@
+"""What all tests share: nothing that a test started may outlive the session."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+SESSION_ENV_VAR = "HELMSMAN_TEST_SESSION"
+SESSION = uuid.uuid4().hex
+GRACE_S = 10.0
+
+# Inherited by every process that a test causes, also by those that left its process group or were adopted by init.
+os.environ[SESSION_ENV_VAR] = SESSION
+
+
+def processes_of_this_session() -> list[psutil.Process]:
+    """Processes that the tests caused and that run still, other than this one; zombies are dead."""
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _environ(process).get(SESSION_ENV_VAR) == SESSION:
+            found[process.pid] = process
+    return [process for process in found.values() if _is_left_over(process)]
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def _is_left_over(process: psutil.Process) -> bool:
+    try:
+        # Python's own tracker of shared memory ends with this process.
+        tracker = process.ppid() == os.getpid() and "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and not tracker
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        run = _environ(process).get("HELMSMAN_RUN", "none")
+        return f"pid {process.pid} (parent {process.ppid()}, run {run}): {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"pid {process.pid}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_outlives_the_session() -> Iterator[None]:
+    """Error at the end of the session if a process of the tests is still there after the 10 s that Helmsman promises.
+
+    It is set up before every other session fixture, so it looks after the last of them is gone.
+    """
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes_of_this_session()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    described = [_describe(process) for process in left]
+    for process in left:
+        process.kill()
+    if described:
+        pytest.fail("processes outlived the test session (now killed):\n  " + "\n  ".join(described), pytrace=False)

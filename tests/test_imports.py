@@ -1,0 +1,182 @@
+"""Imports go one way, and `import helmsman` is cheap."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "helmsman"
+ALLOWED = {
+    "api": {"api"},
+    "rpc_server": {"rpc_server", "api"},
+    "engines": {"engines", "api"},
+    "controller": {"controller", "api", "rpc_server"},
+}
+"""Room -> rooms that it may import."""
+
+LIGHT = {"msgspec", "cloudpickle"}
+"""Third-party packages that the contracts may import at module level."""
+
+HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "rich", "reasoning_gym"}
+
+NEEDS_TORCH = {"helmsman.rpc_server.tensors"}
+"""Modules outside engines that import torch at module level, because they are imported only with a tensor in hand."""
+
+MAX_MODULES = 40
+"""Modules that `import helmsman` may load beyond a bare interpreter's."""
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported; for `from a import b` it is a.b, since b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join(package[: len(package) - node.level + 1] + ([base] if base else []))
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    return list(imported_names(ast.parse(path.read_text()), module_name(path), path.name == "__init__.py"))
+
+
+def room_of(name: str) -> str | None:
+    """api, controller...; '' for the package itself; None for what is not ours."""
+    first, *rest = name.split(".")
+    if first != "helmsman":
+        return None
+    return rest[0] if rest and (PACKAGE / rest[0]).is_dir() else ""
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == set(ALLOWED)
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_room_imports_only_what_it_may(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / room)
+        for line, name in imports_of(path)
+        if room_of(name) is not None and room_of(name) not in ALLOWED[room]
+    ]
+    assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}:\n" + "\n".join(wrong)
+
+
+def test_library_never_imports_examples_benchmarks_or_tests() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        for line, name in imports_of(path)
+        if name.split(".")[0] in {"examples", "benchmarks", "tests"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_contracts_import_only_light_packages_at_module_level() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in SOURCES
+        if path.is_relative_to(PACKAGE / "api")
+        for statement in ast.parse(path.read_text()).body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for line, name in imported_names(statement, module_name(path), path.name == "__init__.py")
+        if room_of(name) is None and name.split(".")[0] not in LIGHT | sys.stdlib_module_names
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import a.b, c", ["a.b", "c"]),
+        ("from a import b as x", ["a.b"]),
+        ("def f():\n    from a.b import c", ["a.b.c"]),
+        ("from . import x", ["helmsman.api.x"]),
+        ("from ..engines import x", ["helmsman.engines.x"]),
+        ("from .. import engines", ["helmsman.engines"]),
+    ],
+)
+def test_the_reader_of_imports_sees_every_form(source: str, names: list[str]) -> None:
+    assert [name for _, name in imported_names(ast.parse(source), "helmsman.api.module", False)] == names
+
+
+def run_python(code: str, *args: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+NEW_MODULES = """
+import sys
+before = set(sys.modules)
+import helmsman
+new = set(sys.modules) - before
+import json
+print(json.dumps(sorted(new)))
+"""
+
+
+def test_import_helmsman_loads_little() -> None:
+    new = json.loads(run_python(NEW_MODULES))
+    assert "helmsman" in new
+    assert not HEAVY & {name.split(".")[0] for name in new}
+    assert len(new) <= MAX_MODULES, f"{len(new)} modules: {new}"
+
+
+IMPORT_WITHOUT = """
+import importlib, json, sys
+
+class Refuser:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in refused:
+            raise ModuleNotFoundError(f"{name} is not installed here", name=name)
+
+refused, modules = map(json.loads, sys.argv[1:])
+sys.meta_path.insert(0, Refuser())
+for module in modules:
+    importlib.import_module(module)
+print(json.dumps(sorted({name.split(".")[0] for name in sys.modules} & set(refused))))
+"""
+
+
+def modules_of(*rooms: str) -> list[str]:
+    return [module_name(path) for room in rooms for path in SOURCES if path.is_relative_to(PACKAGE / room)]
+
+
+def is_for_ray(module: str) -> bool:
+    return "ray" in module.rsplit(".", 1)[-1]
+
+
+def test_contracts_import_where_nothing_heavy_is_installed() -> None:
+    modules = ["helmsman", *modules_of("api")]
+    assert run_python(IMPORT_WITHOUT, json.dumps(sorted(HEAVY)), json.dumps(modules)) == "[]\n"
+
+
+def test_driver_and_worker_side_import_without_torch() -> None:
+    modules = [module for module in modules_of("api", "rpc_server", "controller") if module not in NEEDS_TORCH]
+    assert run_python(IMPORT_WITHOUT, json.dumps(["torch", "transformers"]), json.dumps(modules)) == "[]\n"
+
+
+def test_all_but_the_modules_for_ray_import_without_ray() -> None:
+    modules = [module for module in modules_of(*ALLOWED) if not is_for_ray(module)]
+    assert run_python(IMPORT_WITHOUT, json.dumps(["ray"]), json.dumps(modules)) == "[]\n"
