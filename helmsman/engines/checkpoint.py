@@ -1,0 +1,142 @@
+"""Checkpoints of a sharded model: a Hugging Face folder plus the optimizer's state, all or nothing.
+
+    <path>/config.json, model.safetensors   as AutoModelForCausalLM.from_pretrained reads them
+    <path>/optimizer.pt                     full (unsharded) optimizer state by parameter name; absent before the first step
+    <path>/helmsman.json                    weight version and number of optimizer steps
+
+Nothing depends on the number of ranks, so a checkpoint of eight ranks can be loaded by one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import AutoModelForCausalLM
+
+from helmsman.engines.distributed import failing_together
+from helmsman.engines.model import build_model, without_progress_bars
+
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+_OPTIMIZER_FILE = "optimizer.pt"
+_PROGRESS_FILE = "helmsman.json"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far training has come."""
+
+    version: int
+    """Weight version."""
+    num_steps: int
+    """Optimizer steps that were taken."""
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unsharded parameters and persistent buffers by name, on the host of rank 0; empty elsewhere. A collective.
+
+    A tensor with several names (tied embeddings) appears once, under its first name.
+    """
+    first_name: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_name.setdefault(id(tensor), name)
+    state: dict[str, Any] = get_model_state_dict(model, options=_GATHER)
+    return {name: state[name].contiguous() for name in first_name.values() if name in state}
+
+
+def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Write a checkpoint from all ranks; rank 0 writes the files.
+
+    They are written to a folder beside ``path``, which takes its place at the end; what was there before is removed after that.
+
+    Raises:
+        OSError: Rank 0 cannot write there; the other ranks raise RuntimeError.
+    """
+    weights = full_state_dict(model)
+    # Asking for the state of an optimizer that has not stepped would take a step to create it.
+    states = get_optimizer_state_dict(model, optimizer, options=_GATHER) if optimizer.state else {}
+    with failing_together(f"saving to {path}"):
+        if dist.get_rank() == 0:
+            _write(os.path.abspath(path), model, weights, dict(states), progress)
+
+
+def _write(path: str, model: nn.Module, weights: dict[str, torch.Tensor], states: dict[str, Any], progress: Progress) -> None:
+    parent, name = os.path.split(path)
+    os.makedirs(parent, exist_ok=True)
+    temporary = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
+    try:
+        os.chmod(temporary, 0o755)
+        # A skeleton without FSDP's wrapping and without storage writes the layout, names and tied weights of transformers.
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(model.config)
+        with without_progress_bars():
+            skeleton.save_pretrained(temporary, state_dict=weights)
+        if states:
+            torch.save(states, os.path.join(temporary, _OPTIMIZER_FILE))
+        with open(os.path.join(temporary, _PROGRESS_FILE), "wb") as file:
+            file.write(msgspec.json.encode(progress))
+        _replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(source: str, path: str) -> None:
+    if not os.path.lexists(path):
+        os.rename(source, path)
+        return
+    retired = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.old.", dir=os.path.dirname(path))
+    os.rename(path, os.path.join(retired, "checkpoint"))
+    os.rename(source, path)
+    shutil.rmtree(retired)
+
+
+def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Read a checkpoint into a model and an optimizer that has not stepped, on all ranks; rank 0 reads the big files.
+
+    Raises:
+        ValueError: Rank 0 finds no checkpoint there, or one of another model; the other ranks raise RuntimeError.
+    """
+    weights: dict[str, Any] = {}
+    shared: list[Any] = [None, False]
+    states: dict[str, Any] = {}
+    with failing_together(f"loading {path}"):
+        if dist.get_rank() == 0:
+            progress_path = os.path.join(path, _PROGRESS_FILE)
+            if not os.path.isfile(progress_path):
+                raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {_PROGRESS_FILE}")
+            with open(progress_path, "rb") as file:
+                shared[0] = msgspec.json.decode(file.read(), type=Progress)
+            weights = build_model(path, seed=0, dtype=torch.float32).state_dict()
+            _check_shapes(path, model, weights)
+            optimizer_path = os.path.join(path, _OPTIMIZER_FILE)
+            if os.path.isfile(optimizer_path):
+                states = torch.load(optimizer_path, map_location="cpu", weights_only=True)
+            shared[1] = bool(states)
+    dist.broadcast_object_list(shared, src=0)
+    set_model_state_dict(model, weights, options=_SCATTER)
+    if shared[1]:
+        set_optimizer_state_dict(model, optimizer, states, options=_SCATTER)
+    progress: Progress = shared[0]
+    return progress
+
+
+def _check_shapes(path: str, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    other = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if own != other:
+        names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+        shown = ", ".join(f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4])
+        raise ValueError(f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}")

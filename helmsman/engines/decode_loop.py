@@ -1,0 +1,264 @@
+"""The thread that decodes: it takes requests and commands between steps and resolves their futures.
+
+A request waits until a slot is free, runs from its prefill to its last token, and is resolved exactly once:
+
+    WAITING -> RUNNING -> resolved with a result (stop, length, abort), or with the error that a step raised
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.engines.decode_batch import DecodeBatch
+from helmsman.engines.weights import apply_weights
+
+logger = logging.getLogger(__name__)
+
+
+class _Sequence:
+    """A request and what it has generated."""
+
+    def __init__(self, request: GenerationRequest, max_len: int) -> None:
+        params = request.sampling
+        self.request = request
+        self.future: Future[GenerationResult] = Future()
+        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self.max_new_tokens = min(params.max_new_tokens, max_len - len(request.prompt_ids))
+        self.stop_tokens = frozenset(params.stop_token_ids)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def resolve(self, stop_reason: StopReason) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(
+                GenerationResult(
+                    request_id=self.request.request_id,
+                    token_ids=self.tokens,
+                    logprobs=self.logprobs,
+                    versions=self.versions,
+                    stop_reason=stop_reason,
+                )
+            )
+
+    def fail(self, cause: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
+            error = RuntimeError(f"a decoding step failed while this request was in flight: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            self.future.set_exception(error)
+
+
+class DecodeLoop:
+    """Continuous batching in a thread of its own. All public methods may be called from any thread.
+
+    Args:
+        model: The model; only this thread uses it from now on.
+        batch: Slots for it.
+        max_len: Most tokens of a sequence.
+        max_prefill_tokens: Most prompt tokens, padding included, between two decoding steps.
+        version: Weight version of the model.
+    """
+
+    def __init__(self, model: nn.Module, batch: DecodeBatch, *, max_len: int, max_prefill_tokens: int, version: int) -> None:
+        self._model = model
+        self._batch = batch
+        self._max_len = max_len
+        self._max_prefill_tokens = max_prefill_tokens
+        self._version = version
+        self._num_generated = 0
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._ids: set[str] = set()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="helmsman-decode", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """The weight version that is served."""
+        return self._version
+
+    def stats(self) -> dict[str, int]:
+        """Counts as of the last step: running, waiting, generated tokens; and the version."""
+        return {
+            "num_running": len(self._running),
+            "num_waiting": len(self._waiting),
+            "num_generated_tokens": self._num_generated,
+            "version": self._version,
+        }
+
+    def submit(self, request: GenerationRequest) -> Future[GenerationResult]:
+        """Queue a request that fits the model.
+
+        Raises:
+            ValueError: Its id is in flight already.
+            RuntimeError: The loop is closed.
+        """
+        sequence = _Sequence(request, self._max_len)
+        with self._changed:
+            self._check_open()
+            if request.request_id in self._ids:
+                raise ValueError(f"the request id {request.request_id!r} is already in flight; ids are unique among those")
+            self._ids.add(request.request_id)
+            self._waiting.append(sequence)
+            self._changed.notify()
+        return sequence.future
+
+    def abort(self, request_ids: Sequence[str] | None) -> Future[int]:
+        """End requests before the next step; the future has their number."""
+        return self._command(lambda: self._abort(None if request_ids is None else frozenset(request_ids)))
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Future[int]:
+        """Exchange the weights before the next step; the future has the version that is served then."""
+        return self._command(lambda: self._update_weights(weights, version))
+
+    def close(self, timeout_s: float) -> None:
+        """End all requests as aborted, and the thread. Idempotent.
+
+        Raises:
+            TimeoutError: A step did not end in time.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the decoding thread did not end within {timeout_s:g} s; one step is still running")
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeError("the rollout engine was destroyed")
+
+    def _command(self, run: Callable[[], int]) -> Future[int]:
+        future: Future[int] = Future()
+
+        def execute() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(run())
+            except Exception as exc:  # noqa: BLE001  it belongs to the caller, who waits on the future
+                future.set_exception(exc)
+
+        with self._changed:
+            self._check_open()
+            self._commands.append(execute)
+            self._changed.notify()
+        return future
+
+    # --- the decoding thread ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._commands or self._waiting or self._running)
+                commands, closing = list(self._commands), self._closing
+                self._commands.clear()
+            for command in commands:
+                command()
+            if closing:
+                self._abort(None)
+                return
+            try:
+                self._admit()
+                self._step()
+            except Exception as exc:
+                logger.exception("a decoding step failed; its requests fail with it")
+                self._fail(exc)
+
+    def _admit(self) -> None:
+        """Prefill waiting requests, as many as slots and the prefill budget allow, first come first served."""
+        joining: list[_Sequence] = []
+        longest = 0
+        with self._changed:
+            while self._waiting and len(joining) < self._batch.num_free:
+                longest = max(longest, len(self._waiting[0].request.prompt_ids))
+                if joining and longest * (len(joining) + 1) > self._max_prefill_tokens:
+                    break
+                sequence = self._waiting.popleft()
+                if sequence.future.cancelled():
+                    self._ids.discard(sequence.request.request_id)
+                else:
+                    joining.append(sequence)
+            self._running += joining
+        if joining:
+            requests = [sequence.request for sequence in joining]
+            self._batch.add(
+                [request.prompt_ids for request in requests],
+                [request.sampling for request in requests],
+                [sequence.seed for sequence in joining],
+            )
+
+    def _step(self) -> None:
+        if not self._running:
+            return
+        tokens, logprobs = self._batch.step()
+        self._num_generated += len(tokens)
+        done: list[tuple[int, StopReason]] = []
+        for row, (sequence, token, logprob) in enumerate(zip(self._running, tokens, logprobs, strict=True)):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self._version)
+            if token in sequence.stop_tokens:
+                done.append((row, "stop"))
+            elif len(sequence.tokens) == sequence.max_new_tokens:
+                done.append((row, "length"))
+            elif sequence.future.cancelled():
+                done.append((row, "abort"))
+        self._remove(done)
+
+    def _remove(self, done: Sequence[tuple[int, StopReason]]) -> None:
+        """Resolve rows, given in rising order. The last row takes a removed one's place, so the highest goes first."""
+        resolved: list[tuple[_Sequence, StopReason]] = []
+        for row, reason in reversed(done):
+            self._batch.remove(row)
+            resolved.append((self._running[row], reason))
+            self._running[row] = self._running[-1]
+            self._running.pop()
+        with self._changed:
+            self._ids.difference_update(sequence.request.request_id for sequence, _ in resolved)
+        for sequence, reason in resolved:
+            sequence.resolve(reason)
+
+    def _abort(self, request_ids: frozenset[str] | None) -> int:
+        def is_meant(sequence: _Sequence) -> bool:
+            return request_ids is None or sequence.request.request_id in request_ids
+
+        with self._changed:
+            dropped = [sequence for sequence in self._waiting if is_meant(sequence)]
+            self._waiting = deque(sequence for sequence in self._waiting if not is_meant(sequence))
+            self._ids.difference_update(sequence.request.request_id for sequence in dropped)
+        for sequence in dropped:
+            sequence.resolve("abort")
+        rows: list[tuple[int, StopReason]] = [
+            (row, "abort") for row, sequence in enumerate(self._running) if is_meant(sequence)
+        ]
+        self._remove(rows)
+        return len(dropped) + len(rows)
+
+    def _update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
+        apply_weights(self._model, weights)
+        self._version = version
+        return version
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            failed = [*self._running, *self._waiting]
+            self._running.clear()
+            self._waiting.clear()
+            self._ids.clear()
+        self._batch.clear()
+        for sequence in failed:
+            sequence.fail(error)

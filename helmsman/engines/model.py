@@ -1,0 +1,110 @@
+"""Building a Hugging Face causal language model, and the log-probabilities of tokens under it.
+
+Every rank of a training job and every rollout instance builds its model here, from the same description and seed, so
+that all of them start from the same weights before the first transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+_CHUNK_NUMEL = 1 << 24
+"""Logits that are turned to float32 at once (64 MiB); bounds the extra memory of a large vocabulary."""
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep the bars of ``transformers`` out of a worker's log while a block reads or writes weights."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Build a causal language model on the host.
+
+    Args:
+        model: A local folder in the Hugging Face layout (weights are read), or the entries of its configuration, such as
+            ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
+        seed: Seed of the drawn weights. The global random state is left as it was.
+        dtype: Floating-point type of the parameters.
+
+    Returns:
+        A ``transformers`` model in evaluation mode.
+
+    Raises:
+        ValueError: The folder or the model type does not exist.
+    """
+    if isinstance(model, str):
+        if not os.path.isdir(model):
+            raise ValueError(
+                f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
+            )
+        with without_progress_bars():
+            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
+        return loaded.eval()
+    if "model_type" not in model:
+        raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
+    config = AutoConfig.for_model(**model)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        drawn: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return drawn.eval()
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that sharding and checkpointing treat as units: what ``transformers`` declares as not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+class _GatherLogSoftmax(torch.autograd.Function):
+    """``log_softmax(logits)[i, targets[i]]`` in float32 without a float32 copy of all logits, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows = max(1, _CHUNK_NUMEL // logits.shape[-1])
+        normalizer = torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
+        ctx.save_for_backward(logits, targets, normalizer)
+        return logits.gather(-1, targets[:, None])[:, 0].float() - normalizer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, targets, normalizer = ctx.saved_tensors
+        (grad,) = grads
+        rows = max(1, _CHUNK_NUMEL // logits.shape[-1])
+        grad_logits = torch.empty_like(logits)
+        pieces = zip(*(tensor.split(rows) for tensor in (logits, targets, normalizer, grad, grad_logits)), strict=True)
+        for chunk, target, norm, grad_chunk, out in pieces:
+            softmax = (chunk.float() - norm[:, None]).exp_().mul_(-grad_chunk[:, None])
+            out.copy_(softmax.scatter_add_(-1, target[:, None], grad_chunk[:, None]))
+        return grad_logits, None
+
+
+def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Log-probability of every token given those before it.
+
+    Args:
+        logits: (B, T, V) of any floating-point type; entry t predicts token t + 1.
+        input_ids: (B, T) int64.
+
+    Returns:
+        (B, T) float32, differentiable in ``logits``; entry 0 of each row, which nothing predicts, is 0.
+    """
+    batch, length, vocab = logits.shape
+    targets = input_ids.roll(-1, dims=1).reshape(-1)
+    picked: torch.Tensor = _GatherLogSoftmax.apply(logits.reshape(-1, vocab), targets)  # type: ignore[no-untyped-call]
+    shifted = picked.view(batch, length)[:, :-1]
+    return nn.functional.pad(shifted, (1, 0))

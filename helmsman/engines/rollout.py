@@ -1,0 +1,167 @@
+"""The rollout engine: any Hugging Face causal language model with a slot cache and continuous batching.
+
+One process and one device per instance. Requests join and leave the batch between decoding steps; weights are exchanged between
+two steps, and each token carries the version that produced it. Keys and values computed under earlier weights are kept: the
+log-probabilities of a sequence that an update has cut are those with which its tokens were drawn, not those of a fresh pass of
+either version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from helmsman.api.engines import InferenceEngine
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.platforms import current_platform
+from helmsman.engines.decode_batch import DecodeBatch
+from helmsman.engines.decode_loop import DecodeLoop
+from helmsman.engines.model import build_model
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rollout engine serves, and how much at a time."""
+
+    model: str | dict[str, Any]
+    """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    max_concurrency: int = 64
+    """Sequences that are decoded together; more wait. The cache is allocated for all of them at full length."""
+    max_model_len: int = 2048
+    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with stop_reason 'length'."""
+    max_prefill_tokens: int = 16384
+    """Most prompt tokens, padding included, that are computed between two decoding steps; a longer prompt goes alone."""
+    dtype: str = "auto"
+    """Type of weights and cache, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the host."""
+    seed: int = 0
+    """Seed of drawn weights; the train engine's, to start from its weights."""
+    close_timeout_s: float = 60.0
+    """How long destroy waits for the step that is running."""
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency < 1 or self.max_model_len < 2:
+            raise ValueError("max_concurrency is at least 1 and max_model_len at least 2")
+
+
+class HFRolloutEngine(InferenceEngine):
+    """A rollout instance on one device.
+
+    Args:
+        config: The configuration; or give its fields as keyword arguments.
+
+    Raises:
+        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+    """
+
+    def __init__(self, config: RolloutConfig | None = None, **fields: Any) -> None:
+        if config is not None and fields:
+            raise ValueError(f"give either a RolloutConfig or its fields, not both (fields: {', '.join(fields)})")
+        self.config = config if config is not None else msgspec.convert(fields, RolloutConfig)
+        self._loop: DecodeLoop | None = None
+        self._vocab_size = 0
+        self._destroyed = False
+
+    def initialize(self) -> None:
+        """Build the model on this instance's device and start decoding; the weights are version 0.
+
+        Raises:
+            ValueError: The model cannot be built, or has layers that this engine does not decode.
+            RuntimeError: The engine is running or was destroyed.
+        """
+        if self._loop is not None or self._destroyed:
+            raise RuntimeError("initialize() was called on a rollout engine that is running or destroyed; make a new one")
+        current_platform.set_device(0)
+        device = current_platform.device(0)
+        model = build_model(self.config.model, seed=self.config.seed, dtype=self._dtype()).to(device)
+        batch = DecodeBatch(model, num_slots=self.config.max_concurrency, max_len=self.config.max_model_len, device=device)
+        self._vocab_size = batch.vocab_size
+        self._loop = DecodeLoop(
+            model, batch, max_len=self.config.max_model_len, max_prefill_tokens=self.config.max_prefill_tokens, version=0
+        )
+
+    def _dtype(self) -> torch.dtype:
+        name = self.config.dtype
+        if name == "auto":
+            return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype is {name!r}; expected 'auto' or a floating-point type of torch")
+        return dtype
+
+    def _running(self) -> DecodeLoop:
+        if self._loop is None:
+            raise RuntimeError("the rollout engine is not running; call initialize() first, and nothing after destroy()")
+        return self._loop
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        """Continue one prompt; many calls are in flight at once and are decoded together.
+
+        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them unless it is named.
+
+        Raises:
+            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the id is in flight already.
+            Exception: What the decoding step raised that this request was part of.
+        """
+        loop = self._running()
+        self._validate(request)
+        # Cancelling the awaiting task cancels the future, and the loop drops the request after its step.
+        return await asyncio.wrap_future(loop.submit(request))
+
+    def _validate(self, request: GenerationRequest) -> None:
+        prompt, name = request.prompt_ids, f"request {request.request_id!r}"
+        if not prompt:
+            raise ValueError(f"{name} has an empty prompt; expected at least one token")
+        if len(prompt) >= self.config.max_model_len:
+            raise ValueError(
+                f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
+                f"max_model_len={self.config.max_model_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {self._vocab_size}")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.
+
+        Returns:
+            How many were ended.
+        """
+        return await asyncio.wrap_future(self._running().abort(request_ids))
+
+    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
+        """Take new parameters between two decoding steps and serve them as ``version``.
+
+        Args:
+            weights: As ``TrainEngine.export_weights`` returns them: by Hugging Face name, any type and device.
+            version: Their version.
+
+        Returns:
+            The version that is served.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model, which is left as it was.
+        """
+        return await asyncio.wrap_future(self._running().update_weights(weights, version))
+
+    def get_version(self) -> int:
+        """The weight version that is served."""
+        return self._running().version
+
+    def stats(self) -> dict[str, int]:
+        """``num_running`` and ``num_waiting`` requests, ``num_generated_tokens`` so far, and the ``version``; takes no lock."""
+        return self._running().stats()
+
+    def destroy(self) -> None:
+        """End all requests as aborted and release the device. Idempotent.
+
+        Raises:
+            TimeoutError: The step that is running did not end within ``close_timeout_s``.
+        """
+        self._destroyed = True
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close(self.config.close_timeout_s)
+            current_platform.empty_cache()

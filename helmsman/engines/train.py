@@ -1,0 +1,284 @@
+"""The train engine: any Hugging Face causal language model, sharded with FSDP2 over the ranks of its job.
+
+Fully sharded data parallelism: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277. Every rank holds a shard of each
+parameter and sees its own share of the batch. Losses are normalised over the global batch before the backward pass, so
+results do not depend on the number of ranks or micro-batches, up to rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from helmsman.api.engines import LossFn, Sample, TrainEngine
+from helmsman.api.platforms import current_platform
+from helmsman.engines.batching import MicroBatch, empty_micro_batch, make_micro_batches
+from helmsman.engines.checkpoint import Progress, full_state_dict, load_checkpoint, save_checkpoint
+from helmsman.engines.distributed import (
+    environment_int,
+    failing_together,
+    gather_objects,
+    join_process_group,
+    leave_process_group,
+    local_device_index,
+)
+from helmsman.engines.losses import resolve_loss
+from helmsman.engines.model import build_model, decoder_layers, token_logprobs
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a train engine trains, and how."""
+
+    model: str | dict[str, Any]
+    """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    lr: float = 1e-5
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments (arXiv:1711.05101)."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    num_warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly; it is constant afterwards."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global 2-norm; None leaves them as they are."""
+    max_tokens_per_micro_batch: int = 16384
+    """Budget of one forward pass in tokens per rank, padding included."""
+    compute_dtype: str = "auto"
+    """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the
+    host. Parameters, gradient reduction and optimizer state are float32 in any case."""
+    seed: int = 0
+    """Seed of drawn weights; the same on every rank."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations (arXiv:1604.06174)."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of keeping them (ZeRO-2)."""
+    rendezvous_timeout_s: float = 300.0
+    """How long the ranks wait for each other at the start."""
+    collective_timeout_s: float = 1800.0
+    """How long a collective waits for the slowest rank."""
+
+
+class FSDPTrainEngine(TrainEngine):
+    """A rank of a training job.
+
+    Args:
+        config: The configuration; or give its fields as keyword arguments.
+
+    Raises:
+        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+    """
+
+    def __init__(self, config: TrainConfig | None = None, **fields: Any) -> None:
+        if config is not None and fields:
+            raise ValueError(f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})")
+        self.config = config if config is not None else msgspec.convert(fields, TrainConfig)
+        self._owns_group = False
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._progress = Progress(version=0, num_steps=0)
+
+    def create_process_group(self) -> None:
+        """Join the job's process group; without RANK and WORLD_SIZE, a group of one.
+
+        Raises:
+            ConnectionError: Not all ranks came together within ``rendezvous_timeout_s``.
+        """
+        if self._owns_group:
+            return
+        current_platform.set_device(local_device_index())
+        self._owns_group = join_process_group(
+            rendezvous_timeout_s=self.config.rendezvous_timeout_s, collective_timeout_s=self.config.collective_timeout_s
+        )
+
+    def initialize(self) -> None:
+        """Build model and optimizer on this rank; each builds the whole model on its host before it keeps its shard."""
+        if not dist.is_initialized():
+            self.create_process_group()
+        self._device = current_platform.device(local_device_index())
+        with failing_together("building the model"):
+            model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
+            if self.config.gradient_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        mesh = init_device_mesh(current_platform.device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype(), reduce_dtype=torch.float32)
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        self._model = model.to(self._device)
+        self._optimizer = self._make_optimizer()
+
+    def _compute_dtype(self) -> torch.dtype:
+        name = self.config.compute_dtype
+        if name == "auto":
+            return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"compute_dtype is {name!r}; expected 'auto' or a floating-point type of torch")
+        return dtype
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            self._built_model().parameters(),
+            lr=self.config.lr,
+            betas=self.config.betas,
+            eps=self.config.eps,
+            weight_decay=self.config.weight_decay,
+        )
+
+    def _built_model(self) -> nn.Module:
+        if self._model is None:
+            raise RuntimeError("the train engine has no model; call initialize() first, and nothing after destroy()")
+        return self._model
+
+    def _built_optimizer(self) -> torch.optim.AdamW:
+        self._built_model()
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def train_batch(
+        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """One optimizer step over this rank's share of a batch, which may be empty.
+
+        Args:
+            samples: As ``helmsman.api.engines.Sample``.
+            loss_fn: ``"sft"``, ``"grpo"``, an import path, or a function.
+            loss_kwargs: Further arguments of the loss.
+
+        Returns:
+            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens of the global batch;
+            ``num_tokens`` of them; ``grad_norm`` before clipping; ``lr``.
+
+        Raises:
+            ValueError: A sample is malformed, or no token of the global batch counts. Other ranks raise RuntimeError.
+            FloatingPointError: The gradient is not finite; weights and optimizer are as before.
+        """
+        model, optimizer = self._built_model().train(), self._built_optimizer()
+        optimizer.zero_grad(set_to_none=True)
+        stats = self._accumulate(samples, loss_fn, loss_kwargs)
+        limit = self.config.max_grad_norm
+        norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"the gradient's norm is {grad_norm} at step {self._progress.num_steps}; no step was taken"
+            )
+        lr = self.config.lr * min(1.0, (self._progress.num_steps + 1) / max(1, self.config.num_warmup_steps))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self._progress = Progress(version=self._progress.version + 1, num_steps=self._progress.num_steps + 1)
+        return {**stats, "grad_norm": grad_norm, "lr": lr}
+
+    @torch.no_grad()
+    def eval_batch(
+        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
+        """As train_batch, without gradients and without a step."""
+        self._built_model().eval()
+        return self._accumulate(samples, loss_fn, loss_kwargs)
+
+    def _accumulate(
+        self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, float]:
+        with failing_together("preparing the batch"):
+            loss = resolve_loss(loss_fn)
+            micro_batches = make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch)
+        micro_batches, num_tokens = self._align(micro_batches)
+        if num_tokens == 0:
+            raise ValueError("no token of the global batch counts: every loss_mask is empty")
+        sums: dict[str, torch.Tensor] = {}
+        for micro_batch in micro_batches:
+            columns = micro_batch.to(self._device)
+            logprobs = self._logprobs(columns["input_ids"])
+            if micro_batch.indices:
+                loss_sum, stats = loss(logprobs, columns, **(loss_kwargs or {}))
+                for name, value in {"loss": loss_sum, **stats}.items():
+                    sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
+            else:
+                loss_sum = logprobs.sum() * 0.0
+            if torch.is_grad_enabled():
+                # FSDP averages gradients over the ranks; the loss is a sum over them, divided by the tokens of all.
+                (loss_sum * (dist.get_world_size() / num_tokens)).backward()
+        totals: dict[str, float] = {}
+        for rank_sums in gather_objects({name: float(value) for name, value in sums.items()}):
+            for name, value in rank_sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return {**{name: value / num_tokens for name, value in totals.items()}, "num_tokens": float(num_tokens)}
+
+    def _align(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
+        """As many micro-batches as the rank with the most has, and the global number of loss tokens. A collective."""
+        counts = gather_objects((len(micro_batches), sum(batch.num_loss_tokens for batch in micro_batches)))
+        missing = max(num for num, _ in counts) - len(micro_batches)
+        return micro_batches + [empty_micro_batch()] * missing, sum(tokens for _, tokens in counts)
+
+    def _logprobs(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return token_logprobs(self._built_model()(input_ids=input_ids, use_cache=False).logits, input_ids)
+
+    @torch.no_grad()
+    def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
+        self._built_model().eval()
+        with failing_together("preparing the batch"):
+            micro_batches = make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch)
+        results = [torch.empty(0)] * len(samples)
+        for micro_batch in self._align(micro_batches)[0]:
+            logprobs = self._logprobs(micro_batch.to(self._device)["input_ids"]).cpu()
+            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
+                results[index] = row[:length].clone()
+        return results
+
+    def export_weights(self) -> dict[str, torch.Tensor] | None:
+        """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None elsewhere. A collective."""
+        weights = full_state_dict(self._built_model())
+        return weights if dist.get_rank() == 0 else None
+
+    def save(self, path: str) -> None:
+        """Write model (safetensors, Hugging Face layout) and optimizer state below ``path``, all or nothing. A collective."""
+        save_checkpoint(os.fspath(path), self._built_model(), self._built_optimizer(), self._progress)
+
+    def load(self, path: str) -> None:
+        """Read what save wrote, by any number of ranks: weights, optimizer, version and step count. A collective."""
+        self._built_model()
+        self._optimizer = self._make_optimizer()
+        self._progress = load_checkpoint(os.fspath(path), self._built_model(), self._optimizer)
+
+    def get_version(self) -> int:
+        """The weight version: the number of optimizer steps that made these weights, unless set otherwise."""
+        return self._progress.version
+
+    def set_version(self, version: int) -> None:
+        """Set the weight version."""
+        self._progress = Progress(version=version, num_steps=self._progress.num_steps)
+
+    def destroy(self) -> None:
+        """Free the model and leave the process group, if this engine had joined it. Idempotent."""
+        had_model, self._model, self._optimizer = self._model is not None, None, None
+        if had_model:
+            current_platform.empty_cache()
+        if self._owns_group:
+            self._owns_group = False
+            leave_process_group()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's coordinate along the data-parallel axis, which is the only one."""
+        return dist.get_rank() if dist.is_initialized() else environment_int("RANK", 0)
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        """Ranks along the data-parallel axis."""
+        return dist.get_world_size() if dist.is_initialized() else environment_int("WORLD_SIZE", 1)
