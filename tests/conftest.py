@@ -29,7 +29,7 @@ def processes_of_this_session() -> list[psutil.Process]:
 
 def _environ(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ()
+        return dict(process.environ())
     except psutil.Error:
         return {}
 
