@@ -23,6 +23,7 @@ import msgspec
 from helmsman.api.errors import NotLoadableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.blame import find_culprit
+from helmsman.rpc_server.struct_classes import StructMeta, reduce_struct_class
 
 __all__ = ["Payload", "ResultHandle", "decode", "encode"]
 
@@ -178,7 +179,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         if kind is self._array_type and obj.nbytes >= self._inband_below and not obj.flags.forc:
             # NumPy puts an array with gaps inside the stream; its compact copy goes out of band.
             return obj.copy(order="K").__reduce_ex__(5)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, StructMeta) and reduced is not NotImplemented:
+            return reduce_struct_class(obj)  # cloudpickle would send it by value, and lose its fields
+        return reduced
 
 
 def _handle_at(index: int) -> Any:
