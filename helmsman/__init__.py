@@ -1,1 +1,73 @@
-"""Helmsman: the single-controller scheduler for LLM post-training."""
+"""Helmsman: the single-controller scheduler for LLM post-training.
+
+Importing this loads neither torch nor ray; each name below is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from helmsman.api.engines import InferenceEngine as InferenceEngine
+    from helmsman.api.engines import TrainEngine as TrainEngine
+    from helmsman.api.errors import HelmsmanError as HelmsmanError
+    from helmsman.api.generation import GenerationRequest as GenerationRequest
+    from helmsman.api.generation import GenerationResult as GenerationResult
+    from helmsman.api.generation import SamplingParams as SamplingParams
+    from helmsman.api.platforms import current_platform as current_platform
+    from helmsman.api.scheduler import Job as Job
+    from helmsman.api.scheduler import ResultHandle as ResultHandle
+    from helmsman.api.scheduler import Scheduler as Scheduler
+    from helmsman.api.scheduler import SchedulingSpec as SchedulingSpec
+    from helmsman.api.scheduler import SchedulingStrategy as SchedulingStrategy
+    from helmsman.api.scheduler import Timeouts as Timeouts
+    from helmsman.api.scheduler import Worker as Worker
+    from helmsman.controller.factory import make_scheduler as make_scheduler
+    from helmsman.controller.inline import InlineScheduler as InlineScheduler
+    from helmsman.controller.local import LocalScheduler as LocalScheduler
+    from helmsman.controller.placement_group import (
+        get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
+    )
+    from helmsman.controller.ray_scheduler import RayScheduler as RayScheduler
+    from helmsman.controller.rollout import RolloutController as RolloutController
+    from helmsman.controller.train import TrainController as TrainController
+
+_HOMES = {
+    "GenerationRequest": "helmsman.api.generation",
+    "GenerationResult": "helmsman.api.generation",
+    "HelmsmanError": "helmsman.api.errors",
+    "InferenceEngine": "helmsman.api.engines",
+    "InlineScheduler": "helmsman.controller.inline",
+    "Job": "helmsman.api.scheduler",
+    "LocalScheduler": "helmsman.controller.local",
+    "RayScheduler": "helmsman.controller.ray_scheduler",
+    "ResultHandle": "helmsman.api.scheduler",
+    "RolloutController": "helmsman.controller.rollout",
+    "SamplingParams": "helmsman.api.generation",
+    "Scheduler": "helmsman.api.scheduler",
+    "SchedulingSpec": "helmsman.api.scheduler",
+    "SchedulingStrategy": "helmsman.api.scheduler",
+    "Timeouts": "helmsman.api.scheduler",
+    "TrainController": "helmsman.controller.train",
+    "TrainEngine": "helmsman.api.engines",
+    "Worker": "helmsman.api.scheduler",
+    "current_platform": "helmsman.api.platforms",
+    "get_placement_group_master_ip_and_port": "helmsman.controller.placement_group",
+    "make_scheduler": "helmsman.controller.factory",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - the table is the one list of names
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'helmsman' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

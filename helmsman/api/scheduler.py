@@ -164,8 +164,8 @@ class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     worker_id: str
     """Worker that made the value."""
-    location: bytes
-    """Where the value lies, for the transport that made it."""
+    location: Any
+    """Where the value lies; only the transport that made it can read this."""
     nbytes: int
     """Size of the packed value."""
     summary: str

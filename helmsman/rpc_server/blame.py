@@ -6,6 +6,7 @@ class leaves out of its state on purpose is never blamed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ def find_culprit(obj: Any, error: Exception, root: str, pickles: Callable[[Any],
     """
     path, seen = root, {id(obj)}
     for _ in range(_MAX_DEPTH):
-        if isinstance(error, RecursionError):
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             break  # nested too deep: each part of it would fail the same way
         found = _first_failing(obj, seen, pickles)
         if found is None:
@@ -67,6 +68,11 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, types.MethodType):
         yield ".__self__", obj.__self__
         yield ".__func__", obj.__func__
+        return
+    if isinstance(obj, functools.partial):
+        yield ".func", obj.func
+        yield from ((f".args[{index}]", value) for index, value in enumerate(obj.args))
+        yield from ((f".keywords[{name!r}]", value) for name, value in obj.keywords.items())
         return
     if isinstance(obj, type):
         yield from ((f".{name}", value) for name, value in vars(obj).items() if not name.startswith("__") or callable(value))

@@ -1,0 +1,444 @@
+"""What all schedulers share: the book of roles, the way of a call, starts as transactions, teardown.
+
+A backend says how processes come to be: it fills ``_launch`` (and ``_sweep`` and ``n_gpus_per_node``), nothing else.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import atexit
+import contextlib
+import threading
+import uuid
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from helmsman.api import errors
+from helmsman.api.scheduler import (
+    Job,
+    ResultHandle,
+    Scheduler,
+    SchedulingStrategy,
+    Timeouts,
+    Worker,
+    WorkerStatus,
+)
+from helmsman.controller.client import WorkerClient
+from helmsman.controller.deadline import Deadline
+from helmsman.controller.loop import run_async, run_sync
+from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
+
+
+class Role:
+    """A role that runs: its workers, and what has to be undone when it goes."""
+
+    def __init__(self, job: Job, clients: list[WorkerClient], resources: contextlib.AsyncExitStack, *, reuses: bool) -> None:
+        self.job = job
+        self.clients = clients
+        self.resources = resources
+        self.reuses = reuses
+        """Whether the workers belong to another role (colocation without fork)."""
+        self.engine_names: dict[str, set[str]] = {}
+        """Engines created through this role, by worker id."""
+
+    @property
+    def name(self) -> str:
+        """The role."""
+        return self.job.role
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Ids of its workers in rank order."""
+        return [f"{self.name}/{index}" for index in range(len(self.clients))]
+
+
+class SchedulerBase(Scheduler):
+    """The shared flow of all schedulers.
+
+    Args:
+        seed: seed of the run; each worker seeds from (seed, role, rank).
+        log_dir: folder for a log file per worker; a folder of the run below the system's temporary one when None.
+        timeouts: limits by class of operation.
+    """
+
+    _seeds_workers = True
+
+    def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self.run_id = uuid.uuid4().hex[:12]
+        self._seed = seed
+        self._log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.run_id)
+        self._roles: dict[str, Role] = {}
+        self._starting: set[str] = set()
+        self._book = threading.Lock()
+        self._closed = False
+        atexit.register(self.close)
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _launch(
+        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[WorkerClient]:
+        """Start a process per replica and return clients that can reach them, in rank order.
+
+        Everything acquired is pushed on ``resources`` as it is acquired, so that unwinding it ends the processes at once and
+        frees what they held. With ``siblings``, replica i goes to the node and devices of ``siblings[i]``.
+        Raises: StartError.
+        """
+
+    async def _sweep(self) -> None:
+        """Free what the backend itself holds, when the scheduler closes."""
+
+    # --- roles ------------------------------------------------------------------------------------------------------
+
+    def create_workers(self, job: Job) -> list[str]:
+        job.validate()
+        self._require_open("create_workers")
+        with self._book:
+            if job.role in self._roles or job.role in self._starting:
+                running = self._roles.get(job.role)
+                raise errors.RoleExistsError(role=job.role, num_workers=len(running.clients) if running else job.replicas)
+            self._starting.add(job.role)
+        try:
+            role = run_sync(self._start_role(job))
+            with self._book:
+                self._roles[job.role] = role
+        finally:
+            with self._book:
+                self._starting.discard(job.role)
+        return role.worker_ids
+
+    async def _start_role(self, job: Job) -> Role:
+        deadline = Deadline(self.timeouts.start_s)
+        strategy = job.scheduling_strategy
+        siblings = None
+        if strategy.type == "colocation":
+            siblings = _tile(job, self._role(str(strategy.target)).clients)
+            if not strategy.fork:
+                return Role(job, siblings, contextlib.AsyncExitStack(), reuses=True)
+        async with contextlib.AsyncExitStack() as resources:
+            clients = await self._launch(job, siblings, deadline, resources)
+            await _all(self._prepare(job, index, client, deadline) for index, client in enumerate(clients))
+            return Role(job, clients, resources.pop_all(), reuses=False)
+
+    async def _prepare(self, job: Job, index: int, client: WorkerClient, deadline: Deadline) -> None:
+        """Configure a new worker and have it lease its ports, before anybody else may see it."""
+        spec = job.spec(index)
+        limit_s = max(deadline.remaining_s, 0.001)
+        try:
+            if self._seeds_workers:
+                config = WorkerConfig(
+                    role=job.role, rank=index, seed=self._seed, num_threads=max(1, int(spec.cpu)), env=dict(spec.env_vars)
+                )
+                await client.control(Verb.CONFIGURE, config, limit_s=limit_s)
+            if spec.port_count:
+                ports = await client.control(Verb.LEASE_PORTS, spec.port_count, limit_s=limit_s)
+                client.engine_ports = [str(port) for port in ports]
+        except errors.CallError as error:
+            tail = error.log_tail if isinstance(error, errors.WorkerFailedError) else ""
+            raise errors.WorkerStartError(
+                role=job.role,
+                worker_id=client.worker_id,
+                node=client.node,
+                reason=str(error).split("\n", 1)[0],
+                log_path=client.log_path,
+                log_tail=tail,
+            ) from error
+
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        self._require_open("get_workers")
+        entry = self._role(role)
+        limit_s = self.timeouts.health_s if timeout is None else timeout
+
+        async def answered() -> None:
+            await _all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients)
+
+        run_sync(answered())
+        return [
+            Worker(id=worker_id, ip=client.node, engine_ports=list(client.engine_ports))
+            for worker_id, client in zip(entry.worker_ids, entry.clients, strict=True)
+        ]
+
+    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
+        if role is not None:
+            self._role(role)
+        with self._book:
+            doomed = self._with_dependents(role) if role is not None else list(reversed(self._roles.values()))
+            for entry in doomed:
+                del self._roles[entry.name]
+        run_sync(self._stop_roles(doomed, reverse_order, "delete_workers"))
+
+    def _with_dependents(self, role: str) -> list[Role]:
+        """The role and all that are colocated with it, dependents first: they cannot outlive the workers or devices they use."""
+        found = [self._roles[role]]
+        for entry in self._roles.values():  # in order of creation, so a dependent comes after what it depends on
+            if any(entry.job.scheduling_strategy.target == other.name for other in found):
+                found.append(entry)
+        return list(reversed(found))
+
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
+        target = self._role(target_role)
+        ids = self.create_workers(
+            Job(
+                role=role,
+                replicas=len(target.clients),
+                tasks=target.job.tasks,
+                scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
+            )
+        )
+        if command is not None:
+            try:
+                run_sync(self._run_command(ids, command))
+            except BaseException:
+                self.delete_workers(role)
+                raise
+        return ids
+
+    async def _run_command(self, worker_ids: list[str], command: str) -> None:
+        engine = "helmsman.rpc_server.command.CommandEngine"
+        await _all(self.create_engine(worker_id, engine, None, command, worker_id) for worker_id in worker_ids)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+        wrong = {name: value for name, value in env.items() if not isinstance(name, str) or not isinstance(value, str)}
+        if wrong:
+            raise TypeError(f"environment of {worker_id}: names and values are strings; got {wrong!r}")
+        client = self._client(worker_id)
+        await run_async(client.control(Verb.SET_ENV, dict(env)))
+
+    async def create_engine(
+        self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        client = self._client(worker_id)
+        name = engine_name or worker_id
+        payload = _encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
+        await run_async(client.create_engine(name, payload, self.timeouts.create_engine_s))
+        role = self._roles.get(worker_id.rpartition("/")[0])
+        if role is not None:
+            role.engine_names.setdefault(worker_id, set()).add(name)
+
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return decode(run_sync(self._call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)))
+
+    async def async_call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return decode(await run_async(self._call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)))
+
+    def _call(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rpc_meta: Mapping[str, Any] | None,
+        timeout: float | None,
+    ) -> Any:
+        """The coroutine of one call; the arguments are packed here, in the caller's thread, before anything is awaited."""
+        client = self._client(worker_id)
+        meta = dict(rpc_meta or {})
+        keep, broadcast = bool(meta.pop("keep", False)), meta.pop("broadcast", None)
+        if meta:
+            raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast' and 'keep'")
+        name = engine_name or worker_id
+        payload = _encode_arguments(worker_id, name, method, (args, kwargs))
+        return client.call(name, method, payload, keep=keep, broadcast=broadcast, limit_s=timeout)
+
+    def release(self, handle: ResultHandle) -> None:
+        self._require_open("release")
+        try:
+            client = self._client(handle.worker_id)
+        except errors.NotFoundError:
+            return
+        with contextlib.suppress(errors.WorkerFailedError):  # its memory went with it
+            run_sync(client.control(Verb.RELEASE, handle.id))
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def status(self) -> list[WorkerStatus]:
+        clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients}
+
+        async def ask() -> list[WorkerStatus]:
+            return list(await asyncio.gather(*(client.status() for client in clients.values())))
+
+        return run_sync(ask())
+
+    def stacks(self, role: str) -> dict[str, str]:
+        entry = self._role(role)
+
+        async def ask(client: WorkerClient) -> str:
+            try:
+                return str(await client.control(Verb.STACKS))
+            except errors.CallError as error:
+                return str(error)
+
+        async def ask_all() -> list[str]:
+            return await asyncio.gather(*(ask(client) for client in entry.clients))
+
+        return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        with self._book:
+            if self._closed:
+                return
+            self._closed = True
+            doomed = list(reversed(self._roles.values()))
+            self._roles.clear()
+        atexit.unregister(self.close)
+        run_sync(self._close(doomed))
+
+    async def _close(self, doomed: list[Role]) -> None:
+        try:
+            await self._stop_roles(doomed, True, "close")
+        finally:
+            await self._sweep()
+
+    async def _stop_roles(self, doomed: list[Role], reverse_order: bool, operation: str) -> None:
+        """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""
+        deadline = Deadline(self.timeouts.shutdown_s)
+        await asyncio.gather(*(self._end_engines(role, deadline) for role in doomed))
+        remaining: list[str] = []
+        for role in doomed:
+            if role.reuses:
+                continue
+            first = role.clients[1:] if reverse_order else role.clients
+            await asyncio.gather(*(_ask_to_end(client, deadline) for client in first))
+            if reverse_order:
+                await _ask_to_end(role.clients[0], deadline)
+            try:
+                await role.resources.aclose()
+            except errors.ShutdownIncompleteError as error:
+                remaining += error.remaining
+        if remaining:
+            raise errors.ShutdownIncompleteError(
+                operation=operation,
+                remaining=remaining,
+                elapsed_s=deadline.elapsed_s,
+                command="kill -9 " + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
+            )
+
+    async def _end_engines(self, role: Role, deadline: Deadline) -> None:
+        async def end(worker_id: str, client: WorkerClient) -> None:
+            names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
+            if names == []:
+                return
+            # Half of the time: a hung engine must leave enough to end its process in order.
+            with contextlib.suppress(errors.CallError):
+                await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+
+        await asyncio.gather(*(end(*pair) for pair in zip(role.worker_ids, role.clients, strict=True)))
+
+    # --- look-ups ---------------------------------------------------------------------------------------------------
+
+    def _require_open(self, operation: str) -> None:
+        if self._closed:
+            raise errors.SchedulerClosedError(operation=operation)
+
+    def _role(self, name: str) -> Role:
+        role = self._roles.get(name)
+        if role is None:
+            raise errors.RoleNotFoundError(name=name, known=list(self._roles))
+        return role
+
+    def _client(self, worker_id: str) -> WorkerClient:
+        self._require_open("a call")
+        name, _, index = worker_id.rpartition("/")
+        role = self._roles.get(name)
+        if role is None or not index.isdigit() or int(index) >= len(role.clients):
+            known = [worker for entry in self._roles.values() for worker in entry.worker_ids]
+            raise errors.WorkerNotFoundError(name=worker_id, known=known)
+        return role.clients[int(index)]
+
+    def _identity(self, job: Job, index: int, node: str) -> WorkerIdentity:
+        return WorkerIdentity(
+            run_id=self.run_id,
+            worker_id=f"{job.role}/{index}",
+            role=job.role,
+            rank=index,
+            node=node,
+            log_path=str(self._log_dir / f"{job.role}-{index}.log"),
+        )
+
+
+def default_log_dir(run_id: str) -> Path:
+    """A folder for the logs of a run, of this user alone."""
+    import getpass
+    import tempfile
+
+    return Path(tempfile.gettempdir()) / f"helmsman-{getpass.getuser()}" / run_id
+
+
+def _encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
+    try:
+        return encode(arguments, root="arguments")
+    except errors.CodecError as error:
+        raise errors.ArgumentNotSerializableError(
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            path=_argument_path(error.path, len(arguments)),
+            value_type=error.value_type,
+            reason=error.reason,
+        ) from error
+
+
+def _argument_path(path: str, num_parts: int) -> str:
+    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
+    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
+    for index, name in enumerate(names):
+        path = path.replace(f"arguments[{index}]", name, 1)
+    return path
+
+
+def _tile(job: Job, target: list[WorkerClient]) -> list[WorkerClient]:
+    """The target's worker of each replica: one each, or the first of every equal share."""
+    share, rest = divmod(len(target), job.replicas)
+    if rest or not share:
+        raise errors.InvalidSpecError(
+            role=job.role,
+            field="replicas",
+            value=job.replicas,
+            expected=f"a divisor of the {len(target)} workers of {job.scheduling_strategy.target!r} that it is colocated with",
+        )
+    return [target[index * share] for index in range(job.replicas)]
+
+
+async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
+    with contextlib.suppress(errors.CallError):  # dead already, or hung: it is killed next
+        await client.shut_down(max(deadline.remaining_s / 2, 0.001))
+
+
+async def _all(awaitables: Iterable[Awaitable[Any]]) -> Sequence[Any]:
+    """Await all; when one fails the rest are cancelled and awaited before its error is raised."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

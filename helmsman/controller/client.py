@@ -1,0 +1,268 @@
+"""The controller's view of one worker: deadlines, at-most-once and the meaning of errors. What carries the messages is a Transport."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+import pickle
+import time
+from typing import Any
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, dotted
+
+LOG_TAIL_LINES = 50
+
+
+class TransportLostError(Exception):
+    """The worker's process, or the way to it, is gone; only a transport raises it and only WorkerClient sees it."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker ended, as far as it can be known."""
+
+    cause: str
+    """Part of a sentence: 'was ended by SIGKILL'."""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    log_tail: str = ""
+
+
+class Transport(abc.ABC):
+    """Carries requests to one worker. A request is sent at most once, whatever happens."""
+
+    @abc.abstractmethod
+    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
+        """Send a request and await its reply. Raises TransportLostError when the worker is gone; never times out by itself."""
+
+    @abc.abstractmethod
+    async def ending(self) -> Ending:
+        """How the worker ended; called after TransportLostError, answers within about a second."""
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
+
+    @abc.abstractmethod
+    async def kill(self) -> None:
+        """End the worker's process at once and await its end. Idempotent."""
+
+
+class WorkerClient:
+    """One worker, as the scheduler calls it. All methods run on the background loop."""
+
+    def __init__(
+        self, worker_id: str, node: str, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
+    ) -> None:
+        self.worker_id = worker_id
+        self.node = node
+        self.pid = pid
+        self.log_path = log_path
+        self.transport = transport
+        self.engine_ports: list[str] = []
+        self._timeouts = timeouts
+        self._ids = itertools.count(1)
+        self._in_flight: dict[int, tuple[str, float]] = {}
+        self._overdue: set[int] = set()
+        self._ending: Ending | None = None
+        self._ran_at_end: tuple[str, float] | None = None
+        """The oldest call in flight when the worker died, and for how many seconds."""
+        self._stopped = False
+
+    # --- engine work ------------------------------------------------------------------------------------------------
+
+    async def create_engine(self, engine_name: str, payload: Payload, limit_s: float) -> None:
+        """Build an engine; ``payload`` is (path or class, args, kwargs)."""
+        request = Request(next(self._ids), Verb.CREATE_ENGINE, engine_name)
+        await self._exchange(request, payload, limit_s, "Timeouts.create_engine_s")
+
+    async def call(
+        self,
+        engine_name: str,
+        method: str,
+        payload: Payload,
+        *,
+        keep: bool = False,
+        broadcast: bool | None = None,
+        limit_s: float | None = None,
+    ) -> Payload:
+        """Call an engine's method; ``payload`` is (args, kwargs). Returns the packed result."""
+        request = Request(next(self._ids), Verb.CALL, engine_name, method, keep, broadcast)
+        if limit_s is None:
+            return await self._exchange(request, payload, self._timeouts.call_s, "Timeouts.call_s")
+        return await self._exchange(request, payload, limit_s, "the call's timeout argument")
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def control(self, verb: Verb, *arguments: Any, limit_s: float | None = None) -> Any:
+        """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is given."""
+        request = Request(next(self._ids), verb)
+        source = "Timeouts.health_s" if limit_s is None else "the operation's deadline"
+        payload = await self._exchange(request, encode(arguments), limit_s or self._timeouts.health_s, source)
+        return decode(payload)
+
+    async def status(self) -> WorkerStatus:
+        """What is known of the worker, with its health where it answers."""
+        health: WorkerHealth | None = None
+        if self._ending is None and not self._stopped:
+            try:
+                health = await self.control(Verb.HEALTH)
+            except errors.CallError:
+                health = None  # the state below says what the failure means
+        return WorkerStatus(
+            worker_id=self.worker_id, state=self.state, node=self.node, pid=self.pid, log_path=self.log_path, health=health
+        )
+
+    @property
+    def state(self) -> WorkerState:
+        """READY, MARKED, FAILED or STOPPED."""
+        if self._stopped:
+            return WorkerState.STOPPED
+        if self._ending is not None:
+            return WorkerState.FAILED
+        return WorkerState.MARKED if self._overdue else WorkerState.READY
+
+    async def shut_down(self, limit_s: float) -> None:
+        """Ask the process to end and give it time to; whether it did is for ``transport.kill`` to make sure."""
+        self._stopped = True
+        await self.control(Verb.SHUTDOWN, limit_s=limit_s)
+        await self.transport.wait_ended(limit_s)
+
+    # --- the one way of a request -----------------------------------------------------------------------------------
+
+    async def _exchange(self, request: Request, payload: Payload, limit_s: float, limit_source: str) -> Payload:
+        started = time.monotonic()
+        name = dotted(request.engine_name, request.method or request.verb.value)
+        if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
+            self._in_flight[request.id] = (name, started)
+        sending = asyncio.ensure_future(self.transport.send(request, payload))
+        try:
+            # Not wait_for: giving up must not cancel the sending, whose reply has still to be taken and its memory given back.
+            await asyncio.wait({sending}, timeout=limit_s)
+            if not sending.done():
+                sending.add_done_callback(self._ended_late(request.id))
+                raise await self._timed_out(request, time.monotonic() - started, limit_s, limit_source)
+            try:
+                reply, answer = sending.result()
+            except TransportLostError as error:
+                raise await self._failed(request) from error
+        except asyncio.CancelledError:
+            sending.add_done_callback(_consume)
+            raise
+        finally:
+            self._in_flight.pop(request.id, None)
+        if reply.ok:
+            return answer
+        raise _error_of(answer)
+
+    def _ended_late(self, request_id: int) -> Any:
+        self._overdue.add(request_id)
+
+        def ended(sending: asyncio.Future[Any]) -> None:
+            self._overdue.discard(request_id)
+            _consume(sending)
+
+        return ended
+
+    async def _timed_out(self, request: Request, elapsed_s: float, limit_s: float, source: str) -> errors.CallError:
+        """The error of a call that is late, with what the worker says of it. A call that has not begun is withdrawn."""
+        alive, stack = False, ""
+        state = f"it gave no answer to a control request within {self._timeouts.health_s:g} s"
+        if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
+            try:
+                call: CallState = await self.control(Verb.CANCEL, request.id)
+            except errors.WorkerFailedError as error:
+                return error
+            except errors.CallError:
+                stack = ""
+            else:
+                alive, stack = True, call.stack
+                running = f"{call.running} (for {call.running_s or 0.0:.1f} s)"
+                state = {
+                    "running": f"the call still runs there: {running}",
+                    "withdrawn": f"the call had not begun behind {running} and was withdrawn",
+                    "ended": "the call ended just now; its result was dropped",
+                }[call.state]
+                if call.state == "withdrawn":
+                    self._overdue.discard(request.id)
+        return errors.CallTimeoutError(
+            worker_id=self.worker_id,
+            engine_name=request.engine_name,
+            method=request.method or request.verb.value,
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
+            limit_source=source,
+            worker_alive=alive,
+            state=state,
+            stack=stack,
+            log_path=self.log_path,
+        )
+
+    async def _failed(self, request: Request) -> errors.WorkerFailedError:
+        if self._ending is None:
+            if self._ran_at_end is None:
+                oldest = min(self._in_flight.values(), key=lambda call: call[1], default=("", 0.0))
+                self._ran_at_end = (oldest[0], time.monotonic() - oldest[1])
+            ending = await self.transport.ending()
+            self._ending = self._ending or ending
+        running, running_s = self._ran_at_end or ("", 0.0)
+        return errors.WorkerFailedError(
+            worker_id=self.worker_id,
+            engine_name=request.engine_name,
+            method=request.method or request.verb.value,
+            node=self.node,
+            pid=self.pid,
+            cause=self._ending.cause,
+            exit_code=self._ending.exit_code,
+            exit_signal=self._ending.exit_signal,
+            running=running or None,
+            running_s=running_s if running else None,
+            log_path=self.log_path,
+            log_tail=self._ending.log_tail,
+        )
+
+
+def _consume(sending: asyncio.Future[Any]) -> None:
+    """Take a late outcome, so that asyncio does not report it as forgotten."""
+    if not sending.cancelled():
+        sending.exception()
+
+
+def _error_of(answer: Payload) -> errors.HelmsmanError:
+    """The error in a reply, with the original exception as its cause where that can be unpickled here."""
+    error: errors.HelmsmanError = decode(answer)
+    original = getattr(error, "original", None)
+    if isinstance(error, errors.EngineCallError) and original is not None:
+        error.original = None
+        try:
+            error.__cause__ = pickle.loads(original)
+        except Exception:  # unpickling runs the exception's own code; its text is in our error already
+            error.__cause__ = None
+    return error
+
+
+def describe_exit(exit_code: int | None, exit_signal: int | None) -> str:
+    """How a process ended, as part of a sentence."""
+    if exit_signal is not None:
+        name = errors.signal_name(exit_signal)
+        likely = " (no handler can stop that; often the kernel's or a container's out-of-memory kill)" if name == "SIGKILL" else ""
+        return f"was ended by {name}{likely}"
+    if exit_code is not None:
+        return f"exited with code {exit_code}"
+    return "ended without leaving its exit status, most likely by SIGKILL (often an out-of-memory kill)"
+
+
+def tail_of(path: str, num_lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log file; '' when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-num_lines:])

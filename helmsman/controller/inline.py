@@ -1,0 +1,108 @@
+"""InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop inside engines.
+
+Messages go through the same codec and the same EngineHost as in a worker process, so what cannot be sent elsewhere cannot be sent
+here either. What one process cannot give: its environment, default process group and random state are shared by all workers, and
+an engine that ends the process ends the script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import HandleLostError
+from helmsman.api.scheduler import Job, ResultHandle, Timeouts
+from helmsman.controller.base import SchedulerBase
+from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient
+from helmsman.controller.deadline import Deadline
+from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.messages import Reply, Request
+
+
+class InlineScheduler(SchedulerBase):
+    """Workers as threads of this process; see SchedulerBase for the arguments.
+
+    Environment variables that workers set are put back when the scheduler closes.
+    """
+
+    _seeds_workers = False  # the random state is the script's own
+
+    def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
+        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
+        self._store = _SharedStore()
+        self._environment = dict(os.environ)
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        return 0
+
+    async def _launch(
+        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[WorkerClient]:
+        clients = []
+        for index in range(job.replicas):
+            identity = msgspec.structs.replace(self._identity(job, index, "127.0.0.1"), log_path="")
+            host = EngineHost(identity, self._store, seeding=False)
+            os.environ.update(job.spec(index).env_vars)
+            host.engine_thread.start(identity.worker_id)
+            resources.callback(host.close)
+            transport = _InlineTransport(host)
+            clients.append(WorkerClient(identity.worker_id, identity.node, os.getpid(), "", transport, self.timeouts))
+        return clients
+
+    async def _sweep(self) -> None:
+        for name in set(os.environ) - set(self._environment):
+            del os.environ[name]
+        os.environ.update(self._environment)
+
+
+class _InlineTransport(Transport):
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+
+    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[tuple[Reply, Payload]] = loop.create_future()
+
+        def reply(answer: Reply, result: Payload) -> None:
+            loop.call_soon_threadsafe(_settle, answered, (answer, result))
+
+        self._host.handle(request, payload, reply)
+        return await answered
+
+    async def ending(self) -> Ending:
+        raise TransportLostError("an inline worker cannot be lost")
+
+    async def kill(self) -> None:
+        self._host.close()
+
+
+def _settle(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+class _SharedStore:
+    """Kept results of all workers of the process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Payload] = {}
+
+    def put(self, handle_id: str, payload: Payload) -> None:
+        # Copied: the buffers are the engine's own memory, which it may write to after the call.
+        self._kept[handle_id] = Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
+
+    def fetch(self, handle: ResultHandle) -> Payload:
+        try:
+            return self._kept[handle.id]
+        except KeyError:
+            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason="it was released") from None
+
+    def drop(self, handle_id: str) -> None:
+        self._kept.pop(handle_id, None)

@@ -1,0 +1,249 @@
+"""LocalScheduler: a process per worker on this machine, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Timeouts
+from helmsman.controller.base import SchedulerBase
+from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
+from helmsman.controller.deadline import Deadline
+from helmsman.controller.devices import DevicePool, detect_devices
+from helmsman.controller.processes import ForkServer, ForkServerGoneError
+from helmsman.rpc_server import shm
+from helmsman.rpc_server.codec import Payload, encode
+from helmsman.rpc_server.forkserver import Spawn
+from helmsman.rpc_server.guardian import split_status
+from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.wire import FrameReader, RequestFrame, connect, decode_reply, encode_frame, pack_length
+
+_PACK_IN_THREAD_BYTES = 1 << 20
+_ADDRESS = "127.0.0.1"
+
+
+class LocalScheduler(SchedulerBase):
+    """Workers as processes of this machine; see SchedulerBase for the other arguments.
+
+    Args:
+        num_gpus: accelerators to hand out; those this process may use when None, counted without touching a driver.
+        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        preload: modules that every worker finds imported already. Importing torch costs a worker more than a second otherwise.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        log_dir: str | Path | None = None,
+        timeouts: Timeouts | None = None,
+        num_gpus: int | None = None,
+        accelerator: str | None = None,
+        preload: Sequence[str] = ("torch",),
+    ) -> None:
+        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
+        self._devices: DevicePool = detect_devices(num_gpus, accelerator)
+        self._preload = tuple(preload)
+        self._key = secrets.token_bytes(32)
+        self._server: ForkServer | None = None
+        self._starting_server = asyncio.Lock()
+        self._run_dir: Path | None = None
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        return len(self._devices.ids)
+
+    async def _launch(
+        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[WorkerClient]:
+        devices = self._grant(job, siblings, resources)
+        server, run_dir = await self._ensure_server()
+        starts = [
+            asyncio.ensure_future(self._start_worker(job, index, devices[index], server, run_dir, deadline, resources))
+            for index in range(job.replicas)
+        ]
+        done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        for start in starts:
+            if start not in done:
+                start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        return [start.result() for start in starts]
+
+    def _grant(
+        self, job: Job, siblings: list[WorkerClient] | None, resources: contextlib.AsyncExitStack
+    ) -> list[tuple[str, ...]]:
+        demand = {f"{job.role}/{index}": job.spec(index).gpu for index in range(job.replicas)}
+        resources.callback(self._devices.free, list(demand))
+        if siblings is not None:
+            return [self._devices.share(id_, with_.worker_id) for id_, with_ in zip(demand, siblings, strict=True)]
+        return self._devices.grant(job.role, demand)
+
+    async def _ensure_server(self) -> tuple[ForkServer, Path]:
+        async with self._starting_server:
+            if self._server is None or self._run_dir is None:
+                self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run_id}-"))
+                self._server = await ForkServer.start(self._run_dir, self._log_dir / "forkserver.log", self._preload)
+            return self._server, self._run_dir
+
+    async def _start_worker(
+        self,
+        job: Job,
+        index: int,
+        devices: tuple[str, ...],
+        server: ForkServer,
+        run_dir: Path,
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
+    ) -> WorkerClient:
+        identity = self._identity(job, index, _ADDRESS)
+        spec = job.spec(index)
+        path = str(run_dir / f"{secrets.token_hex(6)}.sock")
+        env = {**os.environ, **self._devices.environment(devices), **spec.env_vars}
+        order = Spawn(identity, path, self._key, env, max(1, int(spec.cpu)))
+        try:
+            async with asyncio.timeout(deadline.remaining_s):
+                pid = await server.spawn(order)
+                ended = LocalProcess(server, pid, identity.worker_id, identity.log_path)
+                resources.push_async_callback(ended.kill)
+                transport = await LocalTransport.open(path, self._key, ended)
+        except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
+            raise errors.WorkerStartError(
+                role=job.role,
+                worker_id=identity.worker_id,
+                node=_ADDRESS,
+                reason=str(error) or f"it did not answer within {deadline.limit_s:g} s (Timeouts.start_s)",
+                log_path=identity.log_path,
+                log_tail=tail_of(identity.log_path),
+            ) from error
+        return WorkerClient(identity.worker_id, _ADDRESS, pid, identity.log_path, transport, self.timeouts)
+
+    async def _sweep(self) -> None:
+        if self._server is not None:
+            await self._server.stop(self.timeouts.shutdown_s)
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+class LocalProcess:
+    """A worker's process, as far as its end is concerned."""
+
+    def __init__(self, server: ForkServer, pid: int, worker_id: str, log_path: str) -> None:
+        self.pid = pid
+        self._server = server
+        self._worker_id = worker_id
+        self._log_path = log_path
+
+    async def kill(self) -> None:
+        """End it and its family. Raises ShutdownIncompleteError naming who is left."""
+        self._server.kill(self.pid)
+        try:
+            ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 6.0)
+            survivors = ended.survivors
+        except TimeoutError:
+            survivors = [self.pid]
+        if survivors:
+            raise errors.ShutdownIncompleteError(
+                operation=f"ending {self._worker_id}",
+                remaining=[f"pid {pid} of {self._worker_id}" for pid in survivors],
+                elapsed_s=6.0,
+                command="kill -9 " + " ".join(map(str, survivors)),
+            )
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """Give it ``limit_s`` seconds to end by itself."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._server.wait_exit(self.pid), limit_s)
+
+    async def ending(self) -> Ending:
+        """How it ended; a process that lives although its connection is lost is ended now, since nobody can reach it."""
+        try:
+            ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 0.8)
+        except TimeoutError:
+            self._server.kill(self.pid)
+            return Ending("closed its connection and was then ended", None, signal.SIGKILL, tail_of(self._log_path))
+        code, number = split_status(ended.status)
+        return Ending(describe_exit(code, number), code, number, tail_of(self._log_path))
+
+
+class LocalTransport(Transport, asyncio.Protocol):
+    """Requests over a worker's Unix socket; large buffers in shared memory."""
+
+    def __init__(self, process: LocalProcess) -> None:
+        self._process = process
+        self._reader = FrameReader()
+        self._socket: asyncio.Transport | None = None
+        self._waiting: dict[int, asyncio.Future[tuple[Reply, Payload]]] = {}
+        self._lost = False
+
+    @classmethod
+    async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
+        """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
+        sock: socket.socket = await asyncio.to_thread(connect, path, key, 30.0)
+        _, transport = await asyncio.get_running_loop().create_connection(lambda: cls(process), sock=sock)
+        return transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._socket = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            frame = decode_reply(message)
+            answer = shm.from_wire(frame.payload)
+            if frame.payload.segment is not None:
+                self._write(Request(frame.reply.id, Verb.RECEIVED), shm.to_wire(_NOTHING)[0])
+            waiting = self._waiting.pop(frame.reply.id, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result((frame.reply, answer))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(TransportLostError())
+        self._waiting.clear()
+
+    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
+        if payload.nbytes >= _PACK_IN_THREAD_BYTES:
+            wire, segment = await asyncio.to_thread(shm.to_wire, payload)
+        else:
+            wire, segment = shm.to_wire(payload)
+        try:
+            if self._lost:
+                raise TransportLostError
+            waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
+            self._waiting[request.id] = waiting
+            self._write(request, wire)
+            return await waiting
+        finally:
+            if segment is not None:
+                segment.close()
+
+    def _write(self, request: Request, wire: shm.WirePayload) -> None:
+        if self._socket is not None and not self._lost:
+            message = encode_frame(RequestFrame(request, wire))
+            self._socket.writelines([pack_length(len(message)), message])
+
+    async def ending(self) -> Ending:
+        return await self._process.ending()
+
+    async def wait_ended(self, limit_s: float) -> None:
+        await self._process.wait_ended(limit_s)
+
+    async def kill(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        await self._process.kill()
+
+
+_NOTHING = encode(())

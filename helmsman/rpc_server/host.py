@@ -1,0 +1,409 @@
+"""EngineHost: the engines of one worker. It knows no transport; an adapter gives it requests and takes its replies."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import pickle
+import random
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cloudpickle
+
+from helmsman.api import errors
+from helmsman.api.scheduler import ResultHandle, WorkerHealth
+from helmsman.rpc_server import inspection
+from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
+from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
+from helmsman.rpc_server.ports import PortLeases
+from helmsman.rpc_server.threads import EngineLoop, EngineThread
+
+ReplyFn = Callable[[Reply, Payload], None]
+
+_MAX_TRACEBACK_CHARS = 20_000
+
+
+class HandleStore(Protocol):
+    """Where results stay that are answered with a handle."""
+
+    def put(self, handle_id: str, payload: Payload) -> Any:
+        """Keep a packed value; returns its location, which travels in the handle."""
+
+    def fetch(self, handle: ResultHandle) -> Payload:
+        """The packed value of a handle, of this worker or another. Raises HandleLostError."""
+
+    def drop(self, handle_id: str) -> None:
+        """Forget a value; nothing happens when it is not known."""
+
+
+class EngineHost:
+    """Holds named engines and answers requests.
+
+    Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are answered on the
+    thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it is the process boundary.
+    """
+
+    def __init__(self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True) -> None:
+        self.identity = identity
+        self.engine_thread = EngineThread()
+        self.on_shutdown: Callable[[], None] = lambda: None
+        self._store = store
+        self._seeding = seeding
+        self._seed: int | None = None
+        self._loop = EngineLoop(f"{identity.worker_id} async")
+        self._engines: dict[str, Any] = {}
+        self._creating: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._ports = PortLeases()
+        self._num_calls = 0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def handle(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        """Answer a request; ``reply`` is called exactly once, from any thread. Returns without waiting for engine code."""
+        try:
+            if request.verb is Verb.CALL:
+                self._begin_call(request, payload, reply)
+            elif request.verb is Verb.CREATE_ENGINE:
+                self._begin_create(request, payload, reply)
+            elif request.verb is Verb.DESTROY:
+                names = decode(payload)[0]
+                self.engine_thread.submit(
+                    request.id, "destroy", lambda: self._answer(request, reply, lambda: self._destroy_engines(names))
+                )
+            else:
+                self._answer(request, reply, lambda: self._control(request, payload))
+                if request.verb is Verb.SHUTDOWN:
+                    self.on_shutdown()
+        except errors.HelmsmanError as error:
+            reply(Reply(request.id, False), encode(error))
+
+    def close(self) -> None:
+        """Stop the host's threads and give its ports back; engines are not asked."""
+        self.engine_thread.stop()
+        self._loop.stop()
+        self._ports.close()
+
+    def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
+        """Run ``work`` and reply with its result or its error."""
+        try:
+            result = work()
+        except errors.HelmsmanError as error:
+            reply(Reply(request.id, False), encode(error))
+        except BaseException as error:  # the process boundary: whatever a request causes goes back as its error
+            reply(Reply(request.id, False), encode(self._remote_error(request, error)))
+        else:
+            self._send_result(request, reply, result)
+
+    # --- control verbs ----------------------------------------------------------------------------------------------
+
+    def _control(self, request: Request, payload: Payload) -> Any:
+        arguments: tuple[Any, ...] = decode(payload)
+        match request.verb:
+            case Verb.HEALTH:
+                return self.health()
+            case Verb.STACKS:
+                return inspection.all_stacks()
+            case Verb.CONFIGURE:
+                return self._configure(*arguments)
+            case Verb.SET_ENV:
+                os.environ.update(arguments[0])
+                return None
+            case Verb.LEASE_PORTS:
+                return self._ports.lease(arguments[0])
+            case Verb.CANCEL:
+                return self._cancel(arguments[0])
+            case Verb.RELEASE:
+                return self._store.drop(arguments[0])
+            case Verb.SHUTDOWN:
+                return None
+        raise errors.ProtocolError(f"{self.identity.worker_id} does not know the verb {request.verb!r}")
+
+    def health(self) -> WorkerHealth:
+        """What the worker is doing now."""
+        running = self.engine_thread.running
+        return WorkerHealth(
+            worker_id=self.identity.worker_id,
+            pid=os.getpid(),
+            node=self.identity.node,
+            engines={name: type(engine).__qualname__ for name, engine in list(self._engines.items())},
+            running=running.name if running else None,
+            running_s=time.monotonic() - running.since if running else None,
+            num_queued=self.engine_thread.num_waiting,
+            async_running=self._loop.counts(),
+            num_calls=self._num_calls,
+            cpu_s=time.process_time(),
+            rss_bytes=_resident_bytes(),
+        )
+
+    def _configure(self, config: WorkerConfig) -> None:
+        os.environ.update(config.env)
+        if config.num_threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+            torch = sys.modules.get("torch")
+            if torch is not None:  # already imported, so OpenMP has read its variable before we set it
+                torch.set_num_threads(config.num_threads)
+        if self._seeding:
+            digest = hashlib.sha256(f"{config.seed}/{config.role}/{config.rank}".encode()).digest()
+            self._seed = int.from_bytes(digest[:4], "little")
+            random.seed(self._seed)
+
+    def _seed_libraries(self) -> None:
+        """Seed what engines draw from, once they are imported; importing torch only for this would cost a second."""
+        if self._seed is None:
+            return
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None:
+            numpy.random.seed(self._seed)
+        if torch is not None:
+            torch.manual_seed(self._seed)
+            self._seed = None
+
+    def _cancel(self, request_id: object) -> CallState:
+        withdrawn = self.engine_thread.withdraw(request_id)
+        running = self.engine_thread.running
+        now = time.monotonic()
+        if withdrawn or (running and running.request_id == request_id):
+            return CallState(
+                state="withdrawn" if withdrawn else "running",
+                stack=inspection.thread_stack(self.engine_thread.thread),
+                running=running.name if running else None,
+                running_s=now - running.since if running else None,
+            )
+        for call in list(self._loop.running.values()):
+            if call.request_id == request_id and call.task is not None:
+                stack = inspection.task_stack(call.task)
+                return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
+        return CallState(state="ended")
+
+    # --- engines ----------------------------------------------------------------------------------------------------
+
+    def _begin_create(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        name = str(request.engine_name)
+        with self._lock:
+            existing = self._creating.get(name) or (type(self._engines[name]).__qualname__ if name in self._engines else None)
+            if existing is not None:
+                raise errors.EngineExistsError(
+                    worker_id=self.identity.worker_id, engine_name=name, engine_type=existing
+                )
+            self._creating[name] = "engine under construction"
+        self.engine_thread.submit(
+            request.id,
+            dotted(name, "__init__"),
+            lambda: self._answer(request, reply, lambda: self._create_engine(request, name, payload)),
+        )
+
+    def _create_engine(self, request: Request, name: str, payload: Payload) -> None:
+        try:
+            engine, args, kwargs = self._load(request, payload)
+            engine_type = self._import(name, engine) if isinstance(engine, str) else engine
+            self._seed_libraries()
+            instance = engine_type(*args, **kwargs)
+            self._seed_libraries()
+            self._engines[name] = instance
+        finally:
+            with self._lock:
+                del self._creating[name]
+
+    def _import(self, name: str, path: str) -> Any:
+        module_name, _, attribute = path.replace(":", ".").rpartition(".")
+        try:
+            if not module_name:
+                raise ImportError("it has no module part")
+            return getattr(importlib.import_module(module_name), attribute)
+        except BaseException as error:  # importing runs the module, which may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            if not isinstance(error, (ImportError, AttributeError)):
+                reason += "\n" + _traceback_text(error)
+            raise errors.EngineImportError(
+                worker_id=self.identity.worker_id, engine_name=name, path=path, reason=reason
+            ) from error
+
+    def _destroy_engines(self, names: list[str] | None) -> list[str]:
+        """Destroy engines, newest first; returns what went wrong, since one failure must not keep the others alive."""
+        problems = []
+        for name, engine in reversed(list(self._engines.items())):
+            if names is not None and name not in names:
+                continue
+            destroy = getattr(engine, "destroy", None)
+            if callable(destroy):
+                try:
+                    result = destroy()
+                    if inspect.isawaitable(result):
+                        done = threading.Event()
+                        self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
+                        done.wait()
+                except BaseException as error:  # an engine's own clean-up may raise anything
+                    problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
+            del self._engines[name]
+        return problems
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        engine, method = self._find(request)
+        name = dotted(request.engine_name, request.method)
+        self._num_calls += 1
+
+        async def run_async() -> None:
+            try:
+                args, kwargs = self._load(request, payload)
+                result = await method(*args, **kwargs)
+            except errors.CallError as error:
+                reply(Reply(request.id, False), encode(error))
+            except BaseException as error:  # the process boundary, as in _answer
+                reply(Reply(request.id, False), encode(self._remote_error(request, error)))
+            else:
+                self._send_result(request, reply, result)
+
+        def run_sync() -> None:
+            self._answer(request, reply, lambda: self._call(request, payload, engine, method))
+
+        if inspect.iscoroutinefunction(method):
+            self._loop.submit(request.id, name, run_async)
+        else:
+            self.engine_thread.submit(request.id, name, run_sync)
+
+    def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
+        if needs_broadcast(engine, request.broadcast):
+            args, kwargs = broadcast_arguments(engine, lambda: self._load(request, payload), self.identity.worker_id, request)
+        else:
+            args, kwargs = self._load(request, payload)
+        return method(*args, **kwargs)
+
+    def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
+        worker_id, name = self.identity.worker_id, str(request.engine_name)
+        engine = self._engines.get(name)
+        if engine is None:
+            raise errors.EngineNotFoundError(name=name, known=list(self._engines), where=f"worker {worker_id}")
+        method = None if request.method.startswith("_") else getattr(engine, request.method, None)
+        if not callable(method):
+            public = [m for m in dir(type(engine)) if not m.startswith("_") and callable(getattr(type(engine), m, None))]
+            raise errors.MethodNotFoundError(
+                worker_id=worker_id,
+                engine_name=name,
+                method=request.method,
+                engine_type=type(engine).__qualname__,
+                suggestions=difflib.get_close_matches(request.method, public, n=3),
+                reason="it is private" if request.method.startswith("_") else "" if method is None else "it is not callable",
+            )
+        return engine, method
+
+    def _load(self, request: Request, payload: Payload) -> Any:
+        """Unpack the arguments of a request, with the values of handles in their place."""
+        try:
+            return decode(payload, resolve=lambda handle: decode(self._store.fetch(handle)))
+        except errors.CodecError as error:
+            raise errors.ArgumentNotLoadableError(
+                worker_id=self.identity.worker_id,
+                engine_name=request.engine_name,
+                method=request.method or request.verb.value,
+                path=error.path,
+                value_type=error.value_type,
+                reason=error.reason,
+            ) from error
+
+    # --- replies ----------------------------------------------------------------------------------------------------
+
+    def _send_result(self, request: Request, reply: ReplyFn, result: Any) -> None:
+        try:
+            payload = encode(result, root="result")
+            if request.keep and result is not None:
+                payload = encode(self._keep(payload, result))
+        except errors.CodecError as error:
+            failure = errors.ResultNotSerializableError(
+                worker_id=self.identity.worker_id,
+                engine_name=request.engine_name,
+                method=request.method or request.verb.value,
+                path=error.path,
+                value_type=error.value_type,
+                reason=error.reason,
+            )
+            reply(Reply(request.id, False), encode(failure))
+        else:
+            reply(Reply(request.id, True), payload)
+
+    def _keep(self, payload: Payload, value: Any) -> ResultHandle:
+        handle_id = uuid.uuid4().hex
+        nbytes = len(payload.data) + sum(memoryview(buffer).nbytes for buffer in payload.buffers)
+        return ResultHandle(
+            id=handle_id,
+            worker_id=self.identity.worker_id,
+            location=self._store.put(handle_id, payload),
+            nbytes=nbytes,
+            summary=f"{type(value).__qualname__} of {nbytes} bytes",
+        )
+
+    def _remote_error(self, request: Request, error: BaseException) -> errors.HelmsmanError:
+        """Our error for what an engine raised; the original goes along where it can be pickled."""
+        fields: dict[str, Any] = {
+            "worker_id": self.identity.worker_id,
+            "engine_name": request.engine_name,
+            "method": request.method or request.verb.value,
+            "remote_type": _type_name(error),
+            "remote_message": _text(error),
+            "remote_traceback": _traceback_text(error),
+            "node": self.identity.node,
+            "log_path": self.identity.log_path,
+        }
+        if request.verb is Verb.CREATE_ENGINE:
+            return errors.EngineCreationError(**fields)
+        try:
+            # Unpickled here already: an exception that pickles may still fail to come back (required constructor arguments).
+            original = cloudpickle.dumps(error)
+            pickle.loads(original)
+        except Exception:  # pickling and unpickling run the exception's own code
+            return errors.ExceptionNotSerializableError(**fields)
+        failure = errors.EngineCallError(**fields)
+        failure.original = original
+        return failure
+
+
+async def _await_then(awaitable: Any, done: threading.Event) -> None:
+    try:
+        await awaitable
+    finally:
+        done.set()
+
+
+def _type_name(error: BaseException) -> str:
+    cls = type(error)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # a broken __str__ must not hide the error
+        return f"<its text could not be made: {type(failure).__name__}>"
+
+
+def _traceback_text(error: BaseException) -> str:
+    """The traceback without the host's own frames; the tail of it when it is very long."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    try:
+        lines = traceback.format_exception(type(error), error, trace)
+    except Exception:  # a broken __str__ breaks the formatting too
+        lines = [*traceback.format_tb(trace), f"{_type_name(error)}: {_text(error)}"]
+    return "".join(lines)[-_MAX_TRACEBACK_CHARS:]
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -1,0 +1,185 @@
+"""The local adapter: an EngineHost behind a Unix socket that only this user's run can talk to."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import stat
+import struct
+import sys
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import HandleLostError, ProtocolError
+from helmsman.api.scheduler import ResultHandle
+from helmsman.rpc_server import shm
+from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.messages import Reply, Verb, WorkerIdentity
+from helmsman.rpc_server.wire import (
+    MAX_FRAME_BYTES,
+    PROOF_LIMIT_S,
+    ReplyFrame,
+    decode_request,
+    encode_frame,
+    prove_as_server,
+)
+
+_MAX_UNPROVED = 32
+"""Connections that may be proving themselves at a time; more are closed at once."""
+
+
+class LocalHandleStore:
+    """Keeps results in shared memory, where any process of this user can map them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[shm.ShmSegment | None, bytes]] = {}
+
+    def put(self, handle_id: str, payload: Payload) -> bytes:
+        """Keep a payload; its location is its wire form."""
+        wire, segment = shm.to_wire(payload, threshold=0)
+        location = msgspec.msgpack.encode(wire)
+        self._kept[handle_id] = (segment, location)
+        return location
+
+    def fetch(self, handle: ResultHandle) -> Payload:
+        """Map the value; works in any process of this machine while the maker lives and keeps it."""
+        try:
+            return shm.from_wire(msgspec.msgpack.decode(handle.location, type=shm.WirePayload))
+        except ProtocolError as error:
+            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
+
+    def drop(self, handle_id: str) -> None:
+        """Give the memory back."""
+        segment, _ = self._kept.pop(handle_id, (None, b""))
+        if segment is not None:
+            segment.close()
+
+
+def listen(path: str) -> socket.socket:
+    """A listening Unix socket at ``path`` that only this user can open."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
+    listener.listen(16)
+    return listener
+
+
+class LocalServer:
+    """Accepts connections on a Unix socket and passes their requests to a host."""
+
+    def __init__(self, host: EngineHost, listener: socket.socket, key: bytes) -> None:
+        self._host = host
+        self._key = key
+        self._unproved = threading.Semaphore(_MAX_UNPROVED)
+        self._results: dict[tuple[int, int], shm.ShmSegment] = {}
+        self._listener = listener
+
+    def serve_forever(self) -> None:
+        """Accept until the listener is closed."""
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            if not _is_same_user(peer) or not self._unproved.acquire(blocking=False):
+                peer.close()
+                continue
+            threading.Thread(target=self._serve, args=(peer,), name="connection", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        """One connection: proof, then requests until it closes. A peer that breaks the protocol loses its connection only."""
+        # A silent peer is cut off from outside: reads of a Connection have no deadline of their own.
+        cut = threading.Timer(PROOF_LIMIT_S, _shutdown, args=(peer,))
+        cut.daemon = True
+        cut.start()
+        try:
+            connection = Connection(os.dup(peer.fileno()))
+            prove_as_server(connection, self._key)
+        except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
+            print(f"helmsman: refused a connection that did not prove itself ({type(error).__name__})", file=sys.stderr)
+            peer.close()
+            return
+        finally:
+            cut.cancel()
+            self._unproved.release()
+        try:
+            self._serve_requests(connection, peer)
+        finally:
+            connection.close()
+            peer.close()
+
+    def _serve_requests(self, connection: Connection, peer: socket.socket) -> None:
+        sending = threading.Lock()
+        serial = peer.fileno()
+
+        def reply(answer: Reply, payload: Payload) -> None:
+            wire, segment = shm.to_wire(payload)
+            if segment is not None:
+                self._results[serial, answer.id] = segment
+            message = encode_frame(ReplyFrame(answer, wire))
+            with sending:
+                try:
+                    connection.send_bytes(message)
+                except OSError:
+                    self._forget(serial, answer.id)  # the controller has gone; so shall we, by the forkserver's hand
+
+        while True:
+            try:
+                message = connection.recv_bytes(MAX_FRAME_BYTES)
+            except (EOFError, OSError):
+                return
+            try:
+                frame = decode_request(message)
+            except msgspec.MsgspecError as error:
+                print(f"helmsman: closed a connection that sent {len(message)} bytes of nonsense: {error}", file=sys.stderr)
+                return
+            if frame.request.verb is Verb.RECEIVED:
+                self._forget(serial, frame.request.id)
+                continue
+            self._host.handle(frame.request, shm.from_wire(frame.payload), reply)
+
+    def _forget(self, serial: int, request_id: int) -> None:
+        segment = self._results.pop((serial, request_id), None)
+        if segment is not None:
+            segment.close()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._listener.close()
+
+
+def _is_same_user(peer: socket.socket) -> bool:
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # the socket's folder, which only its owner may enter, is the guard there
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def _shutdown(peer: socket.socket) -> None:
+    try:
+        peer.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # closed meanwhile
+
+
+def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes, num_threads: int) -> int:
+    """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
+    faulthandler.enable()
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(num_threads)
+    host = EngineHost(identity, LocalHandleStore())
+    host.on_shutdown = host.engine_thread.stop
+    server = LocalServer(host, listener, key)
+    threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
+    host.engine_thread.run()
+    server.close()
+    host.close()
+    return 0

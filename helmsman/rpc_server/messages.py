@@ -1,0 +1,102 @@
+"""The messages between a controller and a worker, whatever carries them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+
+class Verb(StrEnum):
+    """What a worker can be asked."""
+
+    HEALTH = "health"
+    """-> WorkerHealth. Answered at once, also during a long call."""
+    STACKS = "stacks"
+    """-> str, the stacks of all threads."""
+    CONFIGURE = "configure"
+    """(WorkerConfig) -> None. Seeds and thread counts."""
+    SET_ENV = "set_env"
+    """(dict) -> None."""
+    LEASE_PORTS = "lease_ports"
+    """(int) -> list[int], ports held for this worker until it ends."""
+    CREATE_ENGINE = "create_engine"
+    """(path or class, args, kwargs) -> None, on the engine thread."""
+    CALL = "call"
+    """(args, kwargs) -> the method's result."""
+    CANCEL = "cancel"
+    """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes on."""
+    RELEASE = "release"
+    """(handle id) -> None."""
+    RECEIVED = "received"
+    """() without a reply: the result of the request of this id has been mapped, so the transport may give its memory back."""
+    DESTROY = "destroy"
+    """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread; returns what went wrong."""
+    SHUTDOWN = "shutdown"
+    """() -> None; the process ends after the reply."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """One request. Its payload, packed apart by the codec, is the tuple of the verb's arguments."""
+
+    id: int
+    """Unique on its connection."""
+    verb: Verb
+    engine_name: str | None = None
+    method: str = ""
+    keep: bool = False
+    """Leave the result in the worker and answer with a handle."""
+    broadcast: bool | None = None
+    """Whether arguments come from the head of the model-parallel group; None lets the engine's topology decide."""
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to the request of the same id; the payload is the result, or the error when not ``ok``."""
+
+    id: int
+    ok: bool
+
+
+class CallState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a call is, asked for after its time-out."""
+
+    state: Literal["running", "withdrawn", "ended"]
+    """running: it has begun; withdrawn: it had not, and now never will; ended: its reply is on the way."""
+    stack: str = ""
+    """Innermost frames of the call while it runs, of what runs before it when it was withdrawn."""
+    running: str | None = None
+    """'engine.method' that occupies the engine thread."""
+    running_s: float | None = None
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process knows of itself."""
+
+    run_id: str
+    worker_id: str
+    role: str
+    rank: int
+    node: str = ""
+    """Address of its node."""
+    log_path: str = ""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Argument of CONFIGURE."""
+
+    role: str
+    rank: int
+    seed: int = 0
+    """Seed of the run; the worker seeds from (seed, role, rank)."""
+    num_threads: int | None = None
+    """Threads for torch and OpenMP; None leaves them alone."""
+    env: dict[str, str] = {}
+    """Environment set before anything else."""
+
+
+def dotted(engine_name: str | None, method: str) -> str:
+    """'engine.method', as people read it."""
+    return f"{engine_name}.{method}" if engine_name else method
+
+

@@ -1,0 +1,121 @@
+"""The two places where engine code runs in a worker: one thread for synchronous methods, one event loop for async ones."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A piece of work that is under way."""
+
+    request_id: object
+    name: str
+    since: float
+    """time.monotonic() at its begin."""
+    task: asyncio.Task[Any] | None = None
+    """Its task, when it runs on the event loop."""
+
+
+class EngineThread:
+    """Runs work one after another, in the order of submission, always on the same thread.
+
+    That order is what keeps collectives of several ranks aligned, and one thread is what keeps a device context current.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._waiting: dict[object, str] = {}
+        self._lock = threading.Lock()
+        self.running: Running | None = None
+        self.thread: threading.Thread | None = None
+
+    def start(self, name: str) -> None:
+        """Run on a new daemon thread."""
+        threading.Thread(target=self.run, name=name, daemon=True).start()
+
+    def run(self) -> None:
+        """Run on the calling thread until stop."""
+        self.thread = threading.current_thread()
+        while (item := self._queue.get()) is not None:
+            request_id, name, work = item
+            with self._lock:
+                if self._waiting.pop(request_id, None) is None:
+                    continue  # withdrawn
+                self.running = Running(request_id, name, time.monotonic())
+            try:
+                work()
+            finally:
+                self.running = None
+
+    def submit(self, request_id: object, name: str, work: Callable[[], None]) -> None:
+        """Queue ``work``, which must not raise."""
+        with self._lock:
+            self._waiting[request_id] = name
+            self._queue.put((request_id, name, work))
+
+    def withdraw(self, request_id: object) -> bool:
+        """Take back work that has not begun; False when it has begun, ended or never was."""
+        with self._lock:
+            return self._waiting.pop(request_id, None) is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Work not begun."""
+        return len(self._waiting)
+
+    def stop(self) -> None:
+        """End the thread after the work that is queued."""
+        self._queue.put(None)
+
+
+class EngineLoop:
+    """An event loop on a thread of its own, started when the first async method is called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ids = itertools.count()
+        self.running: dict[int, Running] = {}
+
+    def submit(self, request_id: object, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start ``coroutine()``, which must not raise, on the loop."""
+        key = next(self._ids)
+
+        async def tracked() -> None:
+            self.running[key] = Running(request_id, name, time.monotonic(), asyncio.current_task())
+            try:
+                await coroutine()
+            finally:
+                del self.running[key]
+
+        asyncio.run_coroutine_threadsafe(tracked(), self._ensure())
+
+    def counts(self) -> dict[str, int]:
+        """Calls in flight by name."""
+        counts: dict[str, int] = {}
+        for running in list(self.running.values()):
+            counts[running.name] = counts.get(running.name, 0) + 1
+        return counts
+
+    def stop(self) -> None:
+        """End the loop; what is in flight is abandoned."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+
+    def _ensure(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+            return self._loop

@@ -1,0 +1,122 @@
+"""How messages travel over a socket: frames, the mutual proof, and payloads whose large buffers lie in shared memory.
+
+Framing and proof are those of ``multiprocessing.connection``: a length before each message, and an HMAC challenge in both directions that is
+answered before anything else is read. Nothing from a peer is unpickled, nor even decoded, before it has proved that it
+knows the run's key.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+import msgspec
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server.messages import Reply, Request
+from helmsman.rpc_server.shm import WirePayload
+
+PROOF_LIMIT_S = 5.0
+"""Seconds that a peer has to prove itself."""
+
+MAX_FRAME_BYTES = 1 << 30
+"""Largest frame; large buffers travel beside the frame, so only a huge in-band pickle comes near it."""
+
+
+class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A request on the wire."""
+
+    request: Request
+    payload: WirePayload
+
+
+class ReplyFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A reply on the wire."""
+
+    reply: Reply
+    payload: WirePayload
+
+
+encode_frame = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
+decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
+
+_SHORT = struct.Struct("!i")
+
+
+def pack_length(size: int) -> bytes:
+    """The prefix that ``Connection.recv_bytes`` expects."""
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk data as tensors, arrays or "
+            "bytearrays, which travel beside the message"
+        )
+    return _SHORT.pack(size)
+
+
+class FrameReader:
+    """Takes bytes as they come and gives back whole frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes; returns the frames that they complete. Raises ProtocolError on a length that cannot be."""
+        self._buffer += data
+        frames = []
+        start = 0
+        while len(self._buffer) - start >= _SHORT.size:
+            (size,) = _SHORT.unpack_from(self._buffer, start)
+            if not 0 <= size <= MAX_FRAME_BYTES:
+                raise ProtocolError(f"the peer announced a frame of {size} bytes")
+            end = start + _SHORT.size + size
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(memoryview(self._buffer)[start + _SHORT.size : end]))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return frames
+
+
+def prove_as_server(connection: Connection, key: bytes) -> None:
+    """Challenge the peer, then answer its challenge. Raises AuthenticationError, EOFError or OSError."""
+    deliver_challenge(connection, key)
+    answer_challenge(connection, key)
+
+
+def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
+    """Connect to a worker's Unix socket and prove ourselves; blocking, at most ``limit_s`` seconds.
+
+    Raises: OSError (nobody listens), ProtocolError (it is not a worker of this run).
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
+        raw.settimeout(limit_s)
+        raw.connect(path)
+        raw.settimeout(None)
+        # Connection reads without a deadline; the kernel's receive time-out bounds a peer that stays silent.
+        _set_timeouts(raw, limit_s)
+        connection = Connection(raw.detach())
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        proved = socket.socket(fileno=socket.dup(connection.fileno()))
+    except (EOFError, OSError, ValueError, AssertionError) as error:
+        raise ProtocolError(f"the process at the other end of {path} did not prove that it belongs to this run") from error
+    except Exception as error:
+        from multiprocessing import AuthenticationError
+
+        if not isinstance(error, AuthenticationError):
+            raise
+        raise ProtocolError(f"the process at the other end of {path} has another key than this run") from error
+    finally:
+        connection.close()
+    _set_timeouts(proved, 0)
+    return proved
+
+
+def _set_timeouts(sock: socket.socket, seconds: float) -> None:
+    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
