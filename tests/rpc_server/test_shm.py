@@ -1,0 +1,381 @@
+"""Shared-memory segments, between real processes."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server import shm
+from helmsman.rpc_server.codec import Payload, ResultHandle, decode, encode
+from helmsman.rpc_server.shm import SegmentLocation, ShmSegment, WirePayload, attach, from_wire, pack, to_wire
+
+pytestmark = pytest.mark.skipif(not shm.HAS_SEGMENTS, reason="no memfd on this system")
+
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+# Packs what its expression gives, tells where, and keeps the segment until a line comes.
+OWNER = """
+import sys, msgspec, torch
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.shm import to_wire
+payload = encode(eval(sys.argv[1]))
+wire, segment = to_wire(payload)
+message = msgspec.msgpack.encode(wire)
+sys.stdout.buffer.write(len(message).to_bytes(4, "big") + message)
+sys.stdout.buffer.flush()
+sys.stdin.readline()
+"""
+
+# Attaches to what comes in, and tells the sum of it.
+RECEIVER = """
+import sys, msgspec
+from helmsman.rpc_server.codec import decode
+from helmsman.rpc_server.shm import WirePayload, from_wire
+tensor = decode(from_wire(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WirePayload)))
+tensor.add_(1)
+print(int(tensor.sum()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    gc.collect()
+    before = count_descriptors(), mapped_segments(), shm_files()
+    yield
+    gc.collect()
+    assert (count_descriptors(), mapped_segments(), shm_files()) == before
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_segments() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:helmsman-")
+
+
+def shm_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "helmsman" in name}
+
+
+def over_the_wire(value: Any, **options: Any) -> Any:
+    wire, segment = to_wire(encode(value), **options)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WirePayload)
+    try:
+        return decode(from_wire(received))
+    finally:
+        if segment is not None:
+            segment.close()
+
+
+def segment_of(wire_and_segment: tuple[WirePayload, ShmSegment | None]) -> ShmSegment:
+    segment = wire_and_segment[1]
+    assert segment is not None
+    return segment
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=5000), min_size=1, max_size=20))
+def test_buffers_come_back_aligned(buffers: list[bytes]) -> None:
+    with pack(buffers) as segment:
+        views = attach(segment.location)
+        assert [bytes(view) for view in views] == buffers
+        assert segment.nbytes == os.fstat(segment.location.fd).st_size
+    assert all(np.frombuffer(view, np.uint8).ctypes.data % 64 == 0 for view in views)
+    assert not any(view.readonly for view in views)
+
+
+def test_more_buffers_than_one_system_call_takes() -> None:
+    buffers = [bytes([number % 256]) * (number % 100 + 1) for number in range(3000)]
+    with pack(buffers) as segment:
+        assert [bytes(view) for view in attach(segment.location)] == buffers
+
+
+def test_writes_stay_with_the_receiver() -> None:
+    with pack([bytes(10_000)]) as segment:
+        (first,), (second,) = attach(segment.location), attach(segment.location)
+        first[:5] = b"hello"
+        assert bytes(second) == bytes(10_000)
+        assert bytes(attach(segment.location)[0]) == bytes(10_000)
+
+
+def test_views_outlive_the_segment_and_keep_one_another_mapped() -> None:
+    with pack([b"a" * 5000, b"b" * 5000]) as segment:
+        first, second = attach(segment.location)
+    del first
+    gc.collect()
+    assert bytes(second[-3:]) == b"bbb"
+    tensor = torch.frombuffer(second, dtype=torch.uint8)
+    del second
+    gc.collect()
+    assert mapped_segments() == 1
+    assert torch.equal(tensor, torch.full((5000,), ord("b"), dtype=torch.uint8))
+
+
+def test_a_live_mapping_costs_no_descriptor() -> None:
+    before = count_descriptors()
+    kept = []
+    for _ in range(50):
+        with pack([bytes(5000)]) as segment:
+            kept.append(attach(segment.location))
+    assert count_descriptors() == before
+
+
+def test_close_is_idempotent_and_descriptors_are_not_inherited() -> None:
+    segment = pack([b"x"])
+    assert not os.get_inheritable(segment.location.fd)
+    assert fcntl.fcntl(segment.location.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    segment.close()
+    segment.close()
+    with pytest.raises(ProtocolError, match="cannot be attached"):
+        attach(segment.location)
+
+
+def test_a_segment_cannot_be_changed_below_its_receivers() -> None:
+    with pack([bytes(5000)]) as segment:
+        fd = segment.location.fd
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(fd, 0)
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(fd, b"x", 0)
+        with pytest.raises(OSError, match="not permitted"):
+            mmap.mmap(fd, 4096, access=mmap.ACCESS_WRITE)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def changed(location: SegmentLocation, **fields: Any) -> SegmentLocation:
+    return msgspec.structs.replace(location, **fields)
+
+
+def test_a_recycled_descriptor_is_noticed() -> None:
+    with pack([b"old"]) as segment:
+        location = segment.location
+    with pack([b"new"]) as other:
+        assert other.location.fd == location.fd
+        with pytest.raises(ProtocolError, match="now is /memfd:helmsman-"):
+            attach(location)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offsets": [8192]},
+        {"offsets": [-64]},
+        {"sizes": [-1]},
+        {"sizes": [10**6]},
+        {"size": 64},
+        {"size": 10**6},
+        {"offsets": [], "sizes": []},
+    ],
+)
+def test_a_location_that_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
+    with pack([bytes(5000)]) as segment, pytest.raises(ProtocolError, match="do not fit"):
+        attach(changed(segment.location, **fields))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pack([bytes(5000)]) as segment:
+        (tmp_path / "file").write_bytes(bytes(5000))
+        os.mkfifo(tmp_path / "fifo")
+        fds = [
+            os.open(tmp_path / "file", os.O_RDWR),
+            os.open(tmp_path / "fifo", os.O_RDWR),
+            os.memfd_create("helmsman-unsealed"),
+        ]
+        fds.append(os.memfd_create(segment.location.name))
+        try:
+            for fd in fds:
+                with pytest.raises(ProtocolError, match="now is|not sealed"):
+                    attach(changed(segment.location, fd=fd))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+def test_a_segment_of_another_user_is_refused() -> None:
+    code = OWNER.replace("wire, segment", "import os; os.setuid(12345)\nwire, segment", 1)
+    with owner("torch.arange(100_000)", code) as process:
+        wire = received_from(process)
+        with pytest.raises(ProtocolError, match="belongs to user 12345"):
+            from_wire(wire)
+
+
+def test_a_payload_with_a_buffer_missing_is_refused() -> None:
+    wire, _ = to_wire(encode([torch.zeros(2000), torch.zeros(2000)]))
+    wire.inline.pop()
+    with pytest.raises(ProtocolError, match="2 buffers came with 1"):
+        from_wire(wire)
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 3000), max_size=12),
+    st.sampled_from([64, 1024, 4096, 1 << 20]),
+    st.sampled_from([0, 1024]),
+    st.booleans(),
+)
+def test_payloads_come_back_however_their_buffers_are_spread(
+    lengths: list[int], threshold: int, inband_below: int, long: bool
+) -> None:
+    value = [torch.arange(length) for length in lengths], list(range(3000 if long else 3)), np.arange(sum(lengths))
+    wire, segment = to_wire(encode(value, inband_below=inband_below), threshold=threshold)
+    tensors, numbers, array = decode(from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WirePayload)))
+    if segment is not None:
+        segment.close()
+    assert all(torch.equal(got, torch.arange(length)) for got, length in zip(tensors, lengths, strict=True))
+    assert numbers == value[1]
+    assert np.array_equal(array, value[2])
+    array += 1
+    for tensor in tensors:
+        tensor.add_(1)
+
+
+def test_what_is_small_goes_inside_and_what_is_large_in_one_segment() -> None:
+    wire, segment = to_wire(encode([torch.zeros(2000), torch.zeros(100)]))
+    assert segment is None
+    assert [len(each) for each in wire.inline] == [8000]
+    wire, segment = to_wire(encode([torch.zeros(2000), torch.zeros(100_000), torch.zeros(200_000)]))
+    assert segment is not None
+    assert (wire.is_inline, wire.segment) == ([True, False, False], segment.location)
+    assert segment.location.sizes == [400_000, 800_000]
+    assert len(msgspec.msgpack.encode(wire)) < 9000
+    segment.close()
+    wire, segment = to_wire(encode(list(range(100_000))))
+    assert segment is not None
+    assert len(msgspec.msgpack.encode(wire)) < 200
+    assert decode(from_wire(wire)) == list(range(100_000))
+    segment.close()
+
+
+def test_many_small_buffers_do_not_swell_the_message() -> None:
+    value = [torch.full((10_000,), float(number)) for number in range(200)]
+    wire, segment = to_wire(encode(value))
+    assert len(msgspec.msgpack.encode(wire)) < 1_200_000
+    got = decode(from_wire(wire))
+    segment_of((wire, segment)).close()
+    assert all(torch.equal(*pair) for pair in zip(got, value, strict=True))
+
+
+def test_the_sender_may_write_again_once_it_has_packed() -> None:
+    tensors = [torch.zeros(2000), torch.zeros(100_000)]
+    wire, segment = to_wire(encode(tensors))
+    for tensor in tensors:
+        tensor.add_(1)
+    got = decode(from_wire(wire))
+    segment_of((wire, segment)).close()
+    assert not got[0].any()
+    assert not got[1].any()
+
+
+def test_large_tensors_arrive_without_a_copy() -> None:
+    got = over_the_wire(torch.arange(1_000_000))
+    address = got.data_ptr()
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:helmsman-" in line]
+    spans = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    assert any(start <= address < end for start, end in spans)
+
+
+def test_handles_keep_their_types_on_the_wire() -> None:
+    handle = ResultHandle(id="h", worker_id="actor/0", location=("path", (1, b"2")), nbytes=1, summary="int")
+    assert over_the_wire([handle]) == [handle]
+    assert type(over_the_wire([handle])[0].location[1]) is tuple
+
+
+def test_payloads_that_were_views_can_be_sent_on() -> None:
+    payload = encode([torch.arange(100_000), "x" * 100_000])
+    wire, segment = to_wire(Payload(memoryview(payload.data), payload.buffers, []))
+    forwarded, second = to_wire(from_wire(wire))
+    segment_of((wire, segment)).close()
+    got = decode(from_wire(forwarded))
+    segment_of((forwarded, second)).close()
+    assert torch.equal(got[0], torch.arange(100_000))
+    assert got[1] == "x" * 100_000
+
+
+def test_without_segments_everything_goes_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "HAS_SEGMENTS", False)
+    value = [torch.arange(100_000), "x" * 100_000]
+    wire, segment = to_wire(encode(value))
+    assert segment is None
+    got = decode(from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WirePayload)))
+    assert torch.equal(got[0], value[0])
+    assert got[1] == value[1]
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+class owner:  # noqa: N801 - reads as a function
+    """A process that holds a segment until it is told to end."""
+
+    def __init__(self, expression: str, code: str = OWNER) -> None:
+        command = [sys.executable, "-c", code, expression]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV)
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        return self.process
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def received_from(process: subprocess.Popen[bytes]) -> WirePayload:
+    assert process.stdout is not None
+    length = int.from_bytes(process.stdout.read(4), "big")
+    return msgspec.msgpack.decode(process.stdout.read(length), type=WirePayload)
+
+
+def test_a_tensor_crosses_processes_in_both_directions() -> None:
+    with owner("torch.arange(1_000_000)") as process:
+        got = decode(from_wire(received_from(process)))
+        assert torch.equal(got, torch.arange(1_000_000))
+    wire, segment = to_wire(encode(torch.ones(1_000_000)))
+    with segment_of((wire, segment)):
+        answer = subprocess.run(
+            [sys.executable, "-c", RECEIVER], input=msgspec.msgpack.encode(wire), capture_output=True, env=ENV
+        )
+        assert int(answer.stdout) == 2_000_000
+        assert decode(from_wire(wire)).sum() == 1_000_000
+
+
+def test_data_stays_valid_when_its_sender_is_killed() -> None:
+    with owner("torch.arange(1_000_000)") as process:
+        wire = received_from(process)
+        got = decode(from_wire(wire))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert torch.equal(got, torch.arange(1_000_000))
+        got.add_(1)
+        assert torch.equal(got, torch.arange(1, 1_000_001))
+        with pytest.raises(ProtocolError, match="cannot be opened any more") as caught:
+            from_wire(wire)
+    assert str(process.pid) in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).location == wire.segment
