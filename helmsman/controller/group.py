@@ -1,0 +1,185 @@
+"""The one fan-out: an operation on all ranks of a role under one deadline, with one error that names the root cause first.
+
+When one rank of a training job fails, its peers fail a moment later with broken connections, or hang in a collective until
+that times out. What a person needs is the error of the rank that failed by itself, soon; the rest is counted, and its calls
+are never lost from sight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any, NamedTuple
+
+from helmsman.api.errors import (
+    CallTimeoutError,
+    EngineCallError,
+    GroupCallError,
+    HelmsmanError,
+    PeerNotReadyError,
+)
+from helmsman.api.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_GRACE_S = 2.0
+"""How long the other ranks may still end by themselves after the first failure, in seconds."""
+
+_COMMUNICATION_TYPES = frozenset(
+    {"BrokenPipeError", "ConnectionAbortedError", "ConnectionRefusedError", "ConnectionResetError"}
+    | {"DistBackendError", "DistNetworkError", "DistStoreError"}
+)
+_COMMUNICATION_TEXT = re.compile(
+    r"connection (was )?(reset|closed|refused)|broken pipe|socket (closed|timeout)|connection timed? ?out|"
+    r"timed out waiting|wait timeout after|client socket has timed out|application timeout caused pair closure|"
+    r"failed to connect to|remote process exit(ed|ing)|"
+    r"nccl(RemoteError|SystemError)|watchdog (caught|got)|hccl.*time ?out",
+    re.IGNORECASE,
+)
+"""How gloo, NCCL, HCCL and torch's store say that a peer is gone or late."""
+
+_observed: set[asyncio.Task[Any]] = set()
+"""Tasks nobody awaits any more; the event loop itself holds tasks only weakly."""
+
+
+class Call(NamedTuple):
+    """The arguments of one worker's call."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    rpc_meta: Mapping[str, Any] | None = None
+    """As for Scheduler.call_engine; None takes what call_all was given."""
+
+
+async def call_all(
+    scheduler: Scheduler,
+    role: str,
+    method: str,
+    calls: Mapping[str, Call],
+    *,
+    engine_name: str | None = None,
+    timeout: float | None = None,
+    rpc_meta: Mapping[str, Any] | None = None,
+    grace_s: float | None = DEFAULT_GRACE_S,
+) -> list[Any]:
+    """Call ``method`` on every worker of ``calls`` at once and return the results in the order of ``calls``.
+
+    Args:
+        calls: worker id -> its arguments.
+        engine_name: name of the engine in each worker; the worker's id when None.
+        timeout: seconds for all calls together; the scheduler's ``timeouts.call_s`` when None.
+        grace_s: seconds that the other calls still get after the first failure, for ranks that wait for each other; None
+            waits for each of them, for workers that are independent.
+    Raises: the error itself when one worker is called, GroupCallError (root cause first) when several are.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+
+    async def one(worker_id: str, call: Call) -> Any:
+        return await scheduler.async_call_engine(
+            worker_id,
+            method,
+            engine_name,
+            *call.args,
+            rpc_meta=rpc_meta if call.rpc_meta is None else call.rpc_meta,
+            timeout=None if deadline is None else max(0.0, deadline - time.monotonic()),
+            **call.kwargs,
+        )
+
+    return await gather_all(
+        role, method, {worker_id: one(worker_id, call) for worker_id, call in calls.items()}, grace_s=grace_s
+    )
+
+
+async def gather_all(
+    role: str, operation: str, work: Mapping[str, Coroutine[Any, Any, Any]], *, grace_s: float | None = DEFAULT_GRACE_S
+) -> list[Any]:
+    """Run one coroutine per worker, all at once, and return their results in order; errors as for call_all.
+
+    Calls that still run when the error is raised are left to their workers; how each ends is logged. Cancelling cancels all
+    of them.
+    """
+    ended: dict[str, float] = {}
+
+    async def timed(worker_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await coroutine
+        finally:
+            ended[worker_id] = time.monotonic()
+
+    tasks = {worker_id: asyncio.create_task(timed(worker_id, coroutine)) for worker_id, coroutine in work.items()}
+    if not tasks:
+        return []
+    try:
+        _, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=grace_s)
+    except asyncio.CancelledError:
+        for worker_id, task in tasks.items():
+            task.cancel()
+            observe(task, f"{worker_id}: {operation} (its caller was cancelled)")
+        raise
+    failures: dict[str, Exception] = {}
+    for worker_id, task in tasks.items():
+        if not task.done():
+            observe(task, f"{worker_id}: {operation} (left alone after another rank failed)")
+        elif task.cancelled():
+            failures[worker_id] = HelmsmanError(f"{worker_id}: the wait for {operation} was cancelled", worker_id=worker_id)
+        elif (error := task.exception()) is not None:
+            if not isinstance(error, Exception):
+                raise error
+            failures[worker_id] = error
+    if failures:
+        raise group_error(role, operation, dict(sorted(failures.items(), key=lambda item: ended[item[0]])), len(tasks))
+    return [task.result() for task in tasks.values()]
+
+
+def group_error(role: str, operation: str, failures: Mapping[str, Exception], num_ranks: int) -> Exception:
+    """The one exception for failures of a role's workers, given earliest first and at least one.
+
+    One worker's operation gets its error itself. An exception that is not ours is a defect of the driver and comes first.
+    """
+    ordered = dict(sorted(failures.items(), key=lambda item: _distance_from_cause(item[1])))
+    first = next(iter(ordered.values()))
+    ours = {worker_id: error for worker_id, error in ordered.items() if isinstance(error, HelmsmanError)}
+    if num_ranks == 1 or not isinstance(first, HelmsmanError):
+        return first
+    error = GroupCallError(role=role, method=operation, first=first, errors=ours, num_ranks=num_ranks)
+    error.__cause__ = first
+    return error
+
+
+def _distance_from_cause(error: Exception) -> int:
+    """0: failed by itself; 1: waited for a peer or lost it, or cannot be told; 2: says itself that a peer is to blame."""
+    if not isinstance(error, HelmsmanError):
+        return -1
+    if isinstance(error, PeerNotReadyError):
+        return 2
+    if isinstance(error, CallTimeoutError) or (isinstance(error, EngineCallError) and is_communication_error(error)):
+        return 1
+    return 0
+
+
+def is_communication_error(error: EngineCallError) -> bool:
+    """Whether an engine's exception says that a peer is gone or late, rather than what went wrong."""
+    return error.remote_type.rpartition(".")[2] in _COMMUNICATION_TYPES or bool(
+        _COMMUNICATION_TEXT.search(error.remote_message)
+    )
+
+
+def observe(task: asyncio.Task[Any], what: str) -> None:
+    """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged."""
+
+    def report(ended: asyncio.Task[Any]) -> None:
+        _observed.discard(ended)
+        if ended.cancelled():
+            logger.info("%s: no longer awaited", what)
+        elif (error := ended.exception()) is not None:
+            logger.warning("%s: ended with %s: %s", what, type(error).__name__, error)
+        else:
+            logger.info("%s: ended", what)
+
+    _observed.add(task)
+    task.add_done_callback(report)

@@ -1,0 +1,315 @@
+"""RolloutController: prompts go to the least loaded of a role's workers and come back in the caller's order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+from helmsman.api.errors import HelmsmanError, WorkerFailedError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
+from helmsman.controller.instances import Instance, InstanceState, RolloutLoad
+from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.request_queue import RequestQueue, Ticket
+from helmsman.controller.role import RoleController
+
+Prompt: TypeAlias = Sequence[int] | GenerationRequest
+"""Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
+
+
+class RolloutController(RoleController):
+    """The rollout instances of one role.
+
+    A request is sent once, to one worker. When that worker dies, its requests fail with WorkerFailedError, it takes no more,
+    and the others go on; when none is left, every request fails. Methods whose names begin with ``a`` are awaited, from any
+    event loop; the others block.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: str | type[Any],
+        job: Job,
+        engine_args: Sequence[Any] = (),
+        engine_kwargs: Mapping[str, Any] | None = None,
+        engine_name: str | None = None,
+        *,
+        max_in_flight_per_worker: int = 64,
+        max_queue: int = 1024,
+        request_timeout_s: float | None = None,
+    ) -> None:
+        """As RoleController.
+
+        Args:
+            max_in_flight_per_worker: requests that a worker has at most; the rest waits here.
+            max_queue: requests given to submit that wait here at most; submit blocks beyond it.
+            request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
+        """
+        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        for name, value in (("max_in_flight_per_worker", max_in_flight_per_worker), ("max_queue", max_queue)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; expected 1 or more")
+        self._max_in_flight_per_worker = max_in_flight_per_worker
+        self._max_queue = max_queue
+        self._request_timeout_s = request_timeout_s
+        self._numbers = itertools.count()
+        self._requests: RequestQueue | None = None
+
+    # --- generation -------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerationResult]:
+        """Continue all prompts and return the results in their order.
+
+        Args:
+            sampling: for all prompts, or one for each; the defaults when None.
+        Raises: ValueError for prompts that make no sense, before anything is sent. When a request fails, the others of this
+            call are aborted and their ends awaited for a short grace; then the error is raised as call_all raises it. Use
+            submit or agenerate to keep the results of the others.
+        """
+        return run_sync(self._generate(self._make_requests(prompts, sampling)))
+
+    async def agenerate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> GenerationResult:
+        """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the await is cancelled."""
+        return await run_async(self._generate_one(self._make_request(prompt, sampling)))
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Future[GenerationResult]:
+        """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests wait.
+
+        The future can be cancelled while the request waits; abort ends one that is in flight. Its callbacks run on Helmsman's
+        event loop.
+        """
+        return run_sync(self._submit(self._make_request(prompt, sampling)))
+
+    async def asubmit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Future[GenerationResult]:
+        """As submit, awaited."""
+        return await run_async(self._submit(self._make_request(prompt, sampling)))
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Returns how many."""
+        return run_sync(self._abort(request_ids))
+
+    async def aabort(self, request_ids: Sequence[str] | None = None) -> int:
+        """As abort, awaited."""
+        return await run_async(self._abort(request_ids))
+
+    def pause(self) -> None:
+        """Give no queued request to a worker once this has returned, until resume.
+
+        Requests that a worker has been given go on (abort ends them), and submission stays open.
+        """
+
+        async def pause() -> None:
+            self._queue().pause()
+
+        run_sync(pause())
+
+    def resume(self) -> None:
+        """Send queued requests again."""
+
+        async def resume() -> None:
+            self._queue().resume()
+
+        run_sync(resume())
+
+    def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
+        """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
+
+        A worker whose update fails takes no more requests until one succeeds.
+
+        Args:
+            weights: what TrainController.export_weights returned, or the parameters themselves, by Hugging Face name.
+            timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when None.
+        Returns: the version, which every living worker serves now.
+        Raises: as call_all, when all workers have answered.
+        """
+        return run_sync(self._update_weights(weights, version, timeout))
+
+    async def aupdate_weights(
+        self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None
+    ) -> int:
+        """As update_weights, awaited."""
+        return await run_async(self._update_weights(weights, version, timeout))
+
+    def versions(self) -> dict[str, int]:
+        """The weight version that each living worker serves, by worker id."""
+        return run_sync(self._versions())
+
+    def load(self) -> RolloutLoad:
+        """What waits, what is in flight and which workers serve."""
+
+        async def load() -> RolloutLoad:
+            return self._queue().load()
+
+        return run_sync(load())
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _make_request(self, prompt: Prompt, sampling: SamplingParams | None, name: str = "the prompt") -> GenerationRequest:
+        if isinstance(prompt, GenerationRequest):
+            if sampling is not None:
+                raise ValueError(f"{name} is a GenerationRequest with sampling parameters of its own; leave `sampling` out")
+            request = prompt
+        else:
+            request = GenerationRequest(
+                request_id=f"{self.role}-{next(self._numbers)}",
+                prompt_ids=[int(token) for token in prompt],
+                sampling=sampling or SamplingParams(),
+            )
+        if not request.prompt_ids:
+            raise ValueError(f"{name} is empty; expected at least one token id")
+        return request
+
+    def _make_requests(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[GenerationRequest]:
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
+        return [self._make_request(p, s, f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+
+    async def _submit(self, request: GenerationRequest) -> Future[GenerationResult]:
+        return (await self._queue().put_bounded(request)).future
+
+    async def _generate_one(self, request: GenerationRequest) -> GenerationResult:
+        (ticket,) = self._queue().put([request])
+        future = asyncio.wrap_future(ticket.future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._withdraw([ticket])
+            raise
+
+    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        tickets = self._queue().put(requests)
+        futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
+        if not futures:
+            return []
+        try:
+            first, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                self._withdraw(tickets)
+                await asyncio.wait(pending, timeout=DEFAULT_GRACE_S)
+        except asyncio.CancelledError:
+            self._withdraw(tickets)
+            raise
+        finally:
+            for future in futures:
+                future.cancel()  # of those that have not ended, nobody asks for the result any more
+        failures: dict[str, Exception] = {}
+        for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
+            error = None if future.cancelled() else future.exception()
+            if isinstance(error, Exception):
+                failures.setdefault(ticket.instance.worker_id if ticket.instance else "", error)
+        if failures:
+            # Requests that were never sent fail because of a worker whose own error, if it is here, says more.
+            sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
+            raise group_error(self.role, "generate", sent, len(self.workers)) if sent else failures[""]
+        return [future.result() for future in futures]
+
+    def _withdraw(self, tickets: Sequence[Ticket]) -> None:
+        """Take back what is queued and abort what is in flight, without waiting for it."""
+        for ticket in tickets:
+            ticket.future.cancel()
+        running = [ticket.request.request_id for ticket in tickets if ticket.future.running()]
+        if running:
+            what = f"{self.role}: abort of {len(running)} requests that nobody waits for"
+            observe(asyncio.create_task(self._abort(running)), what)
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    async def _abort(self, request_ids: Collection[str] | None) -> int:
+        queue = self._queue()
+        chosen = None if request_ids is None else frozenset(request_ids)
+        num_dropped = queue.drop(chosen)
+        # Ids, and not all: what is sent from now on was not meant.
+        running = queue.running(chosen)
+        instances = [instance for instance in queue.instances if instance.worker_id in running]
+        counts = await self._ask_all("abort", {i: self._ask(i, "abort", running[i.worker_id]) for i in instances})
+        return num_dropped + sum(int(count) for count in counts)
+
+    async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
+        async def update(instance: Instance) -> None:
+            try:
+                served = await self._ask(instance, "update_weights", weights, version, timeout=timeout)
+                if served != version:
+                    raise HelmsmanError(
+                        f"{instance.worker_id} serves weight version {served} after an update to {version}; it takes no "
+                        "requests until an update succeeds.",
+                        worker_id=instance.worker_id,
+                    )
+            except BaseException as error:
+                cancelled = HelmsmanError(f"{instance.worker_id}: update_weights was cancelled; its outcome is not known.")
+                instance.exclude(InstanceState.STALE, error if isinstance(error, Exception) else cancelled)
+                raise
+            instance.admit()
+
+        try:
+            await self._ask_all("update_weights", {i: update(i) for i in self._living()})
+        finally:
+            self._queue().pump()
+        return version
+
+    async def _versions(self) -> dict[str, int]:
+        living = self._living()
+        versions = await self._ask_all("get_version", {i: self._ask(i, "get_version") for i in living})
+        return {instance.worker_id: version for instance, version in zip(living, versions, strict=True)}
+
+    def _living(self) -> list[Instance]:
+        """Instances that have not died; raises why when there is none."""
+        instances = self._queue().instances
+        living = [instance for instance in instances if instance.state is not InstanceState.DEAD]
+        if not living:
+            raise group_error(self.role, "any call", {i.worker_id: i.error for i in instances if i.error}, len(instances))
+        return living
+
+    async def _ask_all(self, method: str, work: Mapping[Instance, Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
+        return await gather_all(self.role, method, {i.worker_id: coroutine for i, coroutine in work.items()}, grace_s=None)
+
+    async def _ask(self, instance: Instance, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
+        try:
+            return await self.scheduler.async_call_engine(instance.worker_id, method, self.engine_name, *args, timeout=timeout)
+        except WorkerFailedError as error:
+            # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
+            instance.exclude(InstanceState.DEAD, error)
+            if self._requests is not None:
+                self._requests.pump()
+            raise
+
+    async def _send(self, instance: Instance, request: GenerationRequest) -> GenerationResult:
+        result: GenerationResult = await self._ask(instance, "agenerate", request, timeout=self._request_timeout_s)
+        return result
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _queue(self) -> RequestQueue:
+        self._check_started()
+        assert self._requests is not None
+        return self._requests
+
+    def _on_started(self) -> None:
+        self._requests = RequestQueue(
+            self.role,
+            [Instance(worker.id) for worker in self.workers],
+            self._send,
+            max_in_flight_per_worker=self._max_in_flight_per_worker,
+            max_queue=self._max_queue,
+        )
+
+    def _on_closing(self) -> None:
+        requests = self._requests
+        assert requests is not None
+
+        async def close() -> None:
+            requests.close()
+
+        run_sync(close())

@@ -1,0 +1,271 @@
+"""TrainController: the ranks of a training job, driven from one script as if they were one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from helmsman.api.engines import LossFn, Sample
+from helmsman.api.errors import HelmsmanError, InvalidSpecError
+from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
+from helmsman.controller.group import Call
+from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.partition import sample_lengths, split_by_tokens
+from helmsman.controller.role import RoleController
+
+if TYPE_CHECKING:
+    from helmsman.controller.rollout import RolloutController
+
+logger = logging.getLogger(__name__)
+
+_REPLICATED = {"broadcast": False}
+"""Every rank is given the arguments itself: they are small, and no rank waits for another to read them."""
+_FROM_HEAD = {"broadcast": True}
+"""The head of each model-parallel group is given the arguments, and the others get them from it."""
+
+
+def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str, str]]:
+    """The rendezvous variables of torch for each worker, by worker id.
+
+    The master is rank 0's own node and the first port leased to it; local ranks count the workers of one address.
+
+    Raises: InvalidSpecError when rank 0 has no leased port.
+    """
+    master = workers[0]
+    if not master.engine_ports:
+        raise InvalidSpecError(
+            role=role,
+            field="port_count",
+            value=0,
+            expected=f"at least 1 for {master.id}, where the process group meets (with colocation, in the target's spec)",
+        )
+    per_node = Counter(worker.ip for worker in workers)
+    seen: Counter[str] = Counter()
+    environment = {}
+    for rank, worker in enumerate(workers):
+        environment[worker.id] = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(workers)),
+            "LOCAL_RANK": str(seen[worker.ip]),
+            "LOCAL_WORLD_SIZE": str(per_node[worker.ip]),
+            "MASTER_ADDR": master.ip,
+            "MASTER_PORT": master.engine_ports[0],
+        }
+        seen[worker.ip] += 1
+    return environment
+
+
+class TrainController(RoleController):
+    """One training job: every method is one call on all ranks, and batches are cut over the data-parallel ranks by token count.
+
+    Ranks are laid out as torch does, model-parallel innermost: ``model_parallel_size`` neighbours share one data-parallel
+    coordinate and one share of the batch, which their first rank, the head, receives. Errors are those of call_all. Methods
+    whose names begin with ``a`` are awaited, from any event loop; the others block.
+    """
+
+    _ready_methods = ("create_process_group", "initialize")
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: str | type[Any],
+        job: Job,
+        engine_args: Sequence[Any] = (),
+        engine_kwargs: Mapping[str, Any] | None = None,
+        engine_name: str | None = None,
+        *,
+        model_parallel_size: int = 1,
+    ) -> None:
+        """As RoleController; ``job.replicas`` is the world size, and every spec gets a port at least.
+
+        Raises: JobError; ValueError when ``model_parallel_size`` does not divide the world size.
+        """
+        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        if model_parallel_size < 1 or job.replicas % model_parallel_size:
+            valid = [size for size in range(1, job.replicas + 1) if job.replicas % size == 0]
+            raise ValueError(
+                f"model_parallel_size is {model_parallel_size}, which does not divide the {job.replicas} replicas of job "
+                f"{job.role!r}; valid sizes: {', '.join(map(str, valid))}"
+            )
+        tasks = [msgspec.structs.replace(spec, port_count=max(1, spec.port_count)) for spec in job.tasks]
+        self.job = msgspec.structs.replace(job, tasks=tasks)
+        self.model_parallel_size = model_parallel_size
+        self.data_parallel_size = job.replicas // model_parallel_size
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def train_batch(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step over the whole batch.
+
+        Args:
+            samples: the batch, in any order; see helmsman.api.engines.Sample.
+            loss_fn: import path 'package.module:function', or a function that can be pickled.
+            loss_kwargs: further arguments of the loss.
+            timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
+        Returns: the engine's statistics over the global batch.
+        Raises: ValueError for a batch that makes no sense, before anything is sent; else as call_all.
+        """
+        return run_sync(self._step("train_batch", samples, loss_fn, loss_kwargs, timeout))
+
+    async def atrain_batch(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, float]:
+        """As train_batch, awaited."""
+        return await run_async(self._step("train_batch", samples, loss_fn, loss_kwargs, timeout))
+
+    def eval_batch(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, float]:
+        """As train_batch, without gradients and without a step."""
+        return run_sync(self._step("eval_batch", samples, loss_fn, loss_kwargs, timeout))
+
+    def forward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
+        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of ``samples``."""
+        return run_sync(self._forward(samples, timeout))
+
+    async def aforward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
+        """As forward, awaited."""
+        return await run_async(self._forward(samples, timeout))
+
+    async def _step(
+        self,
+        method: str,
+        samples: Sequence[Sample],
+        loss_fn: LossFn | str,
+        loss_kwargs: Mapping[str, Any] | None,
+        timeout: float | None,
+    ) -> dict[str, float]:
+        shares = split_by_tokens(sample_lengths(samples), self.data_parallel_size)
+        results = await self._call_shares(method, samples, shares, (loss_fn, loss_kwargs), timeout)
+        statistics: dict[str, float] = results[0]
+        return statistics
+
+    async def _forward(self, samples: Sequence[Sample], timeout: float | None) -> list[Any]:
+        shares = split_by_tokens(sample_lengths(samples), self.data_parallel_size)
+        results = await self._call_shares("forward", samples, shares, (), timeout)
+        ordered: list[Any] = [None] * len(samples)
+        for head, share in enumerate(shares):
+            returned = results[head * self.model_parallel_size]
+            if len(returned) != len(share):
+                raise HelmsmanError(
+                    f"{self.workers[head * self.model_parallel_size].id}: forward returned {len(returned)} results for the "
+                    f"{len(share)} samples it was given; the engine's data-parallel layout is not the controller's "
+                    f"({self.data_parallel_size} data-parallel ranks of {self.model_parallel_size}).",
+                    role=self.role,
+                )
+            for index, result in zip(share, returned, strict=True):
+                ordered[index] = result
+        return ordered
+
+    async def _call_shares(
+        self,
+        method: str,
+        samples: Sequence[Sample],
+        shares: Sequence[Sequence[int]],
+        others: tuple[Any, ...],
+        timeout: float | None,
+    ) -> list[Any]:
+        """Call every rank, also those whose share is empty, since a step is a collective of all."""
+        calls = {}
+        for rank, worker in enumerate(self.workers):
+            head, coordinate = divmod(rank, self.model_parallel_size)
+            args = ([samples[index] for index in shares[head]], *others) if coordinate == 0 else ()
+            calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self.model_parallel_size > 1 else None)
+        return await self._call_workers(method, calls, timeout)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str, timeout: float | None = None) -> None:
+        """Write model and optimizer state below ``path``, which all ranks can reach."""
+        run_sync(self._replicated("save", path, timeout=timeout))
+
+    def load(self, path: str, timeout: float | None = None) -> None:
+        """Read what save wrote."""
+        run_sync(self._replicated("load", path, timeout=timeout))
+
+    def get_version(self) -> int:
+        """The weight version, on which all ranks agree."""
+        return run_sync(self._get_version())
+
+    def set_version(self, version: int) -> None:
+        """Set the weight version on all ranks."""
+        run_sync(self._replicated("set_version", version))
+
+    def export_weights(self, timeout: float | None = None) -> ResultHandle:
+        """Gather the full parameters on rank 0 and return a handle; they stay there until ``scheduler.release(handle)``."""
+        return run_sync(self._export_weights(timeout))
+
+    def update_rollout(self, rollout: RolloutController, timeout: float | None = None) -> int:
+        """Bring the current weights to every rollout worker, past the controller; returns the version they serve."""
+        return run_sync(self._update_rollout(rollout, timeout))
+
+    async def aupdate_rollout(self, rollout: RolloutController, timeout: float | None = None) -> int:
+        """As update_rollout, awaited."""
+        return await run_async(self._update_rollout(rollout, timeout))
+
+    async def _replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        meta = _REPLICATED if self.model_parallel_size > 1 else None
+        return await self._call_workers(method, {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}, timeout)
+
+    async def _get_version(self, timeout: float | None = None) -> int:
+        versions: list[int] = await self._replicated("get_version", timeout=timeout)
+        if len(set(versions)) > 1:
+            found = {worker.id: version for worker, version in zip(self.workers, versions, strict=True)}
+            raise HelmsmanError(
+                f"the ranks of role {self.role!r} hold different weight versions: {found}. Load one checkpoint on all of them.",
+                role=self.role,
+                versions=found,
+            )
+        return versions[0]
+
+    async def _export_weights(self, timeout: float | None) -> ResultHandle:
+        meta: dict[str, Any] = _REPLICATED if self.model_parallel_size > 1 else {}
+        calls = {worker.id: Call(rpc_meta=meta) for worker in self.workers}
+        calls[self.workers[0].id] = Call(rpc_meta={**meta, "keep": True})
+        results = await self._call_workers("export_weights", calls, timeout)
+        if not isinstance(results[0], ResultHandle):
+            raise HelmsmanError(
+                f"{self.workers[0].id}: export_weights returned {type(results[0]).__name__} on rank 0, not the parameters.",
+                role=self.role,
+            )
+        return results[0]
+
+    async def _update_rollout(self, rollout: RolloutController, timeout: float | None) -> int:
+        deadline = time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
+        version = await self._get_version(deadline - time.monotonic())
+        handle = await self._export_weights(deadline - time.monotonic())
+        try:
+            return await rollout.aupdate_weights(handle, version, deadline - time.monotonic())
+        finally:
+            await self._release(handle)
+
+    async def _release(self, handle: ResultHandle) -> None:
+        try:
+            # In a thread: releasing waits for the worker, and this loop carries every other call.
+            await asyncio.to_thread(self.scheduler.release, handle)
+        except HelmsmanError as error:
+            # What the update did stands; the memory comes back with the worker's end at the latest.
+            logger.warning("%s: the exported weights were not released: %s", handle.worker_id, error)
+
+    def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:
+        return rank_environment(self.role, workers)

@@ -1,0 +1,232 @@
+"""A scheduler for tests that keeps to the contract: engines live in this process, and their deaths are caused at will."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from helmsman.api.errors import (
+    CallTimeoutError,
+    EngineCallError,
+    EngineCreationError,
+    HandleLostError,
+    MethodNotFoundError,
+    RoleExistsError,
+    RoleNotFoundError,
+    SchedulerClosedError,
+    WorkerFailedError,
+)
+from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
+from helmsman.controller.loop import background_loop, run_sync
+
+
+class Sent:
+    """One call as the scheduler was asked for it."""
+
+    def __init__(
+        self, worker_id: str, method: str, args: tuple[Any, ...], rpc_meta: Mapping[str, Any] | None, timeout: float | None
+    ) -> None:
+        self.worker_id = worker_id
+        self.method = method
+        self.args = args
+        self.rpc_meta = dict(rpc_meta or {})
+        self.timeout = timeout
+
+
+class FakeScheduler(Scheduler):
+    """Engines run on the background loop; ``sent`` records every call, ``ips`` are the workers' addresses by index."""
+
+    def __init__(self, ips: Sequence[str] = ()) -> None:
+        self.timeouts = Timeouts(call_s=60.0, create_engine_s=60.0)
+        self.ips = ips
+        self.jobs: dict[str, Job] = {}
+        self.environment: dict[str, dict[str, str]] = {}
+        self.engines: dict[str, Any] = {}
+        self.sent: list[Sent] = []
+        self.kept: dict[str, Any] = {}
+        self.released: list[str] = []
+        self.closed = False
+        self._deaths: dict[str, asyncio.Future[None]] = {}
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        return 0
+
+    def kill(self, worker_id: str) -> None:
+        """Let a worker die; its calls fail."""
+        background_loop().call_soon_threadsafe(self._deaths[worker_id].set_result, None)
+
+    def methods(self, worker_id: str) -> list[str]:
+        """The methods called on a worker, in order."""
+        return [call.method for call in self.sent if call.worker_id == worker_id]
+
+    def create_workers(self, job: Job) -> list[str]:
+        job.validate()
+        self._require_open("create_workers")
+        if job.role in self.jobs:
+            raise RoleExistsError(role=job.role, num_workers=job.replicas)
+        self.jobs[job.role] = job
+        ids = [f"{job.role}/{index}" for index in range(job.replicas)]
+        self._deaths |= {worker_id: background_loop().create_future() for worker_id in ids}
+        return ids
+
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        job = self._job(role)
+        return [
+            Worker(
+                id=f"{role}/{index}",
+                ip=self.ips[index] if self.ips else "127.0.0.1",
+                engine_ports=[str(20000 + 10 * index + port) for port in range(job.spec(index).port_count)],
+            )
+            for index in range(job.replicas)
+        ]
+
+    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
+        self._require_open("delete_workers")
+        for name in [role] if role is not None else list(self.jobs):
+            job = self._job(name)
+            del self.jobs[name]
+            for index in range(job.replicas):
+                self.engines.pop(f"{name}/{index}", None)
+                if not (death := self._deaths.pop(f"{name}/{index}")).done():
+                    background_loop().call_soon_threadsafe(death.set_result, None)
+
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
+        raise NotImplementedError
+
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+        self.environment.setdefault(worker_id, {}).update(env)
+
+    async def create_engine(
+        self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        assert isinstance(engine, type)
+        self.sent.append(Sent(worker_id, "__init__", args, None, None))
+        try:
+            instance = engine(*args, **kwargs)
+            instance.worker_id = worker_id
+            self.engines[worker_id] = instance
+        except Exception as error:
+            raise EngineCreationError(**self._remote(worker_id, engine_name, "__init__", error)) from error
+
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return run_sync(
+            self.async_call_engine(worker_id, method, engine_name, *args, rpc_meta=rpc_meta, timeout=timeout, **kwargs)
+        )
+
+    async def async_call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._require_open("async_call_engine")
+        self.sent.append(Sent(worker_id, method, args, rpc_meta, timeout))
+        work = asyncio.ensure_future(self._run(worker_id, method, args, kwargs))
+        death = self._deaths[worker_id]
+        await asyncio.wait({work, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            work.cancel()
+            raise WorkerFailedError(
+                worker_id=worker_id,
+                engine_name=engine_name,
+                method=method,
+                node="127.0.0.1",
+                pid=1,
+                cause="was ended by SIGKILL",
+                exit_signal=9,
+            )
+        if not work.done():
+            raise CallTimeoutError(
+                worker_id=worker_id,
+                engine_name=engine_name,
+                method=method,
+                elapsed_s=timeout or 0.0,
+                limit_s=timeout or 0.0,
+                limit_source="the test",
+                worker_alive=True,
+                state="the call still runs",
+                stack="",
+            )
+        try:
+            value = work.result()
+        except Exception as error:
+            if type(error).__module__ == "helmsman.api.errors":
+                raise
+            raise EngineCallError(**self._remote(worker_id, engine_name, method, error)) from error
+        if rpc_meta and rpc_meta.get("keep") and value is not None:
+            handle_id = f"handle-{len(self.kept)}"
+            self.kept[handle_id] = value
+            return ResultHandle(id=handle_id, worker_id=worker_id, location=None, nbytes=0, summary="")
+        return value
+
+    async def _run(self, worker_id: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self.engines[worker_id]
+        function = getattr(engine, method, None)
+        if function is None:
+            raise MethodNotFoundError(
+                worker_id=worker_id, engine_name=worker_id, method=method, engine_type=type(engine).__name__, suggestions=()
+            )
+        result = function(*(self._value(argument) for argument in args), **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    def _value(self, argument: Any) -> Any:
+        if not isinstance(argument, ResultHandle):
+            return argument
+        if argument.id in self.released:
+            raise HandleLostError(worker_id=argument.worker_id, handle_id=argument.id, reason="it was released")
+        return self.kept[argument.id]
+
+    def release(self, handle: ResultHandle) -> None:
+        self.released.append(handle.id)
+
+    def status(self) -> list[WorkerStatus]:
+        return []
+
+    def stacks(self, role: str) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        if not self.closed:
+            self.delete_workers()
+            self.closed = True
+
+    def _require_open(self, operation: str) -> None:
+        if self.closed:
+            raise SchedulerClosedError(operation=operation)
+
+    def _job(self, role: str) -> Job:
+        if role not in self.jobs:
+            raise RoleNotFoundError(name=role, known=list(self.jobs))
+        return self.jobs[role]
+
+    def _remote(self, worker_id: str, engine_name: str | None, method: str, error: Exception) -> dict[str, Any]:
+        return {
+            "worker_id": worker_id,
+            "engine_name": engine_name or worker_id,
+            "method": method,
+            "remote_type": type(error).__qualname__,
+            "remote_message": str(error),
+            "remote_traceback": "".join(traceback.format_exception(error)),
+        }
+
+
+async def awaited(awaitable: Awaitable[Any]) -> Any:
+    """Any awaitable as a coroutine, for run_sync."""
+    return await awaitable

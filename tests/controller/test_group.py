@@ -1,0 +1,324 @@
+"""The fan-out: everybody is called at once and once, and of many failures the cause is the one that is raised."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.api.errors import (
+    CallTimeoutError,
+    EngineCallError,
+    GroupCallError,
+    HelmsmanError,
+    PeerNotReadyError,
+    WorkerFailedError,
+)
+from helmsman.api.scheduler import Job
+from helmsman.controller.group import Call, call_all, gather_all, group_error, is_communication_error
+from helmsman.controller.loop import background_loop, run_async
+from tests.controller.fakes import FakeScheduler
+
+
+class Rank:
+    """An engine whose calls end when and how the test says."""
+
+    worker_id: str
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.begun = asyncio.Event()
+        self.ended: asyncio.Future[Any] = background_loop().create_future()
+
+    async def step(self) -> Any:
+        self.num_calls += 1
+        self.begun.set()
+        return await self.ended
+
+    async def meet(self, barrier: asyncio.Barrier) -> int:
+        return await barrier.wait()
+
+    async def echo(self, value: Any, *, times: int = 1) -> Any:
+        return value * times
+
+
+class Group:
+    """A role of Rank engines on a fake scheduler, driven on the background loop."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.scheduler = FakeScheduler()
+        self.ids = self.scheduler.create_workers(Job(role="train", replicas=num_ranks))
+
+    async def start(self) -> None:
+        for worker_id in self.ids:
+            await self.scheduler.create_engine(worker_id, Rank)
+
+    def rank(self, index: int) -> Rank:
+        rank: Rank = self.scheduler.engines[self.ids[index]]
+        return rank
+
+    async def call(self, method: str = "step", call: Call | None = None, **options: Any) -> list[Any]:
+        return await call_all(self.scheduler, "train", method, dict.fromkeys(self.ids, call or Call()), **options)
+
+    async def begin(self, **options: Any) -> asyncio.Task[list[Any]]:
+        """A ``step`` that every rank has begun."""
+        task = asyncio.create_task(self.call(**options))
+        for index in range(len(self.ids)):
+            await self.rank(index).begun.wait()
+        return task
+
+
+def on_loop(test: Callable[[], Any]) -> Callable[[], Any]:
+    """Run a test's coroutine on the background loop, where the schedulers live."""
+
+    async def wrapped() -> None:
+        await run_async(test())
+
+    wrapped.__name__ = test.__name__
+    wrapped.__doc__ = test.__doc__
+    return wrapped
+
+
+GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:26789")
+
+
+@on_loop
+async def test_results_come_in_the_order_of_the_calls_with_each_its_arguments() -> None:
+    group = Group(3)
+    await group.start()
+    calls = {worker_id: Call((index,), {"times": 2}) for index, worker_id in enumerate(reversed(group.ids))}
+    assert await call_all(group.scheduler, "train", "echo", calls) == [0, 2, 4]
+    assert [call.worker_id for call in group.scheduler.sent[-3:]] == ["train/2", "train/1", "train/0"]
+
+
+@on_loop
+async def test_all_calls_are_under_way_at_once() -> None:
+    group = Group(4)
+    await group.start()
+    assert sorted(await group.call("meet", Call((asyncio.Barrier(4),)))) == [0, 1, 2, 3]
+
+
+@on_loop
+async def test_nobody_to_call_is_no_result() -> None:
+    assert await call_all(FakeScheduler(), "train", "step", {}) == []
+
+
+@on_loop
+async def test_the_cause_comes_before_the_broken_connections_that_it_caused() -> None:
+    group = Group(3)
+    await group.start()
+    task = await group.begin()
+    group.rank(0).ended.set_exception(GLOO)
+    group.rank(2).ended.set_exception(GLOO)
+    await asyncio.sleep(0)
+    group.rank(1).ended.set_exception(ValueError("loss is nan"))
+    with pytest.raises(GroupCallError, match="loss is nan") as caught:
+        await task
+    error = caught.value
+    assert error.first.worker_id == "train/1"  # type: ignore[attr-defined]
+    assert error.__cause__ is error.first
+    assert isinstance(error.first.__cause__, ValueError)
+    assert list(error.errors) == ["train/1", "train/0", "train/2"]
+    assert "3 of 3 ranks (2 other rank(s) failed as well" in str(error)
+    assert [group.rank(index).num_calls for index in range(3)] == [1, 1, 1]
+
+
+@on_loop
+async def test_a_death_is_the_cause_though_the_driver_learns_of_it_last() -> None:
+    group = Group(2)
+    await group.start()
+    task = await group.begin()
+    group.rank(0).ended.set_exception(GLOO)
+    await asyncio.sleep(0)
+    group.scheduler.kill("train/1")
+    with pytest.raises(GroupCallError) as caught:
+        await task
+    assert isinstance(caught.value.first, WorkerFailedError)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@on_loop
+async def test_of_equal_failures_the_earliest_is_the_cause() -> None:
+    group = Group(3)
+    await group.start()
+    task = await group.begin()
+    for index in (2, 0, 1):
+        group.rank(index).ended.set_exception(ValueError(f"from {index}"))
+        for _ in range(5):  # let it arrive
+            await asyncio.sleep(0)
+    with pytest.raises(GroupCallError) as caught:
+        await task
+    assert list(caught.value.errors) == ["train/2", "train/0", "train/1"]
+
+
+@on_loop
+async def test_one_rank_raises_its_error_as_it_is() -> None:
+    group = Group(1)
+    await group.start()
+    group.rank(0).ended.set_exception(ValueError("loss is nan"))
+    with pytest.raises(EngineCallError, match="loss is nan"):
+        await group.call()
+
+
+class Records(logging.Handler):
+    """Log records that can be awaited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: asyncio.Queue[logging.LogRecord] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.put_nowait(record)
+
+
+@on_loop
+async def test_calls_left_alone_after_the_grace_are_still_observed_to_their_end() -> None:
+    group = Group(3)
+    await group.start()
+    logger = logging.getLogger("helmsman.controller.group")
+    level, handler = logger.level, Records()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    try:
+        task = await group.begin(grace_s=0.0)
+        group.rank(0).ended.set_exception(ValueError("loss is nan"))
+        with pytest.raises(GroupCallError) as caught:
+            await task
+        assert list(caught.value.errors) == ["train/0"]
+        gc.collect()  # the tasks live on only because somebody still watches them
+        group.rank(1).ended.set_result(None)
+        first = await handler.records.get()
+        group.rank(2).ended.set_exception(GLOO)
+        second = await handler.records.get()
+        gc.collect()
+        await asyncio.sleep(0)
+    finally:
+        asyncio.get_running_loop().set_exception_handler(None)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert (first.levelno, first.getMessage()) == (logging.INFO, "train/1: step (left alone after another rank failed): ended")
+    assert second.levelno == logging.WARNING
+    assert "train/2: step" in second.getMessage()
+    assert "Connection closed" in second.getMessage()
+    assert unhandled == []
+
+
+@on_loop
+async def test_independent_workers_are_waited_for() -> None:
+    group = Group(2)
+    await group.start()
+    task = await group.begin(grace_s=None)
+    group.rank(0).ended.set_exception(ValueError("out of memory"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+    group.rank(1).ended.set_exception(ValueError("out of memory too"))
+    with pytest.raises(GroupCallError) as caught:
+        await task
+    assert list(caught.value.errors) == ["train/0", "train/1"]
+
+
+@on_loop
+async def test_one_deadline_for_all_and_nothing_is_sent_twice() -> None:
+    group = Group(3)
+    await group.start()
+    with pytest.raises(GroupCallError) as caught:
+        await group.call(timeout=0.01)
+    assert isinstance(caught.value.first, CallTimeoutError)
+    assert len(caught.value.errors) == 3
+    assert [group.rank(index).num_calls for index in range(3)] == [1, 1, 1]
+    limits = [call.timeout for call in group.scheduler.sent if call.method == "step"]
+    assert all(limit is not None and 0 < limit <= 0.01 for limit in limits)
+
+
+@on_loop
+async def test_cancelling_leaves_nothing_unobserved() -> None:
+    group = Group(2)
+    await group.start()
+    task = await group.begin()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [group.rank(index).num_calls for index in range(2)] == [1, 1]
+
+
+@on_loop
+async def test_a_defect_of_the_driver_is_not_dressed_as_a_failed_rank() -> None:
+    async def fails() -> None:
+        raise KeyError("a bug")
+
+    async def ends() -> None:
+        return None
+
+    with pytest.raises(KeyError, match="a bug"):
+        await gather_all("train", "step", {"train/0": ends(), "train/1": fails()})
+
+
+@pytest.mark.parametrize(
+    ("remote_type", "remote_message"),
+    [
+        ("RuntimeError", str(GLOO)),
+        ("RuntimeError", "[gloo/transport/tcp/pair.cc:540] Read error [10.0.0.1]:37: Connection reset by peer"),
+        ("RuntimeError", "Application timeout caused pair closure"),
+        (
+            "RuntimeError",
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
+        ),
+        ("torch.distributed.DistBackendError", "NCCL error in: ProcessGroupNCCL.cpp:1690"),
+        ("torch.distributed.DistStoreError", "Timed out after 601 seconds waiting for clients. 1/2 clients joined."),
+        (
+            "RuntimeError",
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        ),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("BrokenPipeError", "[Errno 32] Broken pipe"),
+    ],
+)
+def test_what_communication_errors_look_like(remote_type: str, remote_message: str) -> None:
+    assert is_communication_error(engine_error("train/0", remote_type, remote_message))
+
+
+@pytest.mark.parametrize("remote_message", ["CUDA out of memory", "connection pool is empty", "loss is nan", "timed out"])
+def test_what_they_do_not_look_like(remote_message: str) -> None:
+    assert not is_communication_error(engine_error("train/0", "RuntimeError", remote_message))
+
+
+def engine_error(worker_id: str, remote_type: str, remote_message: str) -> EngineCallError:
+    return EngineCallError(
+        worker_id=worker_id,
+        engine_name="actor",
+        method="step",
+        remote_type=remote_type,
+        remote_message=remote_message,
+        remote_traceback="",
+    )
+
+
+def collateral(worker_id: str) -> HelmsmanError:
+    return PeerNotReadyError(worker_id=worker_id, engine_name="actor", method="step", ranks=[0], reason="its arguments")
+
+
+KINDS: list[tuple[int, Callable[[str], HelmsmanError]]] = [
+    (0, lambda worker_id: engine_error(worker_id, "ValueError", "loss is nan")),
+    (1, lambda worker_id: engine_error(worker_id, "RuntimeError", str(GLOO))),
+    (2, collateral),
+]
+
+
+@given(kinds=st.lists(st.integers(0, len(KINDS) - 1), min_size=2, max_size=12))
+def test_the_order_of_failures_is_by_kind_and_then_by_time(kinds: list[int]) -> None:
+    failures: dict[str, Exception] = {f"train/{index}": KINDS[kind][1](f"train/{index}") for index, kind in enumerate(kinds)}
+    error = group_error("train", "step", failures, len(kinds))
+    assert isinstance(error, GroupCallError)
+    expected = sorted(range(len(kinds)), key=lambda index: (KINDS[kinds[index]][0], index))
+    assert list(error.errors) == [f"train/{index}" for index in expected]
+    assert error.first is failures[f"train/{expected[0]}"]
