@@ -7,17 +7,16 @@ that all of them start from the same weights before the first transfer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
-
-_CHUNK_NUMEL = 1 << 24
-"""Logits that are turned to float32 at once (64 MiB); bounds the extra memory of a large vocabulary."""
 
 
 @contextlib.contextmanager
@@ -70,41 +69,47 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def checkpoint_layers(model: nn.Module) -> None:
+    """Make every decoder layer recompute its activations in the backward pass instead of keeping them (arXiv:1604.06174)."""
+    for layer in decoder_layers(model):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 class _GatherLogSoftmax(torch.autograd.Function):
     """``log_softmax(logits)[i, targets[i]]`` in float32 without a float32 copy of all logits, forward or backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        rows = max(1, _CHUNK_NUMEL // logits.shape[-1])
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, chunk_numel: int) -> torch.Tensor:
+        ctx.rows = rows = max(1, chunk_numel // logits.shape[-1])
         normalizer = torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
         ctx.save_for_backward(logits, targets, normalizer)
         return logits.gather(-1, targets[:, None])[:, 0].float() - normalizer
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets, normalizer = ctx.saved_tensors
         (grad,) = grads
-        rows = max(1, _CHUNK_NUMEL // logits.shape[-1])
         grad_logits = torch.empty_like(logits)
-        pieces = zip(*(tensor.split(rows) for tensor in (logits, targets, normalizer, grad, grad_logits)), strict=True)
+        pieces = zip(*(tensor.split(ctx.rows) for tensor in (logits, targets, normalizer, grad, grad_logits)), strict=True)
         for chunk, target, norm, grad_chunk, out in pieces:
             softmax = (chunk.float() - norm[:, None]).exp_().mul_(-grad_chunk[:, None])
             out.copy_(softmax.scatter_add_(-1, target[:, None], grad_chunk[:, None]))
-        return grad_logits, None
+        return grad_logits, None, None
 
 
-def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, chunk_numel: int = 1 << 24) -> torch.Tensor:
     """Log-probability of every token given those before it.
 
     Args:
         logits: (B, T, V) of any floating-point type; entry t predicts token t + 1.
         input_ids: (B, T) int64.
+        chunk_numel: Logits that are turned to float32 at once, 64 MiB of them; bounds the extra memory.
 
     Returns:
         (B, T) float32, differentiable in ``logits``; entry 0 of each row, which nothing predicts, is 0.
     """
     batch, length, vocab = logits.shape
     targets = input_ids.roll(-1, dims=1).reshape(-1)
-    picked: torch.Tensor = _GatherLogSoftmax.apply(logits.reshape(-1, vocab), targets)  # type: ignore[no-untyped-call]
+    picked: torch.Tensor = _GatherLogSoftmax.apply(logits.reshape(-1, vocab), targets, chunk_numel)  # type: ignore[no-untyped-call]
     shifted = picked.view(batch, length)[:, :-1]
     return nn.functional.pad(shifted, (1, 0))

@@ -32,7 +32,7 @@ from helmsman.engines.distributed import (
     local_device_index,
 )
 from helmsman.engines.losses import resolve_loss
-from helmsman.engines.model import build_model, decoder_layers, token_logprobs
+from helmsman.engines.model import build_model, checkpoint_layers, decoder_layers, token_logprobs
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +109,7 @@ class FSDPTrainEngine(TrainEngine):
         with failing_together("building the model"):
             model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
             if self.config.gradient_checkpointing:
-                model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+                checkpoint_layers(model)
         mesh = init_device_mesh(current_platform.device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype(), reduce_dtype=torch.float32)
         for layer in decoder_layers(model):

@@ -1,0 +1,53 @@
+"""Tiny models of several architectures, and samples for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+VOCAB = 50
+
+_SIZE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    # Far from the usual 0.02, so that logits differ enough for rounding not to decide between tokens.
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+QWEN2: dict[str, Any] = {"model_type": "qwen2", **_SIZE, "tie_word_embeddings": True}
+LLAMA: dict[str, Any] = {"model_type": "llama", **_SIZE, "tie_word_embeddings": False}
+MISTRAL_SLIDING: dict[str, Any] = {"model_type": "mistral", **_SIZE, "sliding_window": 6}
+GEMMA3_MIXED: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    **_SIZE,
+    "tie_word_embeddings": False,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": VOCAB,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+QWEN3_NEXT_LINEAR: dict[str, Any] = {"model_type": "qwen3_next", **_SIZE, "layer_types": ["linear_attention", "full_attention"]}
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    """Tokens of the vocabulary."""
+    return random.Random(seed).choices(range(VOCAB), k=length)

@@ -1,0 +1,59 @@
+"""Micro-batches: the budget is kept, nothing is lost, malformed samples are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.engines.batching import make_micro_batches
+
+
+@given(lengths=st.lists(st.integers(1, 30), max_size=20), max_tokens=st.integers(1, 100))
+def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[int], max_tokens: int) -> None:
+    samples = [{"input_ids": [index + 1] * length} for index, length in enumerate(lengths)]
+    batches = make_micro_batches(samples, max_tokens=max_tokens)
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(len(lengths)))
+    for batch in batches:
+        input_ids = batch.columns["input_ids"]
+        assert input_ids.numel() <= max_tokens or len(batch.indices) == 1
+        for row, index, length in zip(input_ids, batch.indices, batch.lengths, strict=True):
+            assert row.tolist() == [index + 1] * length + [0] * (len(row) - length)
+    assert sum(batch.num_loss_tokens for batch in batches) == sum(length - 1 for length in lengths)
+
+
+def test_columns_keep_their_kind() -> None:
+    samples: list[dict[str, Any]] = [
+        {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1], "logprobs": np.array([0.0, -1.0, -2.0]), "advantages": 0.5},
+        {"input_ids": torch.tensor([4, 5]), "loss_mask": [True, True], "logprobs": [0.0, -3.0], "advantages": np.float32(-1)},
+    ]
+    (batch,) = make_micro_batches(samples, max_tokens=100)
+    assert batch.columns["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
+    # Nothing predicts a first token, so it never counts.
+    assert batch.columns["loss_mask"].tolist() == [[False, False, True], [False, True, False]]
+    assert batch.columns["logprobs"].tolist() == [[0.0, -1.0, -2.0], [0.0, -3.0, 0.0]]
+    assert batch.columns["logprobs"].dtype == batch.columns["advantages"].dtype == torch.float32
+    assert batch.columns["advantages"].tolist() == [0.5, -1.0]
+    assert batch.num_loss_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"tokens": [1]}, "sample 1 has no 'input_ids'"),
+        ({"input_ids": []}, "sample 1: 'input_ids' is"),
+        ({"input_ids": [[1, 2]]}, "sample 1: 'input_ids' is"),
+        ({"input_ids": [1.5]}, "sample 1: 'input_ids' is"),
+        ({"input_ids": [1, 2, 3], "logprobs": [0.0, 1.0]}, r"'logprobs' has the shape \(2,\); expected \(3,\)"),
+        ({"input_ids": [1, 2], "answer": "four"}, "'answer' .a str. is not numeric"),
+        ({"input_ids": [1, 2], "loss_mask": 1}, "'loss_mask' is a scalar"),
+        ({"input_ids": [1, 2], "advantages": 1.0}, "sample 1 has the entries"),
+    ],
+)
+def test_a_malformed_sample_is_named(sample: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100)

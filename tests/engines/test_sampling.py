@@ -1,0 +1,77 @@
+"""Drawn tokens follow the distribution that the parameters describe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helmsman.api.generation import SamplingParams
+from helmsman.engines.sampling import SamplingRows, sample_tokens
+
+LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
+
+
+def rows(*params: SamplingParams) -> SamplingRows:
+    drawn = [p for p in params if p.temperature > 0]
+    return SamplingRows(
+        temperature=torch.tensor([p.temperature for p in params]),
+        top_k=torch.tensor([p.top_k or len(LOGITS) for p in params]),
+        top_p=torch.tensor([p.top_p for p in params]),
+        all_greedy=not drawn,
+        any_filtered=any(p.top_k or p.top_p < 1 for p in drawn),
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(), [0.5, 0.1, 0.25, 0.15]),
+        (SamplingParams(temperature=0), [1, 0, 0, 0]),
+        # Squared and normalised: 0.25, 0.01, 0.0625, 0.0225 over 0.345
+        (SamplingParams(temperature=0.5), [0.7246, 0.0290, 0.1812, 0.0652]),
+        (SamplingParams(top_k=1), [1, 0, 0, 0]),
+        (SamplingParams(top_k=2), [2 / 3, 0, 1 / 3, 0]),
+        (SamplingParams(top_k=100), [0.5, 0.1, 0.25, 0.15]),
+        (SamplingParams(top_p=0.4), [1, 0, 0, 0]),
+        (SamplingParams(top_p=0.6), [2 / 3, 0, 1 / 3, 0]),
+        (SamplingParams(top_p=0.8), [5 / 9, 0, 2.5 / 9, 1.5 / 9]),
+        # Top-p works on what top-k left: 0.556, 0.278, 0.167
+        (SamplingParams(top_k=3, top_p=0.7), [2 / 3, 0, 1 / 3, 0]),
+    ],
+)
+def test_frequencies(params: SamplingParams, expected: list[float]) -> None:
+    # Evenly spaced numbers instead of random ones: the frequencies are exact up to the spacing.
+    num_draws = 10_000
+    uniforms = (torch.arange(num_draws) + 0.5) / num_draws
+    tokens, logprobs = sample_tokens(LOGITS.expand(num_draws, -1), uniforms, rows(*[params] * num_draws))
+    frequencies = tokens.bincount(minlength=4) / num_draws
+    torch.testing.assert_close(frequencies, torch.tensor(expected, dtype=torch.float32), atol=2e-4, rtol=0)
+    # Always those of the plain model, whatever the parameters.
+    torch.testing.assert_close(logprobs, LOGITS[tokens])
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=2),
+        SamplingParams(temperature=2, top_p=0.7),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    logits, uniforms = torch.randn(4, 4, generator=generator), torch.rand(4, generator=generator)
+    together, _ = sample_tokens(logits, uniforms, rows(*params))
+    for row, param in enumerate(params):
+        alone, _ = sample_tokens(logits[row : row + 1], uniforms[row : row + 1], rows(param))
+        assert alone[0] == together[row]
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_range_draw_a_token_that_has_a_probability(uniform: float) -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    tokens, _ = sample_tokens(logits, torch.tensor([uniform]), rows(SamplingParams()))
+    assert tokens.tolist() == [1 if uniform == 0 else 2]
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    tokens, _ = sample_tokens(LOGITS[None] * 1e4, torch.tensor([0.999]), rows(SamplingParams(temperature=1e-6)))
+    assert tokens.tolist() == [0]
