@@ -10,7 +10,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
-PYTHONS := $(PYTHON) python3.11 python3 python
+PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: help demo test check lint fast-tests format clean setup
