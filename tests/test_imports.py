@@ -29,7 +29,7 @@ HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "
 NEEDS_TORCH = {"helmsman.rpc_server.tensors"}
 """Modules outside engines that import torch at module level, because they are imported only with a tensor in hand."""
 
-MAX_MODULES = 40
+MAX_MODULES = 20
 """Modules that `import helmsman` may load beyond a bare interpreter's."""
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
