@@ -29,6 +29,15 @@ HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "
 NEEDS_TORCH = {"helmsman.rpc_server.tensors"}
 """Modules outside engines that import torch at module level, because they are imported only with a tensor in hand."""
 
+NEEDS_RAY = {
+    "helmsman.controller.placement_group",
+    "helmsman.controller.ray_scheduler",
+    "helmsman.rpc_server.ray_server",
+}
+"""Modules that only RayScheduler imports."""
+
+PUBLIC_FOR_RAY = {"RayScheduler", "get_placement_group_master_ip_and_port"}
+
 MAX_MODULES = 20
 """Modules that `import helmsman` may load beyond a bare interpreter's."""
 
@@ -163,10 +172,6 @@ def modules_of(*rooms: str) -> list[str]:
     return [module_name(path) for room in rooms for path in SOURCES if path.is_relative_to(PACKAGE / room)]
 
 
-def is_for_ray(module: str) -> bool:
-    return "ray" in module.rsplit(".", 1)[-1]
-
-
 def test_contracts_import_where_nothing_heavy_is_installed() -> None:
     modules = ["helmsman", *modules_of("api")]
     assert run_python(IMPORT_WITHOUT, json.dumps(sorted(HEAVY)), json.dumps(modules)) == "[]\n"
@@ -178,5 +183,25 @@ def test_driver_and_worker_side_import_without_torch() -> None:
 
 
 def test_all_but_the_modules_for_ray_import_without_ray() -> None:
-    modules = [module for module in modules_of(*ALLOWED) if not is_for_ray(module)]
+    modules = [module for module in modules_of(*ALLOWED) if module not in NEEDS_RAY]
     assert run_python(IMPORT_WITHOUT, json.dumps(["ray"]), json.dumps(modules)) == "[]\n"
+
+
+PUBLIC_NAMES_WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+import helmsman
+for name in helmsman.__all__:
+    try:
+        getattr(helmsman, name)
+    except ImportError as exc:
+        print(name, type(exc).__name__, exc)
+"""
+
+
+def test_without_ray_only_names_for_ray_are_missing_and_they_tell_how_to_install_it() -> None:
+    lines = run_python(PUBLIC_NAMES_WITHOUT_RAY).splitlines()
+    assert {line.split()[0] for line in lines} == PUBLIC_FOR_RAY
+    for line in lines:
+        assert "BackendNotInstalledError" in line
+        assert "pip install 'helmsman[ray]'" in line
