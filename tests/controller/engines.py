@@ -1,0 +1,186 @@
+"""Engines of the controllers' tests; only the one that needs torch imports it, so workers start fast."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from helmsman.api.generation import GenerationRequest, GenerationResult
+
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RecordingTrainer:
+    """A train engine that remembers what it was asked, and answers with what identifies it."""
+
+    worker_id: str = ""
+
+    def __init__(self, name: str = "actor") -> None:
+        self.name = name
+        self.log: list[str] = []
+        self.version = 0
+        self.environment: dict[str, str] = {}
+
+    def create_process_group(self) -> None:
+        """Note the rendezvous variables of this moment."""
+        self.environment = {name: os.environ.get(name, "") for name in RENDEZVOUS}
+        self.log.append("create_process_group")
+
+    def initialize(self) -> None:
+        """Note it."""
+        self.log.append("initialize")
+
+    def describe(self) -> tuple[str, list[str], dict[str, str]]:
+        """Name, calls so far and the rendezvous variables."""
+        return self.name, self.log, self.environment
+
+    def train_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
+        """A step: the version counts, and the statistics tell this rank's share."""
+        self.log.append("train_batch")
+        self.version += 1
+        return {**self._figures(samples), "loss": float(loss_fn(len(samples), **(loss_kwargs or {})))}
+
+    def eval_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
+        """As train_batch without a step."""
+        self.log.append("eval_batch")
+        return self._figures(samples)
+
+    def _figures(self, samples: Sequence[Any]) -> dict[str, float]:
+        return {"num_samples": len(samples), "num_tokens": sum(len(sample["input_ids"]) for sample in samples)}
+
+    def forward(self, samples: Sequence[Any]) -> list[list[int]]:
+        """Each sample's tokens, negated."""
+        self.log.append("forward")
+        return [[-token for token in sample["input_ids"]] for sample in samples]
+
+    def export_weights(self) -> dict[str, list[float]]:
+        """Weights that tell their version."""
+        return {"weight": [float(self.version)]}
+
+    def save(self, path: str) -> None:
+        """Note where."""
+        self.log.append(f"save {path}")
+
+    def load(self, path: str) -> None:
+        """Note from where."""
+        self.log.append(f"load {path}")
+
+    def get_version(self) -> int:
+        """The version."""
+        return self.version
+
+    def set_version(self, version: int) -> None:
+        """Set it."""
+        self.version = version
+
+    def destroy(self) -> None:
+        """Nothing to release."""
+
+
+class CollectiveTrainer(RecordingTrainer):
+    """Ranks that add up their samples over gloo; rank 1 fails as it is told to."""
+
+    def create_process_group(self) -> None:
+        """Join by the environment alone."""
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+
+    def train_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
+        """The number of samples on all ranks. Rank 1 'dies', or 'leaves' the group with an error, while rank 0 waits for it."""
+        import torch
+        import torch.distributed as dist
+
+        fault = (loss_kwargs or {}).get("fault")
+        if fault and dist.get_rank() == 1:
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.destroy_process_group()
+            raise ValueError("loss is nan")
+        total = torch.tensor([float(len(samples))])
+        dist.all_reduce(total)
+        return {"sum": total.item()}
+
+
+class CountingRollout:
+    """A rollout engine whose requests end when ``finish`` says so, or at once with ``gated=False``."""
+
+    worker_id: str = ""
+
+    def __init__(self, gated: bool = False) -> None:
+        self.gated = gated
+        self.version = 0
+        self.served: list[str] = []
+        self.most_at_once = 0
+        self.running: dict[str, asyncio.Future[str]] = {}
+        self.num_updates = 0
+        self.ready = False
+
+    def initialize(self) -> None:
+        """Note it."""
+        self.ready = True
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        """Answer with the prompt's tokens plus one, truncated to the most new tokens; the prompt [0] is refused."""
+        if request.prompt_ids == [0]:
+            raise ValueError("token 0 is no prompt")
+        self.served.append(request.request_id)
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.running[request.request_id] = ended
+        self.most_at_once = max(self.most_at_once, len(self.running))
+        if not self.gated:
+            await asyncio.sleep(0)
+            if not ended.done():
+                ended.set_result("length")
+        stop_reason = await ended
+        del self.running[request.request_id]
+        tokens = [token + 1 for token in request.prompt_ids][: request.sampling.max_new_tokens]
+        return GenerationResult(
+            request_id=request.request_id,
+            token_ids=tokens,
+            logprobs=[0.0] * len(tokens),
+            versions=[self.version] * len(tokens),
+            stop_reason="abort" if stop_reason == "abort" else "length",
+        )
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests."""
+        chosen = [id_ for id_ in self.running if request_ids is None or id_ in request_ids]
+        for id_ in chosen:
+            self.running[id_].set_result("abort")
+        return len(chosen)
+
+    async def finish(self, num: int | None = None) -> list[str]:
+        """End the oldest ``num`` requests (None: all)."""
+        chosen = [id_ for id_, ended in self.running.items() if not ended.done()][:num]
+        for id_ in chosen:
+            self.running[id_].set_result("length")
+        return chosen
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
+        """Take weights that tell their version; others are refused, and 'stuck' ones are ignored."""
+        self.num_updates += 1
+        if "weight" not in weights:
+            raise KeyError("weight")
+        if weights["weight"] == "stuck":
+            return self.version
+        self.version = version
+        return version
+
+    def get_version(self) -> int:
+        """The version."""
+        return self.version
+
+    async def figures(self) -> tuple[int, int, list[str]]:
+        """Updates, most requests at once, and the requests in order of arrival."""
+        return self.num_updates, self.most_at_once, self.served
+
+    async def die(self) -> None:
+        """End this process as the kernel would."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def destroy(self) -> None:
+        """Nothing to release."""

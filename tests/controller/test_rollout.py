@@ -1,0 +1,451 @@
+"""RolloutController: least loaded, bounded, in order; each request once, whatever happens to its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.instances import Instance, InstanceState, least_loaded
+from helmsman.controller.loop import background_loop, run_sync
+from helmsman.controller.rollout import RolloutController
+from tests.controller.engines import CountingRollout
+from tests.controller.fakes import FakeScheduler
+
+LIMIT_S = 30.0
+
+
+class Gated(CountingRollout):
+    """Requests stay in flight until the test ends them."""
+
+    def __init__(self) -> None:
+        super().__init__(gated=True)
+
+
+@pytest.fixture
+def scheduler() -> Iterator[FakeScheduler]:
+    with FakeScheduler() as scheduler:
+        yield scheduler
+
+
+def started(scheduler: Scheduler, replicas: int, engine: str | type[Any] = Gated, **options: Any) -> RolloutController:
+    controller = RolloutController(scheduler, engine, Job(role="rollout", replicas=replicas), **options)
+    controller.initialize()
+    return controller
+
+
+def engine(scheduler: FakeScheduler, index: int) -> CountingRollout:
+    found: CountingRollout = scheduler.engines[f"rollout/{index}"]
+    return found
+
+
+def settle() -> None:
+    """Let everything happen that the background loop can do by itself now."""
+
+    async def idle() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    run_sync(idle())
+
+
+def finish(scheduler: FakeScheduler, index: int, num: int | None = None) -> list[str]:
+    ended = run_sync(engine(scheduler, index).finish(num))
+    settle()
+    return ended
+
+
+def submit_all(controller: RolloutController, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> list[Any]:
+    futures = [controller.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens)) for prompt in prompts]
+    settle()
+    return futures
+
+
+# --- order, routing, bounds ---------------------------------------------------------------------------------------------
+
+
+def test_results_come_in_the_callers_order(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 3, CountingRollout, max_in_flight_per_worker=2) as rollout:
+        prompts = [[10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(40)]
+        sampling = [SamplingParams(max_new_tokens=1 + i % 3) for i in range(40)]
+        results = rollout.generate(prompts, sampling)
+        assert [r.token_ids for r in results] == [[t + 1 for t in p][: 1 + i % 3] for i, p in enumerate(prompts)]
+        assert len({r.request_id for r in results}) == 40
+        assert rollout.generate([]) == []
+        assert [engine(scheduler, i).most_at_once <= 2 for i in range(3)] == [True] * 3
+        assert sorted(id_ for i in range(3) for id_ in engine(scheduler, i).served) == sorted(r.request_id for r in results)
+
+
+def test_a_request_goes_to_the_worker_with_the_fewest_outstanding_tokens(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 3) as rollout:
+        submit_all(rollout, [[1] * 50, [1] * 10, [1] * 20], max_new_tokens=5)
+        assert [load.outstanding_tokens for load in rollout.load().instances.values()] == [55, 15, 25]
+        submit_all(rollout, [[1] * 10, [1] * 2], max_new_tokens=5)
+        assert [engine(scheduler, i).served for i in range(3)] == [
+            ["rollout-0"],
+            ["rollout-1", "rollout-3"],
+            ["rollout-2", "rollout-4"],
+        ]
+        finish(scheduler, 0)
+        assert rollout.load().instances["rollout/0"].outstanding_tokens == 0
+        for i in (1, 2):
+            finish(scheduler, i)
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.sampled_from(InstanceState)), min_size=1, max_size=8),
+    limit=st.integers(1, 4),
+)
+def test_the_choice_is_the_first_of_the_least_loaded_that_may_take_more(
+    loads: list[tuple[int, int, InstanceState]], limit: int
+) -> None:
+    instances = [
+        Instance(f"rollout/{i}", state=state, num_in_flight=num, outstanding_tokens=tokens)
+        for i, (num, tokens, state) in enumerate(loads)
+    ]
+    able = [i for i, (num, _, state) in enumerate(loads) if num < limit and state is InstanceState.SERVING]
+    expected = min(able, key=lambda i: (loads[i][1], i), default=None)
+    assert least_loaded(instances, limit) is (None if expected is None else instances[expected])
+
+
+def test_what_is_beyond_the_bound_of_a_worker_waits_here_in_order(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
+        futures = submit_all(rollout, [[1]] * 7)
+        load = rollout.load()
+        assert load.num_queued == 3
+        assert [i.num_in_flight for i in load.instances.values()] == [2, 2]
+        assert finish(scheduler, 1, 1) == ["rollout-1"]
+        assert list(engine(scheduler, 1).running) == ["rollout-3", "rollout-4"]
+        while rollout.load().num_queued or any(not f.done() for f in futures):
+            finish(scheduler, 0)
+            finish(scheduler, 1)
+        assert [f.result().request_id for f in futures] == [f"rollout-{i}" for i in range(7)]
+        assert max(engine(scheduler, i).most_at_once for i in range(2)) == 2
+
+
+def test_submit_holds_its_caller_back_when_the_queue_is_full(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, max_in_flight_per_worker=1, max_queue=2) as rollout:
+        futures = submit_all(rollout, [[1]] * 3)  # one in flight, two wait
+        blocked = asyncio.run_coroutine_threadsafe(rollout.asubmit([1]), background_loop())
+        settle()
+        assert not blocked.done()
+        assert rollout.load().num_queued == 2
+        finish(scheduler, 0)
+        futures.append(blocked.result(LIMIT_S))
+        assert rollout.load().num_queued == 2
+        assert futures[1].cancel() is False  # in flight by now
+        assert futures[2].cancel() is True  # waits still, and gives its place back
+        settle()
+        assert rollout.load().num_queued == 1
+        submit_all(rollout, [[1]])
+        while any(not f.done() for f in futures):
+            finish(scheduler, 0)
+        assert "rollout-2" not in engine(scheduler, 0).served
+        finish(scheduler, 0)
+
+
+def test_requests_can_be_awaited_from_any_loop(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, CountingRollout) as rollout:
+
+        async def script() -> list[GenerationResult]:
+            return await asyncio.gather(*(rollout.agenerate([i + 1]) for i in range(10)))
+
+        assert [result.token_ids for result in asyncio.run(script())] == [[i + 2] for i in range(10)]
+
+
+# --- what the caller gets wrong -------------------------------------------------------------------------------------------
+
+
+def test_what_makes_no_sense_is_said_before_anything_is_sent(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1) as rollout:
+        num_sent = len(scheduler.sent)
+        request = GenerationRequest(request_id="mine", prompt_ids=[1])
+        with pytest.raises(ValueError, match="prompt 1 is empty; expected at least one token id"):
+            rollout.generate([[1], []])
+        with pytest.raises(ValueError, match="3 sampling parameters for 2 prompts"):
+            rollout.generate([[1], [2]], [SamplingParams()] * 3)
+        with pytest.raises(ValueError, match="sampling parameters of its own"):
+            rollout.submit(request, SamplingParams())
+        with pytest.raises(ValueError, match="request id 'mine' is in use already"):
+            rollout.generate([request, request])
+        assert len(scheduler.sent) == num_sent
+        future = rollout.submit(request)
+        with pytest.raises(ValueError, match="request id 'mine' is in use already"):
+            rollout.submit(request)
+        finish(scheduler, 0)
+        assert future.result(LIMIT_S).request_id == "mine"
+        again = rollout.submit(request)  # its id is free again
+        finish(scheduler, 0)
+        assert again.result(LIMIT_S).token_ids == [2]
+
+
+def test_bounds_below_one_are_refused(scheduler: FakeScheduler) -> None:
+    with pytest.raises(ValueError, match="max_in_flight_per_worker is 0; expected 1 or more"):
+        RolloutController(scheduler, Gated, Job(role="rollout"), max_in_flight_per_worker=0)
+    with pytest.raises(ValueError, match="max_queue is 0; expected 1 or more"):
+        RolloutController(scheduler, Gated, Job(role="rollout"), max_queue=0)
+
+
+# --- abort, pause, cancel -------------------------------------------------------------------------------------------------
+
+
+def test_abort_ends_what_runs_and_what_waits(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1]] * 5)
+        assert rollout.abort() == 5
+        assert [future.result(LIMIT_S).stop_reason for future in futures] == ["abort"] * 5
+        assert [len(engine(scheduler, i).served) for i in range(2)] == [1, 1]
+        assert scheduler.methods("rollout/0").count("abort") == 1
+        assert rollout.load().num_queued == 0
+        assert rollout.abort() == 0
+
+
+def test_abort_of_some_spares_the_others(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, max_in_flight_per_worker=2) as rollout:
+        futures = submit_all(rollout, [[1]] * 4)
+        assert rollout.abort(["rollout-1", "rollout-3", "unknown"]) == 2
+        settle()
+        assert [future.done() for future in futures] == [False, True, False, True]
+        finish(scheduler, 0)
+        assert [future.result(LIMIT_S).stop_reason for future in futures] == ["length", "abort", "length", "abort"]
+        assert engine(scheduler, 0).served == ["rollout-0", "rollout-1", "rollout-2"]
+
+
+def test_nothing_queued_starts_while_paused(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1]] * 2)
+        rollout.pause()
+        assert rollout.load().paused
+        finish(scheduler, 0)
+        futures += submit_all(rollout, [[1]])
+        assert engine(scheduler, 0).served == ["rollout-0"]
+        assert rollout.load().num_queued == 2
+        assert rollout.load().instances["rollout/0"].num_in_flight == 0
+        rollout.resume()
+        while not all(future.done() for future in futures):
+            finish(scheduler, 0)
+        assert engine(scheduler, 0).served == ["rollout-0", "rollout-1", "rollout-2"]
+
+
+def test_a_cancelled_await_withdraws_its_request(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
+        running, waiting = (asyncio.run_coroutine_threadsafe(rollout.agenerate([1]), background_loop()) for _ in range(2))
+        settle()
+        for future in (waiting, running):
+            future.cancel()
+        settle()
+        assert engine(scheduler, 0).running == {}
+        assert engine(scheduler, 0).served == ["rollout-0"]
+        assert scheduler.methods("rollout/0").count("abort") == 1
+        load = rollout.load()
+        assert (load.num_queued, load.instances["rollout/0"].outstanding_tokens) == (0, 0)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_death_fails_its_own_requests_once_and_the_others_go_on(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
+        futures = submit_all(rollout, [[1]] * 6)  # 0 and 2 on the first worker, 1 and 3 on the second, 4 and 5 wait
+        scheduler.kill("rollout/0")
+        for index in (0, 2):
+            with pytest.raises(WorkerFailedError, match="rollout/0"):
+                futures[index].result(LIMIT_S)
+        settle()
+        assert rollout.load().instances["rollout/0"].state is InstanceState.DEAD
+        while not all(future.done() for future in futures):
+            finish(scheduler, 1)
+        assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [f"rollout-{i}" for i in (1, 3, 4, 5)]
+        assert engine(scheduler, 0).served == ["rollout-0", "rollout-2"]
+        assert engine(scheduler, 1).served == ["rollout-1", "rollout-3", "rollout-4", "rollout-5"]
+        assert rollout.versions() == {"rollout/1": 0}
+        assert rollout.update_weights({"weight": []}, 3) == 3
+        assert scheduler.methods("rollout/0").count("update_weights") == 0
+
+
+def test_when_all_are_dead_every_request_fails(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1]] * 3)
+        scheduler.kill("rollout/0")
+        scheduler.kill("rollout/1")
+        for future in futures[:2]:
+            with pytest.raises(WorkerFailedError):
+                future.result(LIMIT_S)
+        with pytest.raises(GroupCallError, match="failed on 2 of 2 ranks"):
+            futures[2].result(LIMIT_S)
+        with pytest.raises(GroupCallError, match="failed on 2 of 2 ranks"):
+            rollout.submit([1])
+        with pytest.raises(GroupCallError, match="failed on 2 of 2 ranks"):
+            rollout.versions()
+        assert rollout.load().num_queued == 0
+
+
+def test_the_only_worker_dies_with_a_plain_error(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1]] * 2)
+        scheduler.kill("rollout/0")
+        for future in futures:
+            with pytest.raises(WorkerFailedError):
+                future.result(LIMIT_S)
+        with pytest.raises(WorkerFailedError):
+            rollout.generate([[1]])
+
+
+def test_generate_tells_the_failure_and_aborts_the_rest(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
+        other = submit_all(rollout, [[5]])[0]
+        with pytest.raises(GroupCallError, match="token 0 is no prompt") as caught:
+            rollout.generate([[1], [2], [0], [3], [4], [5]])
+        assert isinstance(caught.value.first, EngineCallError)
+        settle()
+        assert not other.done()
+        assert [list(engine(scheduler, i).running) for i in range(2)] == [["rollout-0"], []]
+        assert rollout.load().num_queued == 0
+        finish(scheduler, 0)
+        assert other.result(LIMIT_S).stop_reason == "length"
+
+
+def test_a_request_that_the_engine_refuses_does_not_exclude_its_worker(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, CountingRollout) as rollout:
+        with pytest.raises(EngineCallError, match="token 0 is no prompt"):
+            rollout.generate([[0]])
+        assert rollout.generate([[1]])[0].token_ids == [2]
+
+
+# --- weights --------------------------------------------------------------------------------------------------------------
+
+
+class Sticks(CountingRollout):
+    """The second worker ignores weights until it is told otherwise."""
+
+    sticks = True
+
+    async def update_weights(self, weights: Any, version: int) -> int:
+        if self.sticks and self.worker_id == "rollout/1":
+            weights = {"weight": "stuck"}
+        return await super().update_weights(weights, version)
+
+
+def test_a_worker_without_the_new_weights_serves_nothing_until_it_has_them(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, Sticks) as rollout:
+        with pytest.raises(GroupCallError, match="rollout/1 serves weight version 0 after an update to 1"):
+            rollout.update_weights({"weight": []}, 1)
+        assert [i.state for i in rollout.load().instances.values()] == [InstanceState.SERVING, InstanceState.STALE]
+        assert {v for result in rollout.generate([[1]] * 6) for v in result.versions} == {1}
+        assert engine(scheduler, 1).served == []
+        engine(scheduler, 1).sticks = False  # type: ignore[attr-defined]
+        assert rollout.update_weights({"weight": []}, 2) == 2
+        assert rollout.versions() == {"rollout/0": 2, "rollout/1": 2}
+        rollout.generate([[1]] * 6)
+        assert len(engine(scheduler, 1).served) == 3
+        assert [engine(scheduler, i).num_updates for i in range(2)] == [2, 2]
+
+
+def test_when_no_worker_took_the_weights_requests_fail_with_the_reason(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1]] * 2)
+        with pytest.raises(EngineCallError, match="KeyError"):
+            rollout.update_weights({}, 1)
+        with pytest.raises(EngineCallError, match="KeyError"):
+            futures[1].result(LIMIT_S)
+        with pytest.raises(EngineCallError, match="KeyError"):
+            rollout.generate([[1]])
+        finish(scheduler, 0)  # what ran went on, with the weights it had
+        assert futures[0].result(LIMIT_S).versions == [0]
+        rollout.update_weights({"weight": []}, 1)
+        assert rollout.load().instances["rollout/0"].state is InstanceState.SERVING
+
+
+def test_a_death_during_the_update_is_told_and_the_others_serve_on(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, CountingRollout) as rollout:
+        scheduler.kill("rollout/1")
+        with pytest.raises(GroupCallError) as caught:
+            rollout.update_weights({"weight": []}, 1)
+        assert isinstance(caught.value.first, WorkerFailedError)
+        assert rollout.generate([[1]])[0].versions == [1]
+        assert rollout.update_weights({"weight": []}, 2) == 2
+
+
+# --- life -----------------------------------------------------------------------------------------------------------------
+
+
+def test_closing_fails_what_waits_and_is_idempotent(scheduler: FakeScheduler) -> None:
+    rollout = started(scheduler, 1, max_in_flight_per_worker=1, max_queue=1)
+    running, waiting = submit_all(rollout, [[1]] * 2)
+    blocked = asyncio.run_coroutine_threadsafe(rollout.asubmit([1]), background_loop())
+    settle()
+    rollout.close()
+    rollout.close()
+    with pytest.raises(WorkerFailedError):
+        running.result(LIMIT_S)
+    with pytest.raises(HelmsmanError, match="'rollout-1' was not sent: the controller of role 'rollout' was closed"):
+        waiting.result(LIMIT_S)
+    with pytest.raises(HelmsmanError, match="its controller is closed"):
+        blocked.result(LIMIT_S)
+    with pytest.raises(HelmsmanError, match="is closed; make a new one"):
+        rollout.generate([[1]])
+    with started(scheduler, 1, CountingRollout) as again:
+        assert again.generate([[1]])[0].token_ids == [2]
+
+
+def test_use_before_the_start_says_what_to_do(scheduler: FakeScheduler) -> None:
+    rollout = RolloutController(scheduler, Gated, Job(role="rollout"))
+    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
+        rollout.generate([[1]])
+    rollout.close()
+
+
+# --- the schedulers that exist --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["inline", "local"])
+def test_prompts_come_back_on_a_scheduler(name: str) -> None:
+    with (
+        make_scheduler(name) as scheduler,
+        started(scheduler, 2, "tests.controller.engines.CountingRollout", max_in_flight_per_worker=8) as rollout,
+    ):
+        prompts = [[i + 1, i + 2] for i in range(100)]
+        results = rollout.generate(prompts, SamplingParams(max_new_tokens=2, seed=3))
+        assert [result.token_ids for result in results] == [[i + 2, i + 3] for i in range(100)]
+        assert rollout.update_weights({"weight": [1.0]}, 4) == 4
+        assert rollout.versions() == {"rollout/0": 4, "rollout/1": 4}
+        figures = [scheduler.call_engine(worker.id, "figures") for worker in rollout.workers]
+        assert [num_updates for num_updates, _, _ in figures] == [1, 1]
+        assert all(most_at_once <= 8 for _, most_at_once, _ in figures)
+        assert sorted(id_ for _, _, served in figures for id_ in served) == sorted(r.request_id for r in results)
+
+
+def test_a_killed_process_fails_its_requests_and_the_other_serves_on() -> None:
+    with make_scheduler("local") as scheduler, started(scheduler, 2, "tests.controller.engines.CountingRollout") as first:
+        assert [r.stop_reason for r in first.generate([[1]] * 4)] == ["length"] * 4
+        first.close()
+        options = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 2}
+        with started(scheduler, 2, "tests.controller.engines.CountingRollout", **options) as rollout:
+            futures = [rollout.submit([1, 2, 3]) for _ in range(6)]
+            with pytest.raises(WorkerFailedError):
+                scheduler.call_engine("rollout/0", "die")
+            for index in (0, 2):
+                with pytest.raises(WorkerFailedError, match="SIGKILL"):
+                    futures[index].result(LIMIT_S)
+            while not all(future.done() for future in futures):
+                scheduler.call_engine("rollout/1", "finish")
+            assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [f"rollout-{i}" for i in (1, 3, 4, 5)]
+            _, _, served = scheduler.call_engine("rollout/1", "figures")
+            assert served == ["rollout-1", "rollout-3", "rollout-4", "rollout-5"]
+            assert rollout.update_weights({"weight": []}, 2) == 2
+
+
+def test_a_future_of_submit_is_an_ordinary_one(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, CountingRollout) as rollout:
+        futures = [rollout.submit([i + 1]) for i in range(5)]
+        done = concurrent.futures.wait(futures, timeout=LIMIT_S).done
+        assert len(done) == 5

@@ -1,0 +1,436 @@
+"""TrainController: starts are atomic, a batch is cut by tokens and comes back in order, weights pass the controller by."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.api.errors import (
+    EngineCallError,
+    EngineCreationError,
+    GroupCallError,
+    HelmsmanError,
+    InvalidReplicasError,
+    InvalidSpecError,
+    RoleExistsError,
+    WorkerFailedError,
+)
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Worker
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.group import is_communication_error
+from helmsman.controller.partition import sample_lengths, split_by_tokens
+from helmsman.controller.rollout import RolloutController
+from helmsman.controller.train import TrainController, rank_environment
+from tests.controller.engines import CountingRollout, RecordingTrainer
+from tests.controller.fakes import FakeScheduler
+
+# --- cutting a batch ----------------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(0, 5000), max_size=60), num_parts=st.integers(1, 9))
+def test_every_sample_is_in_one_share_and_shares_are_even(lengths: list[int], num_parts: int) -> None:
+    shares = split_by_tokens(lengths, num_parts)
+    assert len(shares) == num_parts
+    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
+    assert all(share == sorted(share) for share in shares)
+    tokens = [sum(lengths[index] for index in share) for share in shares]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+    assert max(tokens) <= sum(lengths) / num_parts + max(lengths, default=0) * (1 - 1 / num_parts) + 1e-9
+    assert shares == split_by_tokens(list(lengths), num_parts)
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=7), num_parts=st.integers(1, 3))
+def test_the_largest_share_is_within_grahams_bound_of_the_best(lengths: list[int], num_parts: int) -> None:
+    def best(remaining: list[int], loads: tuple[int, ...]) -> int:
+        if not remaining:
+            return max(loads)
+        head, *rest = remaining
+        options = {tuple(sorted((*loads[:i], loads[i] + head, *loads[i + 1 :]))) for i in range(num_parts)}
+        return min(best(rest, option) for option in options)
+
+    largest = max(sum(lengths[index] for index in share) for share in split_by_tokens(lengths, num_parts))
+    assert largest <= best(sorted(lengths, reverse=True), (0,) * num_parts) * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+
+
+def test_fewer_samples_than_ranks_leave_shares_empty() -> None:
+    assert split_by_tokens([3, 5], 4) == [[1], [0], [], []]
+    assert split_by_tokens([0, 0], 2) == [[0], [1]]
+    with pytest.raises(ValueError, match="num_parts is 0"):
+        split_by_tokens([1], 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "the batch has no samples"),
+        ([{"loss_mask": [1]}], r"sample 0 has no column 'input_ids'; it has \['loss_mask'\]"),
+        ([{"input_ids": [1]}, {"input_ids": []}], "sample 1: column 'input_ids' is empty"),
+        ([{"input_ids": 3}], "sample 0: column 'input_ids' is a scalar"),
+        ([{"input_ids": np.zeros((2, 3))}], r"sample 0: column 'input_ids' has shape \(2, 3\)"),
+        (
+            [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 1]}],
+            "sample 1: column 'loss_mask' has 2 entries, but 'input_ids' has 3",
+        ),
+        ([{"input_ids": [1], "reward": 1.0}, {"input_ids": [1]}], "sample 1 has no column 'reward', but sample 0 has"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "reward": 1.0}], "sample 0 has no column 'reward', but sample 1 has"),
+    ],
+)
+def test_a_batch_that_makes_no_sense_is_named(samples: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sample_lengths(samples)
+
+
+def test_columns_may_be_lists_arrays_and_scalars() -> None:
+    sample = {"input_ids": np.arange(3), "loss_mask": [0, 1, 1], "reward": 1.0, "task": "sums", "group": np.int64(4)}
+    assert sample_lengths([sample, {**sample, "input_ids": (1, 2, 3)}]) == [3, 3]
+
+
+# --- the start ----------------------------------------------------------------------------------------------------------
+
+
+def worker(index: int, ip: str, ports: list[str]) -> Worker:
+    return Worker(id=f"actor/{index}", ip=ip, engine_ports=ports)
+
+
+def test_ranks_meet_at_rank_zeros_own_port_and_count_their_node() -> None:
+    workers = [worker(0, "10.0.0.7", ["20001", "20002"]), worker(1, "10.0.0.9", ["30001"]), worker(2, "10.0.0.7", ["20003"])]
+    environment = rank_environment("actor", workers)
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20001"}
+    assert environment == {
+        "actor/0": {**common, "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        "actor/1": {**common, "RANK": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        "actor/2": {**common, "RANK": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    }
+    with pytest.raises(InvalidSpecError, match="port_count is 0; expected at least 1 for actor/0"):
+        rank_environment("actor", [worker(0, "10.0.0.7", [])])
+
+
+@pytest.fixture
+def scheduler() -> Iterator[FakeScheduler]:
+    with FakeScheduler() as scheduler:
+        yield scheduler
+
+
+def controller(
+    scheduler: Scheduler, replicas: int = 2, engine: type[Any] = RecordingTrainer, **options: Any
+) -> TrainController:
+    return TrainController(scheduler, engine, Job(role="actor", replicas=replicas), **options)
+
+
+def test_each_rank_gets_its_environment_then_one_engine_then_its_group(scheduler: FakeScheduler) -> None:
+    with controller(scheduler, engine_args=("critic",)) as actor:
+        actor.initialize()
+        for rank in range(2):
+            assert scheduler.methods(f"actor/{rank}") == ["__init__", "create_process_group", "initialize"]
+            assert scheduler.environment[f"actor/{rank}"]["RANK"] == str(rank)
+            assert scheduler.environment[f"actor/{rank}"]["MASTER_PORT"] == "20000"
+            assert scheduler.engines[f"actor/{rank}"].name == "critic"
+        with pytest.raises(HelmsmanError, match="is started already"):
+            actor.initialize()
+    assert scheduler.jobs == {}
+
+
+def test_a_port_is_asked_for_only_where_the_spec_has_none(scheduler: FakeScheduler) -> None:
+    job = Job(role="actor", replicas=2, tasks=[SchedulingSpec(port_count=3, cpu=2), SchedulingSpec()])
+    with TrainController(scheduler, RecordingTrainer, job) as actor:
+        actor.initialize()
+        assert [spec.port_count for spec in scheduler.jobs["actor"].tasks] == [3, 1]
+        assert scheduler.jobs["actor"].tasks[0].cpu == 2
+
+
+class FailsToBuild(RecordingTrainer):
+    """Its second instance cannot be built."""
+
+    num_built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        FailsToBuild.num_built += 1
+        if FailsToBuild.num_built == 2:
+            raise MemoryError("no room for the model")
+
+
+class FailsToMeet(RecordingTrainer):
+    """Rank 1 never joins; rank 0 loses its connection because of that."""
+
+    def create_process_group(self) -> None:
+        if self.worker_id == "actor/1":
+            raise OSError("no network interface")
+        raise ConnectionResetError("Connection reset by peer")
+
+
+class FailsToInitialize(RecordingTrainer):
+    """All ranks fail alike."""
+
+    def initialize(self) -> None:
+        raise FileNotFoundError("config.json")
+
+
+@pytest.mark.parametrize(
+    ("engine", "cause", "message"),
+    [
+        (FailsToBuild, EngineCreationError, "no room for the model"),
+        (FailsToMeet, EngineCallError, "no network interface"),
+        (FailsToInitialize, EngineCallError, "config.json"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_and_tells_the_cause(
+    scheduler: FakeScheduler, engine: type[Any], cause: type[Exception], message: str
+) -> None:
+    FailsToBuild.num_built = 0
+    with pytest.raises(GroupCallError, match=message) as caught:
+        controller(scheduler, engine=engine).initialize()
+    assert isinstance(caught.value.first, cause)
+    assert scheduler.jobs == {}
+    with controller(scheduler) as actor:  # the name is free again
+        actor.initialize()
+
+
+def test_a_role_that_runs_is_not_touched_by_a_second_start(scheduler: FakeScheduler) -> None:
+    with controller(scheduler) as actor:
+        actor.initialize()
+        with pytest.raises(RoleExistsError):
+            controller(scheduler).initialize()
+        assert actor.get_version() == 0
+
+
+def test_a_failed_clean_up_is_added_to_the_cause_and_does_not_hide_it(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(role: str | None = None, reverse_order: bool = False) -> None:
+        raise HelmsmanError("pid 7 would not end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "delete_workers", refuses)
+        with pytest.raises(GroupCallError, match=r"config\.json") as caught:
+            controller(scheduler, engine=FailsToInitialize).initialize()
+    assert caught.value.__notes__ == ["and taking role 'actor' down failed: pid 7 would not end"]
+
+
+def test_what_is_wrong_with_the_job_is_said_before_anything_starts(scheduler: FakeScheduler) -> None:
+    with pytest.raises(InvalidReplicasError):
+        controller(scheduler, replicas=0)
+    with pytest.raises(ValueError, match="does not divide the 6 replicas of job 'actor'; valid sizes: 1, 2, 3, 6"):
+        controller(scheduler, replicas=6, model_parallel_size=4)
+
+
+def test_use_before_the_start_and_after_the_end_says_what_to_do(scheduler: FakeScheduler) -> None:
+    actor = controller(scheduler)
+    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
+        actor.forward([{"input_ids": [1]}])
+    actor.initialize()
+    actor.close()
+    actor.close()
+    with pytest.raises(HelmsmanError, match="is closed; make a new one"):
+        actor.get_version()
+    with pytest.raises(HelmsmanError, match="is closed; make a new one"):
+        actor.initialize()
+
+
+def test_closing_after_the_scheduler_is_nothing() -> None:
+    scheduler = FakeScheduler()
+    actor = controller(scheduler)
+    actor.initialize()
+    scheduler.close()
+    actor.close()
+
+
+# --- batches ------------------------------------------------------------------------------------------------------------
+
+SAMPLES: list[dict[str, Any]] = [
+    {"input_ids": list(range(1, length + 1)), "index": i} for i, length in enumerate([3, 9, 1, 4, 7, 2])
+]
+
+
+def count_loss(num_samples: int, scale: float = 1.0) -> Any:
+    """A loss for RecordingTrainer, which gives it only the number of samples."""
+    return num_samples * scale
+
+
+def shares_of(scheduler: FakeScheduler, method: str) -> list[list[int]]:
+    return [[sample["index"] for sample in call.args[0]] for call in scheduler.sent if call.method == method and call.args]
+
+
+def test_a_step_reaches_every_rank_with_its_share_by_tokens(scheduler: FakeScheduler) -> None:
+    with controller(scheduler) as actor:
+        actor.initialize()
+        statistics = actor.train_batch(SAMPLES, count_loss, {"scale": 0.5}, timeout=30)
+        assert statistics == {"num_samples": 3, "num_tokens": 13, "loss": 1.5}
+        assert shares_of(scheduler, "train_batch") == [[0, 1, 2], [3, 4, 5]]
+        assert actor.eval_batch(SAMPLES, count_loss) == {"num_samples": 3, "num_tokens": 13}
+        assert actor.get_version() == 1
+
+
+def test_ranks_without_samples_still_take_part(scheduler: FakeScheduler) -> None:
+    with controller(scheduler, replicas=3) as actor:
+        actor.initialize()
+        actor.train_batch(SAMPLES[:1], count_loss)
+        assert shares_of(scheduler, "train_batch") == [[0], [], []]
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), replicas=st.integers(1, 4))
+def test_results_of_forward_are_in_the_callers_order(lengths: list[int], replicas: int) -> None:
+    samples = [{"input_ids": [100 * i + t for t in range(length)]} for i, length in enumerate(lengths)]
+    with FakeScheduler() as scheduler, controller(scheduler, replicas=replicas) as actor:
+        actor.initialize()
+        assert actor.forward(samples) == [[-token for token in sample["input_ids"]] for sample in samples]
+
+
+def test_a_batch_that_makes_no_sense_is_not_sent(scheduler: FakeScheduler) -> None:
+    with controller(scheduler) as actor:
+        actor.initialize()
+        num_sent = len(scheduler.sent)
+        wrong = [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [1, 1]}]
+        calls: list[Callable[[], Any]] = [
+            lambda: actor.train_batch([], count_loss),
+            lambda: actor.eval_batch(wrong, count_loss),
+            lambda: actor.forward(wrong),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="the batch has no samples|sample 1: column 'loss_mask' has 2 entries"):
+                call()
+        assert len(scheduler.sent) == num_sent
+
+
+class Forgetful(RecordingTrainer):
+    """Loses its last sample."""
+
+    def forward(self, samples: Any) -> list[list[int]]:
+        return super().forward(samples)[:-1]
+
+
+def test_results_that_do_not_fit_the_share_are_an_error(scheduler: FakeScheduler) -> None:
+    with controller(scheduler, engine=Forgetful) as actor:
+        actor.initialize()
+        with pytest.raises(HelmsmanError, match="actor/0: forward returned 2 results for the 3 samples it was given"):
+            actor.forward(SAMPLES)
+
+
+class FollowsHead(RecordingTrainer):
+    """Ranks of a model-parallel group that were given nothing return nothing."""
+
+    def forward(self, *args: Any) -> list[list[int]]:
+        return super().forward(*args) if args else []
+
+
+def test_only_the_head_of_a_model_parallel_group_is_given_the_share(scheduler: FakeScheduler) -> None:
+    with controller(scheduler, replicas=4, engine=FollowsHead, model_parallel_size=2) as actor:
+        actor.initialize()
+        assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
+        calls = {call.worker_id: call for call in scheduler.sent if call.method == "forward"}
+        assert [bool(calls[f"actor/{rank}"].args) for rank in range(4)] == [True, False, True, False]
+        assert all(call.rpc_meta == {"broadcast": True} for call in calls.values())
+        actor.set_version(5)
+        calls = {call.worker_id: call for call in scheduler.sent if call.method == "set_version"}
+        assert all(call.args == (5,) and call.rpc_meta == {"broadcast": False} for call in calls.values())
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_and_versions_reach_every_rank(scheduler: FakeScheduler) -> None:
+    with controller(scheduler) as actor:
+        actor.initialize()
+        actor.save("/checkpoints/1")
+        actor.load("/checkpoints/1")
+        actor.set_version(7)
+        assert actor.get_version() == 7
+        for rank in range(2):
+            assert scheduler.engines[f"actor/{rank}"].log[-2:] == ["save /checkpoints/1", "load /checkpoints/1"]
+        scheduler.engines["actor/1"].version = 6
+        with pytest.raises(HelmsmanError, match="hold different weight versions: {'actor/0': 7, 'actor/1': 6}"):
+            actor.get_version()
+
+
+def test_weights_go_past_the_controller_with_one_call_per_rollout_worker(scheduler: FakeScheduler) -> None:
+    rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=3))
+    with controller(scheduler) as actor, rollout:
+        actor.initialize()
+        rollout.initialize()
+        actor.train_batch(SAMPLES, count_loss)
+        assert actor.update_rollout(rollout) == 1
+        assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1, "rollout/2": 1}
+        exports = {call.worker_id: call.rpc_meta for call in scheduler.sent if call.method == "export_weights"}
+        assert exports == {"actor/0": {"keep": True}, "actor/1": {}}
+        updates = [call.worker_id for call in scheduler.sent if call.method == "update_weights"]
+        assert sorted(updates) == ["rollout/0", "rollout/1", "rollout/2"]
+        assert scheduler.released == list(scheduler.kept)
+
+
+class RefusesWeights(CountingRollout):
+    """An instance that cannot take weights."""
+
+    async def update_weights(self, weights: Any, version: int) -> int:
+        raise MemoryError("no room for new weights")
+
+
+def test_exported_weights_are_released_when_the_update_fails(scheduler: FakeScheduler) -> None:
+    rollout = RolloutController(scheduler, RefusesWeights, Job(role="rollout"))
+    with controller(scheduler) as actor, rollout:
+        actor.initialize()
+        rollout.initialize()
+        with pytest.raises(EngineCallError, match="no room for new weights"):
+            actor.update_rollout(rollout)
+        assert len(scheduler.kept) == 1
+        assert scheduler.released == list(scheduler.kept)
+
+
+# --- the schedulers that exist --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("inline", 1), ("local", 2)])
+def test_a_job_from_start_to_end_on_a_scheduler(name: str, replicas: int) -> None:
+    with make_scheduler(name) as scheduler:
+        rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", Job(role="rollout", replicas=2))
+        job = Job(role="actor", replicas=replicas)
+        with TrainController(scheduler, "tests.controller.engines.RecordingTrainer", job, ("critic",)) as actor, rollout:
+            actor.initialize()
+            rollout.initialize()
+            for rank, who in enumerate(actor.workers):
+                built_as, log, environment = scheduler.call_engine(who.id, "describe")
+                assert (built_as, log) == ("critic", ["create_process_group", "initialize"])
+                assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+                assert environment["MASTER_PORT"] == actor.workers[0].engine_ports[0]
+            shares = split_by_tokens(sample_lengths(SAMPLES), replicas)
+            assert actor.train_batch(SAMPLES, count_loss, {"scale": 2.0})["loss"] == 2.0 * len(shares[0])
+            assert actor.forward(SAMPLES) == [[-token for token in sample["input_ids"]] for sample in SAMPLES]
+            assert actor.update_rollout(rollout) == 1
+            assert set(rollout.versions().values()) == {1}
+        assert scheduler.status() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "message"),
+    [("dies", WorkerFailedError, "was ended by SIGKILL"), ("leaves", EngineCallError, "ValueError: loss is nan")],
+)
+def test_the_rank_that_failed_is_named_and_not_the_peer_that_lost_its_connection(
+    fault: str, cause: type[HelmsmanError], message: str
+) -> None:
+    with make_scheduler("local") as scheduler:
+        actor = TrainController(scheduler, "tests.controller.engines.CollectiveTrainer", Job(role="actor", replicas=2))
+        with actor:
+            actor.initialize()
+            assert actor.train_batch(SAMPLES, count_loss) == {"sum": 6.0}
+            with pytest.raises(GroupCallError, match=message) as caught:
+                actor.train_batch(SAMPLES, count_loss, {"fault": fault})
+            errors = caught.value.errors
+            assert list(errors) == ["actor/1", "actor/0"]
+            assert isinstance(errors["actor/1"], cause)
+            assert isinstance(errors["actor/0"], EngineCallError)
+            assert is_communication_error(errors["actor/0"])
+        assert scheduler.status() == []
+
+
+def test_the_controllers_load_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, helmsman.controller.train, helmsman.controller.rollout;"
+        "print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
