@@ -73,6 +73,7 @@ class SchedulerBase(Scheduler):
         self._log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.run_id)
         self._roles: dict[str, Role] = {}
         self._starting: set[str] = set()
+        self._released: set[str] = set()
         self._book = threading.Lock()
         self._closed = False
         atexit.register(self.close)
@@ -132,7 +133,11 @@ class SchedulerBase(Scheduler):
         try:
             if self._seeds_workers:
                 config = WorkerConfig(
-                    role=job.role, rank=index, seed=self._seed, num_threads=max(1, int(spec.cpu)), env=dict(spec.env_vars)
+                    role=job.role,
+                    rank=index,
+                    seed=self._seed,
+                    num_threads=max(1, int(spec.cpu)),
+                    env={**client.environment, **spec.env_vars},
                 )
                 await client.control(Verb.CONFIGURE, config, limit_s=limit_s)
             if spec.port_count:
@@ -264,10 +269,14 @@ class SchedulerBase(Scheduler):
             raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast' and 'keep'")
         name = engine_name or worker_id
         payload = _encode_arguments(worker_id, name, method, (args, kwargs))
+        for handle in payload.handles:
+            if handle.id in self._released:
+                raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason="it was released")
         return client.call(name, method, payload, keep=keep, broadcast=broadcast, limit_s=timeout)
 
     def release(self, handle: ResultHandle) -> None:
         self._require_open("release")
+        self._released.add(handle.id)
         try:
             client = self._client(handle.worker_id)
         except errors.NotFoundError:

@@ -64,6 +64,8 @@ class WorkerClient:
         self.log_path = log_path
         self.transport = transport
         self.engine_ports: list[str] = []
+        self.environment: dict[str, str] = {}
+        """Variables that the backend wants in the worker, such as device masks."""
         self._timeouts = timeouts
         self._ids = itertools.count(1)
         self._in_flight: dict[int, tuple[str, float]] = {}

@@ -1,0 +1,199 @@
+"""The Ray adapter: an EngineHost inside a Ray actor. Ray carries the bytes; large buffers reach its object store directly."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from helmsman.api.errors import HandleLostError
+from helmsman.api.scheduler import ResultHandle
+from helmsman.rpc_server import guardian
+from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
+
+INLINE_BYTES = 64 * 1024
+"""Payloads below this travel inside the message; Ray moves larger arguments through its object store from 100 KB on."""
+
+Packed = tuple[bytes, Payload | None]
+"""A message for Ray: the encoded SmallFrame, and the payload when it is not inside."""
+
+
+class SmallFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A request or reply, with its payload when that is small and free of handles."""
+
+    head: Request | Reply
+    data: bytes = b""
+    buffers: list[bytes] = []
+
+
+class RequestFrame(SmallFrame, frozen=True, array_like=True):
+    """To the worker."""
+
+    head: Request
+
+
+class ReplyFrame(SmallFrame, frozen=True, array_like=True):
+    """Back to the controller."""
+
+    head: Reply
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
+_decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
+
+
+def pack(head: Request | Reply, payload: Payload) -> Packed:
+    """One bytes object where the payload is small: Ray serialises each argument on its own, and one is the cheapest."""
+    if payload.handles or payload.nbytes >= INLINE_BYTES:
+        return _encode(SmallFrame(head)), payload
+    return _encode(SmallFrame(head, bytes(payload.data), [bytes(buffer) for buffer in payload.buffers])), None
+
+
+def unpack_reply(packed: Packed) -> tuple[Reply, Payload]:
+    """What ``pack`` made of a reply."""
+    frame = _decode_reply(packed[0])
+    return frame.head, packed[1] or Payload(frame.data, list(frame.buffers), [])
+
+
+class RayHandleStore:
+    """Keeps results in Ray's object store; a handle carries the reference, which Ray counts as a borrowed one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, ray.ObjectRef[Payload]] = {}
+
+    def put(self, handle_id: str, payload: Payload) -> Any:
+        """Keep a payload; its location is its reference."""
+        self._kept[handle_id] = ray.put(payload)
+        return self._kept[handle_id]
+
+    def fetch(self, handle: ResultHandle) -> Payload:
+        """The payload of a handle, mapped from this node's object store; Ray brings it there when it lies on another."""
+        try:
+            payload: Payload = ray.get(handle.location)
+        except ray.exceptions.RayError as error:
+            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
+        return payload
+
+    def drop(self, handle_id: str) -> None:
+        """Forget the reference."""
+        self._kept.pop(handle_id, None)
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What a new worker tells of itself."""
+
+    pid: int
+    node_id: str
+    devices: dict[str, list[str]]
+    """Granted accelerator ids by Ray resource."""
+
+
+def _control(method: Any) -> Any:
+    return ray.method(concurrency_group="control")(method)
+
+
+class RayRPCServer:
+    """A worker. Control verbs have a concurrency group of their own; engine work waits here for the host's threads, so a
+    running call delays neither."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        Path(identity.log_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
+        _redirect_output(identity.log_path)
+        faulthandler.enable()
+        # Unique per process: the guardian must not take a successor of the same name for the family of this one.
+        tag = f"{identity.run_id}/{identity.worker_id}/{secrets.token_hex(4)}"
+        os.environ[guardian.TAG_VARIABLE] = tag
+        guardian.spawn_guardian(tag, identity.log_path)
+        self._host = EngineHost(identity, RayHandleStore())
+        self._host.engine_thread.start("engine")
+
+    async def _ask(self, message: bytes, payload: Payload | None) -> Packed:
+        frame = _decode_request(message)
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Packed] = loop.create_future()
+
+        def reply(answer: Reply, result: Payload) -> None:
+            loop.call_soon_threadsafe(answered.set_result, pack(answer, result))
+
+        self._host.handle(frame.head, payload or Payload(frame.data, list(frame.buffers), []), reply)
+        return await answered
+
+    @_control
+    async def greet(self) -> Greeting:
+        """Say who and where this is."""
+        context = ray.get_runtime_context()
+        return Greeting(os.getpid(), context.get_node_id(), context.get_accelerator_ids())
+
+    async def create_engine(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.CREATE_ENGINE."""
+        return await self._ask(message, payload)
+
+    async def call(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.CALL."""
+        return await self._ask(message, payload)
+
+    async def destroy(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.DESTROY."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def health(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.HEALTH."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def stacks(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.STACKS."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def configure(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.CONFIGURE."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def set_env(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.SET_ENV."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def lease_ports(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.LEASE_PORTS."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def cancel(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.CANCEL."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def release(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.RELEASE."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def shutdown(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.SHUTDOWN; the process itself is ended by the controller through Ray, which then knows that it was meant."""
+        return await self._ask(message, payload)
+
+
+def _redirect_output(log_path: str) -> None:
+    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
