@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.instances import Instance, InstanceState, least_loaded
 from helmsman.controller.loop import background_loop, run_sync
 from helmsman.controller.rollout import RolloutController
+from helmsman.controller.train import TrainController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
 
@@ -442,6 +443,28 @@ def test_a_killed_process_fails_its_requests_and_the_other_serves_on() -> None:
             _, _, served = scheduler.call_engine("rollout/1", "figures")
             assert served == ["rollout-1", "rollout-3", "rollout-4", "rollout-5"]
             assert rollout.update_weights({"weight": []}, 2) == 2
+
+
+def test_rollouts_can_share_the_workers_of_another_role() -> None:
+    with make_scheduler("local") as scheduler:
+        actor = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2))
+        strategy = SchedulingStrategy(type="colocation", target="actor")
+        job = Job(role="rollout", replicas=2, scheduling_strategy=strategy)
+        rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", job)
+        actor.initialize()
+        rollout.initialize()
+        assert len({status.pid for status in scheduler.status()}) == 2
+        assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
+        assert actor.update_rollout(rollout) == 0
+        with pytest.raises(WorkerFailedError):
+            scheduler.call_engine("rollout/1", "die")
+        with pytest.raises(GroupCallError, match="SIGKILL"):
+            rollout.versions()
+        assert [load.state for load in rollout.load().instances.values()] == [InstanceState.SERVING, InstanceState.DEAD]
+        assert len(rollout.generate([[1], [2]])) == 2
+        actor.close()  # takes along what shares its workers
+        rollout.close()
+        assert scheduler.status() == []
 
 
 def test_a_future_of_submit_is_an_ordinary_one(scheduler: FakeScheduler) -> None:
