@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from helmsman.controller.factory import make_scheduler as make_scheduler
     from helmsman.controller.inline import InlineScheduler as InlineScheduler
     from helmsman.controller.local import LocalScheduler as LocalScheduler
-    from helmsman.controller.placement_group import (
+    from helmsman.controller.ray_scheduler import RayScheduler as RayScheduler
+    from helmsman.controller.ray_scheduler import (
         get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
     )
-    from helmsman.controller.ray_scheduler import RayScheduler as RayScheduler
     from helmsman.controller.rollout import RolloutController as RolloutController
     from helmsman.controller.train import TrainController as TrainController
 
@@ -53,7 +53,7 @@ _HOMES = {
     "TrainEngine": "helmsman.api.engines",
     "Worker": "helmsman.api.scheduler",
     "current_platform": "helmsman.api.platforms",
-    "get_placement_group_master_ip_and_port": "helmsman.controller.placement_group",
+    "get_placement_group_master_ip_and_port": "helmsman.controller.ray_scheduler",
     "make_scheduler": "helmsman.controller.factory",
 }
 

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 Sample: TypeAlias = Mapping[str, Any]
-"""One training sequence. ``input_ids`` (T,) int, a list, numpy array or tensor, is required; every other entry is per token (T,)
-or a scalar. Per-token entries are aligned with ``input_ids``: entry t belongs to token t, so ``loss_mask[t]`` says whether the
-prediction *of* token t counts, and ``logprobs[t]`` is the log-probability of token t given those before it (entry 0 is unused)."""
+"""One training sequence. ``input_ids`` (T,) int, a list, numpy array or tensor, is required; every other entry is per token
+(T,) or a scalar. Per-token entries are aligned with ``input_ids``: entry t belongs to token t, so ``loss_mask[t]`` says
+whether the prediction *of* token t counts, and ``logprobs[t]`` is the log-probability of token t given those before it (entry
+0 is unused)."""
 
 LossFn: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
-"""``loss_fn(logprobs, batch, **kwargs) -> (loss_sum, stats)``, a pure function. ``logprobs`` (B, T) float32 is the log-probability of each
-token under the current weights; ``batch`` holds the padded columns of the samples, each (B, T) or (B,), and ``loss_mask`` (B, T) bool.
-``loss_sum`` is the *sum* over the masked tokens; the engine divides by the number of masked tokens in the global batch, over all
-micro-batches and data-parallel ranks, which is why results do not depend on how the batch was split. ``stats`` are sums, averaged the same way."""
+"""``loss_fn(logprobs, batch, **kwargs) -> (loss_sum, stats)``, a pure function. ``logprobs`` (B, T) float32 is the
+log-probability of each token under the current weights; ``batch`` holds the padded columns of the samples, each (B, T) or
+(B,), and ``loss_mask`` (B, T) bool. ``loss_sum`` is the *sum* over the masked tokens; the engine divides by the number of
+masked tokens in the global batch, over all micro-batches and data-parallel ranks, which is why results do not depend on how
+the batch was split. ``stats`` are sums, averaged the same way."""
 
 
 class TrainEngine(abc.ABC):

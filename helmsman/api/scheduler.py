@@ -1,7 +1,7 @@
 """The contract between a controller script and whatever runs its workers.
 
-A script describes a Job, a Scheduler starts its workers, and engines in those workers are created and called by worker id. Names
-follow the field's existing Scheduler API, so that scripts written to it carry over.
+A script describes a Job, a Scheduler starts its workers, and engines in those workers are created and called by worker id.
+Names follow the field's existing Scheduler API, so that scripts written to it carry over.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     cmd: str | None = None
     """Module to run as the worker's child instead of an engine (with fork); None for engines."""
     ray_placement_strategy: PlacementStrategy = "shared"
-    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose devices
-    are left to the server that the worker launches."""
+    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose
+    devices are left to the server that the worker launches."""
     resources: dict[str, float] = {}
     """Extra custom resources by name."""
     node_labels: dict[str, str] = {}
@@ -54,7 +54,8 @@ class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None = None
     """Role to colocate with."""
     fork: bool = False
-    """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling process."""
+    """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling
+    process."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +191,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 class Scheduler(abc.ABC):
     """Starts workers and calls the engines in them.
 
-    Use it as a context manager, or call ``close()``. All methods may be called from any thread; the ``async`` ones from any event loop.
+    Use it as a context manager, or call ``close()``. All methods may be called from any thread; the ``async`` ones from any
+    event loop.
     """
 
     timeouts: Timeouts
@@ -239,7 +241,8 @@ class Scheduler(abc.ABC):
         Args:
             engine: import path 'package.module.Class', or a class (sent by cloudpickle when it is not importable).
             engine_name: its name in the worker; the worker's id when None.
-        Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError, CallTimeoutError, WorkerFailedError.
+        Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError, CallTimeoutError,
+        WorkerFailedError.
         """
 
     @abc.abstractmethod
@@ -258,7 +261,8 @@ class Scheduler(abc.ABC):
         Args:
             timeout: seconds; ``timeouts.call_s`` when None.
             rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach its model-parallel group;
-                {"keep": True} leaves the result in the worker and returns a ResultHandle, which may be an argument of any other call.
+                {"keep": True} leaves the result in the worker and returns a ResultHandle, which may be an argument of any
+                other call.
         Raises: a CallError that says what happened; see helmsman.api.errors.
         """
 

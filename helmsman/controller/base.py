@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from helmsman.api import errors
+from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import (
     Job,
     ResultHandle,
@@ -76,6 +77,7 @@ class SchedulerBase(Scheduler):
         self._released: set[str] = set()
         self._book = threading.Lock()
         self._closed = False
+        self._platform_guard = self._guard_platform()
         atexit.register(self.close)
 
     # --- hooks ------------------------------------------------------------------------------------------------------
@@ -90,6 +92,10 @@ class SchedulerBase(Scheduler):
         frees what they held. With ``siblings``, replica i goes to the node and devices of ``siblings[i]``.
         Raises: StartError.
         """
+
+    def _guard_platform(self) -> contextlib.ExitStack:
+        """What holds for the platform in this process while the scheduler is open: a driver needs no accelerator."""
+        return forbid_in_this_process("this process drives workers through a scheduler")
 
     async def _sweep(self) -> None:
         """Free what the backend itself holds, when the scheduler closes."""
@@ -178,7 +184,8 @@ class SchedulerBase(Scheduler):
         run_sync(self._stop_roles(doomed, reverse_order, "delete_workers"))
 
     def _with_dependents(self, role: str) -> list[Role]:
-        """The role and all that are colocated with it, dependents first: they cannot outlive the workers or devices they use."""
+        """The role and all that are colocated with it, dependents first: they cannot outlive the workers or devices they
+        use."""
         found = [self._roles[role]]
         for entry in self._roles.values():  # in order of creation, so a dependent comes after what it depends on
             if any(entry.job.scheduling_strategy.target == other.name for other in found):
@@ -210,7 +217,8 @@ class SchedulerBase(Scheduler):
     # --- calls ------------------------------------------------------------------------------------------------------
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
-        wrong = {name: value for name, value in env.items() if not isinstance(name, str) or not isinstance(value, str)}
+        given: Mapping[Any, Any] = env
+        wrong = {name: value for name, value in given.items() if not (isinstance(name, str) and isinstance(value, str))}
         if wrong:
             raise TypeError(f"environment of {worker_id}: names and values are strings; got {wrong!r}")
         client = self._client(worker_id)
@@ -325,6 +333,7 @@ class SchedulerBase(Scheduler):
             await self._stop_roles(doomed, True, "close")
         finally:
             await self._sweep()
+            self._platform_guard.close()
 
     async def _stop_roles(self, doomed: list[Role], reverse_order: bool, operation: str) -> None:
         """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""

@@ -1,4 +1,5 @@
-"""The controller's view of one worker: deadlines, at-most-once and the meaning of errors. What carries the messages is a Transport."""
+"""The controller's view of one worker: deadlines, at-most-once and the meaning of errors. What carries the messages is a
+Transport."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Transport(abc.ABC):
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
 
-    async def wait_ended(self, limit_s: float) -> None:
+    async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for
         """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
 
     @abc.abstractmethod
@@ -209,8 +210,7 @@ class WorkerClient:
             if self._ran_at_end is None:
                 oldest = min(self._in_flight.values(), key=lambda call: call[1], default=("", 0.0))
                 self._ran_at_end = (oldest[0], time.monotonic() - oldest[1])
-            ending = await self.transport.ending()
-            self._ending = self._ending or ending
+            self._ending = await self.transport.ending()
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
@@ -242,7 +242,7 @@ def _error_of(answer: Payload) -> errors.HelmsmanError:
         error.original = None
         try:
             error.__cause__ = pickle.loads(original)
-        except Exception:  # unpickling runs the exception's own code; its text is in our error already
+        except Exception:  # noqa: BLE001 - unpickling runs the exception's own code; its text is in our error already
             error.__cause__ = None
     return error
 
@@ -251,7 +251,9 @@ def describe_exit(exit_code: int | None, exit_signal: int | None) -> str:
     """How a process ended, as part of a sentence."""
     if exit_signal is not None:
         name = errors.signal_name(exit_signal)
-        likely = " (no handler can stop that; often the kernel's or a container's out-of-memory kill)" if name == "SIGKILL" else ""
+        likely = (
+            " (no handler can stop that; often the kernel's or a container's out-of-memory kill)" if name == "SIGKILL" else ""
+        )
         return f"was ended by {name}{likely}"
     if exit_code is not None:
         return f"exited with code {exit_code}"

@@ -24,7 +24,8 @@ def visibility(kind: str, ids: Sequence[str]) -> dict[str, str]:
 
 
 def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
-    """The devices that this process may hand out: those of its mask or, without one, of the machine; ``num_gpus`` of them if given.
+    """The devices that this process may hand out: those of its mask or, without one, of the machine; ``num_gpus`` of them if
+    given.
 
     Where ``num_gpus`` asks for more than were found they are numbered on: logical devices, for tests and dry runs.
     """
@@ -55,7 +56,8 @@ class DevicePool:
 
         Args:
             demand: devices by worker id.
-        Raises: InvalidSpecError (a fraction), PlacementInfeasibleError (more than there are), PlacementTimeoutError (held by others).
+        Raises: InvalidSpecError (a fraction), PlacementInfeasibleError (more than there are), PlacementTimeoutError (held by
+        others).
         """
         for number in demand.values():
             if number != int(number):

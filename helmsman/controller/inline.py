@@ -1,8 +1,8 @@
 """InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop inside engines.
 
-Messages go through the same codec and the same EngineHost as in a worker process, so what cannot be sent elsewhere cannot be sent
-here either. What one process cannot give: its environment, default process group and random state are shared by all workers, and
-an engine that ends the process ends the script.
+Messages go through the same codec and the same EngineHost as in a worker process, so what cannot be sent elsewhere cannot be
+sent here either. What one process cannot give: its environment, default process group and random state are shared by all
+workers, and an engine that ends the process ends the script.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import HandleLostError
+from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient
@@ -41,6 +42,9 @@ class InlineScheduler(SchedulerBase):
     @property
     def n_gpus_per_node(self) -> int:
         return 0
+
+    def _guard_platform(self) -> contextlib.ExitStack:
+        return allow_in_this_process()
 
     async def _launch(
         self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack

@@ -1,7 +1,7 @@
 """The driver's background event loop: one daemon thread on which all schedulers and controllers run their coroutines.
 
-Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller and a caller on some other event loop
-reach it.
+Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller and a caller on some other
+event loop reach it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group as create_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from helmsman.api import errors
@@ -143,7 +144,7 @@ async def reserve(
     groups: list[PlacementGroup] = []
     for request in requests:
         selector = request.labels if any(request.labels) else None
-        group = placement_group(
+        group = create_placement_group(
             request.bundles, strategy=request.strategy, name=request.name, bundle_label_selector=selector
         )
         groups.append(group)
@@ -168,7 +169,8 @@ def _slots(
         if len(request.replicas) == 1:
             slots[request.replicas[0]] = Slot(group, 0, nodes[0])
             continue
-        # PACK promises no order of bundles over nodes; ranks of one node shall be neighbours. Only like bundles may be exchanged.
+        # PACK promises no order of bundles over nodes; ranks of one node shall be neighbours. Only like bundles may be
+        # exchanged.
         order = sorted(nodes, key=lambda bundle: (nodes[bundle], bundle)) if len(job.tasks) == 1 else sorted(nodes)
         for replica, bundle in zip(request.replicas, order, strict=True):
             slots[replica] = Slot(group, bundle, nodes[bundle])
@@ -185,7 +187,7 @@ def _busy(
         if table["state"] == "CREATED" and group_id not in ours
     ]
     wanted = _sum([bundle for request in requests for bundle in request.bundles])
-    free = ray.available_resources()
+    free: Resources = ray.available_resources()  # type: ignore[no-untyped-call]
     return errors.PlacementTimeoutError(
         role=job.role,
         requested=_show(wanted),
@@ -199,8 +201,8 @@ def _busy(
 def get_placement_group_master_ip_and_port(placement_group: PlacementGroup, bundle_index: int = 0) -> tuple[str, int]:
     """Address and a leased port of the node that holds a bundle, for scripts that bring their own server.
 
-    The port lies below the ephemeral range and nobody listened on it. The lease ends when this returns, since the worker that will bind the
-    port is the script's own: start it at once. Workers of a Job have ``engine_ports``, which stay leased.
+    The port lies below the ephemeral range and nobody listened on it. The lease ends when this returns, since the worker that
+    will bind the port is the script's own: start it at once. Workers of a Job have ``engine_ports``, which stay leased.
 
     Args:
         placement_group: a created placement group.
@@ -216,9 +218,10 @@ def get_placement_group_master_ip_and_port(placement_group: PlacementGroup, bund
     except ray.exceptions.GetTimeoutError as error:
         ray.cancel(reference, force=True)
         table = placement_group_table(placement_group)
+        name = table["name"] or placement_group.id.hex()
         raise TimeoutError(
-            f"bundle {bundle_index} of placement group {table['name'] or placement_group.id.hex()} gave no address within 60 s; the "
-            f"group is {table['state']}. Wait for placement_group.ready() first, or ask for less."
+            f"bundle {bundle_index} of placement group {name} gave no address within 60 s; the group is {table['state']}. "
+            "Wait for placement_group.ready() first, or ask for less."
         ) from error
     return str(address), int(port)
 
@@ -228,7 +231,8 @@ def _address_and_port() -> tuple[str, int]:
 
     leases = PortLeases()
     try:
-        return ray.util.get_node_ip_address(), leases.lease(1)[0]
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address, leases.lease(1)[0]
     finally:
         leases.close()
 

@@ -43,6 +43,8 @@ class ForkServer(asyncio.Protocol):
         self._spawned: dict[str, asyncio.Future[int]] = {}
         self._exited: dict[int, asyncio.Future[Exited]] = {}
         self._tags: dict[int, str] = {}
+        self._asked: dict[str, str] = {}
+        """Worker id -> tag, until its pid is known."""
         self._gone = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -51,7 +53,7 @@ class ForkServer(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         with theirs, log_path.open("ab") as log:
             # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its workers in order.
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220 - a start is a few milliseconds, once in a run
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno()), str(run_dir), ",".join(preload)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -73,6 +75,7 @@ class ForkServer(asyncio.Protocol):
             if isinstance(event, Exited):
                 self._settle_exit(event)
             else:
+                self._tags[event.pid] = self._asked.pop(event.worker_id)
                 self._exited[event.pid] = asyncio.get_running_loop().create_future()
                 waiting = self._spawned.pop(event.worker_id)
                 if waiting.cancelled():
@@ -81,7 +84,9 @@ class ForkServer(asyncio.Protocol):
                     waiting.set_result(event.pid)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        error = ForkServerGoneError(f"the parent of all local workers has ended; its log: {self._log_path}\n{tail_of(self._log_path)}")
+        error = ForkServerGoneError(
+            f"the parent of all local workers has ended; its log: {self._log_path}\n{tail_of(self._log_path)}"
+        )
         for waiting in self._spawned.values():
             if not waiting.done():
                 waiting.set_exception(error)
@@ -104,7 +109,7 @@ class ForkServer(asyncio.Protocol):
             raise ForkServerGoneError(f"the parent of all local workers has ended; its log: {self._log_path}")
         waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._spawned[order.identity.worker_id] = waiting
-        self._tags[order.identity.worker_id] = worker_tag(order.identity)
+        self._asked[order.identity.worker_id] = worker_tag(order.identity)
         self._send(order)
         return await waiting
 

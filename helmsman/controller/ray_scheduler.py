@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
@@ -36,6 +35,7 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from helmsman.controller import placement_group as placement
+    from helmsman.controller.placement_group import get_placement_group_master_ip_and_port
     from helmsman.rpc_server.ray_server import Greeting, RayRPCServer, pack, unpack_reply
 except ImportError as error:
     if error.name is not None and error.name.partition(".")[0] != "ray":
@@ -44,8 +44,11 @@ except ImportError as error:
         backend="RayScheduler", package="ray", command="pip install 'helmsman[ray]'"
     ) from error
 
+__all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
+
 log = logging.getLogger(__name__)
 
+_ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
 _PUT_IN_THREAD_BYTES = 1 << 20
 
 
@@ -77,7 +80,7 @@ class RayScheduler(SchedulerBase):
             address = address or os.environ.get("RAY_ADDRESS") or "local"
             sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
             _connect(address, self.run_id, sizes)
-        self._nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._nodes = _alive_nodes()
         self._accelerator = placement.accelerator_resource(self._nodes)
         self._here = ray.get_runtime_context().get_node_id()
 
@@ -89,7 +92,10 @@ class RayScheduler(SchedulerBase):
         self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[WorkerClient]:
         actors = self._sibling_actors(job, siblings) if siblings else await self._placed_actors(job, deadline, resources)
-        workers = [RayTransport(actor, f"{job.role}/{index}", self._log_path(job, index), self._here) for index, actor in enumerate(actors)]
+        workers = [
+            RayTransport(actor, f"{job.role}/{index}", self._log_path(job, index), self._here)
+            for index, actor in enumerate(actors)
+        ]
         for worker in workers:
             resources.push_async_callback(worker.kill)
         greetings = await asyncio.gather(
@@ -108,10 +114,8 @@ class RayScheduler(SchedulerBase):
             clients.append(client)
         return clients
 
-    async def _placed_actors(
-        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
-    ) -> list[Any]:
-        self._nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    async def _placed_actors(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> list[Any]:
+        self._nodes = await asyncio.to_thread(_alive_nodes)
         requests = placement.plan_groups(job, self._accelerator, self.n_gpus_per_node, f"helmsman/{self.run_id}")
         placement.require_feasible(job, requests, self._nodes)
         slots = await placement.reserve(job, requests, deadline, resources)
@@ -142,7 +146,7 @@ class RayScheduler(SchedulerBase):
 
     def _actor(self, job: Job, index: int, node: str, options: dict[str, Any]) -> Any:
         return (
-            ray.remote(concurrency_groups={"control": 64})(RayRPCServer)
+            ray.remote(**_ACTOR_OPTIONS)(RayRPCServer)
             .options(
                 name=f"{job.role}/{index}/{secrets.token_hex(4)}",
                 namespace=f"helmsman-{self.run_id}",
@@ -239,7 +243,7 @@ class RayTransport(Transport):
         method = getattr(self._actor, request.verb.value)
         packed = pack(request, payload)
         if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
-            reference = await asyncio.to_thread(method.remote, *packed)
+            reference = await asyncio.to_thread(method.remote, packed[0], packed[1])
         else:
             reference = method.remote(*packed)
         return unpack_reply(await self._await(reference))
@@ -290,8 +294,13 @@ def _reason_text(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
+def _alive_nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in nodes if node["Alive"]]
+
+
 def _is_alive(node_id: str) -> bool:
-    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+    return any(node["NodeID"] == node_id for node in _alive_nodes())
 
 
 def _read_remains(log_path: str) -> tuple[dict[str, int | None] | None, str]:
@@ -300,5 +309,3 @@ def _read_remains(log_path: str) -> tuple[dict[str, int | None] | None, str]:
 
     wait_until(lambda: read_record(log_path) is not None, 0.8)
     return read_record(log_path), tail_of(log_path)
-
-

@@ -1,4 +1,5 @@
-"""Arguments of a call to an initialised train engine: given to the data-parallel head, broadcast inside its model-parallel group.
+"""Arguments of a call to an initialised train engine: given to the data-parallel head, broadcast inside its model-parallel
+group.
 
 The group first agrees that every rank is ready. Without that, one rank whose arguments do not load would raise while the others
 wait in the broadcast until the collective's time-out.

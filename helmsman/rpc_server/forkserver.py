@@ -1,8 +1,8 @@
 """The parent of a LocalScheduler's workers: it has imported torch once and forks each worker in milliseconds.
 
-It runs no user code and has one thread, so it always answers, and it is the one process that knows how each worker ended. It is also
-the guarantee that nothing survives the driver: when its connection to the driver closes, however that came about, it ends all
-workers with their families, removes the run's folder and exits.
+It runs no user code and has one thread, so it always answers, and it is the one process that knows how each worker ended. It
+is also the guarantee that nothing survives the driver: when its connection to the driver closes, however that came about, it
+ends all workers with their families, removes the run's folder and exits.
 
     driver <--- Unix socket pair: Spawn, Kill -> / <- Spawned, Exited ---> forkserver --- fork ---> workers
 """
@@ -88,7 +88,7 @@ class _ForkServer:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminate)
-        watched = [self._channel, self._wake_read] + ([self._driver] if self._driver is not None else [])
+        watched: list[Any] = [self._channel, self._wake_read] + ([self._driver] if self._driver is not None else [])
         try:
             while True:
                 ready, _, _ = select.select(watched, [], [])
@@ -202,7 +202,7 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int]) 
         code = serve_worker(order.identity, listener, order.key, order.num_threads)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    except BaseException:  # the process's outermost frame: the log is where its error can be read
+    except BaseException:  # noqa: BLE001 - the process's outermost frame: the log is where its error can be read
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -230,7 +230,7 @@ def main(argv: list[str]) -> None:
     for module in filter(None, argv[2].split(",")):
         try:
             importlib.import_module(module)
-        except Exception as error:  # a module that cannot be preloaded is the engine's business, which imports it again
+        except Exception as error:  # noqa: BLE001 - a module that cannot be preloaded is the engine's business, which imports it again
             print(f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr)
     _ForkServer(channel, argv[1]).run()
 

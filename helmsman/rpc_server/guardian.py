@@ -1,9 +1,9 @@
 """The end of a worker's family: what it started, directly or through its children, goes with it.
 
-A family is found by three marks, since a child can shed each of them alone: its descent (walked while the worker lives), the worker's process group or session,
-and the worker's tag in the environment that a new program inherits. Standard library only: this file also runs as a script of its own
-(``python -I -S guardian.py ...``), beside a worker whose parent is not ours (a Ray actor), so that the family's end does not depend on the
-worker's, the driver's or Ray's health.
+A family is found by three marks, since a child can shed each of them alone: its descent (walked while the worker lives), the
+worker's process group or session, and the worker's tag in the environment that a new program inherits. Standard library only:
+this file also runs as a script of its own (``python -I -S guardian.py ...``), beside a worker whose parent is not ours (a Ray
+actor), so that the family's end does not depend on the worker's, the driver's or Ray's health.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def family(worker_pid: int, tag: str, known: Iterable[int] = ()) -> set[int]:
 
 
 def end_family(worker_pid: int, tag: str, *, grace_s: float = 0.0, limit_s: float = 5.0) -> set[int]:
-    """Kill a worker's family, after SIGTERM and ``grace_s`` seconds when that is not 0; returns who is left after ``limit_s``."""
+    """Kill a worker's family, after SIGTERM and ``grace_s`` seconds when that is not 0; returns who is left after
+    ``limit_s``."""
     deadline = time.monotonic() + limit_s
     if grace_s and (members := family(worker_pid, tag)):
         _signal_all(members, signal.SIGTERM)

@@ -9,7 +9,6 @@ import importlib
 import inspect
 import os
 import pickle
-import random
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from helmsman.api import errors
+from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
 from helmsman.rpc_server import inspection
 from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
@@ -50,8 +50,9 @@ class HandleStore(Protocol):
 class EngineHost:
     """Holds named engines and answers requests.
 
-    Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are answered on the
-    thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it is the process boundary.
+    Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are
+    answered on the thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it
+    is the process boundary.
     """
 
     def __init__(self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True) -> None:
@@ -101,7 +102,7 @@ class EngineHost:
             result = work()
         except errors.HelmsmanError as error:
             reply(Reply(request.id, False), encode(error))
-        except BaseException as error:  # the process boundary: whatever a request causes goes back as its error
+        except BaseException as error:  # noqa: BLE001 - the process boundary: whatever a request causes goes back as its error
             reply(Reply(request.id, False), encode(self._remote_error(request, error)))
         else:
             self._send_result(request, reply, result)
@@ -157,18 +158,14 @@ class EngineHost:
         if self._seeding:
             digest = hashlib.sha256(f"{config.seed}/{config.role}/{config.rank}".encode()).digest()
             self._seed = int.from_bytes(digest[:4], "little")
-            random.seed(self._seed)
+            current_platform.seed(self._seed)
 
     def _seed_libraries(self) -> None:
         """Seed what engines draw from, once they are imported; importing torch only for this would cost a second."""
         if self._seed is None:
             return
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-        if numpy is not None:
-            numpy.random.seed(self._seed)
-        if torch is not None:
-            torch.manual_seed(self._seed)
-            self._seed = None
+        current_platform.seed(self._seed)
+        self._seed = None  # an engine that is created later must not repeat the first one's numbers
 
     def _cancel(self, request_id: object) -> CallState:
         withdrawn = self.engine_thread.withdraw(request_id)
@@ -194,9 +191,7 @@ class EngineHost:
         with self._lock:
             existing = self._creating.get(name) or (type(self._engines[name]).__qualname__ if name in self._engines else None)
             if existing is not None:
-                raise errors.EngineExistsError(
-                    worker_id=self.identity.worker_id, engine_name=name, engine_type=existing
-                )
+                raise errors.EngineExistsError(worker_id=self.identity.worker_id, engine_name=name, engine_type=existing)
             self._creating[name] = "engine under construction"
         self.engine_thread.submit(
             request.id,
@@ -209,9 +204,7 @@ class EngineHost:
             engine, args, kwargs = self._load(request, payload)
             engine_type = self._import(name, engine) if isinstance(engine, str) else engine
             self._seed_libraries()
-            instance = engine_type(*args, **kwargs)
-            self._seed_libraries()
-            self._engines[name] = instance
+            self._engines[name] = engine_type(*args, **kwargs)
         finally:
             with self._lock:
                 del self._creating[name]
@@ -222,7 +215,7 @@ class EngineHost:
             if not module_name:
                 raise ImportError("it has no module part")
             return getattr(importlib.import_module(module_name), attribute)
-        except BaseException as error:  # importing runs the module, which may raise anything
+        except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if not isinstance(error, (ImportError, AttributeError)):
                 reason += "\n" + _traceback_text(error)
@@ -244,7 +237,7 @@ class EngineHost:
                         done = threading.Event()
                         self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
                         done.wait()
-                except BaseException as error:  # an engine's own clean-up may raise anything
+                except BaseException as error:  # noqa: BLE001 - an engine's own clean-up may raise anything
                     problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             del self._engines[name]
         return problems
@@ -262,7 +255,7 @@ class EngineHost:
                 result = await method(*args, **kwargs)
             except errors.CallError as error:
                 reply(Reply(request.id, False), encode(error))
-            except BaseException as error:  # the process boundary, as in _answer
+            except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
                 reply(Reply(request.id, False), encode(self._remote_error(request, error)))
             else:
                 self._send_result(request, reply, result)
@@ -363,7 +356,7 @@ class EngineHost:
             # Unpickled here already: an exception that pickles may still fail to come back (required constructor arguments).
             original = cloudpickle.dumps(error)
             pickle.loads(original)
-        except Exception:  # pickling and unpickling run the exception's own code
+        except Exception:  # noqa: BLE001 - pickling and unpickling run the exception's own code
             return errors.ExceptionNotSerializableError(**fields)
         failure = errors.EngineCallError(**fields)
         failure.original = original
@@ -385,7 +378,7 @@ def _type_name(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as failure:  # a broken __str__ must not hide the error
+    except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the error
         return f"<its text could not be made: {type(failure).__name__}>"
 
 
@@ -396,7 +389,7 @@ def _traceback_text(error: BaseException) -> str:
         trace = trace.tb_next
     try:
         lines = traceback.format_exception(type(error), error, trace)
-    except Exception:  # a broken __str__ breaks the formatting too
+    except Exception:  # noqa: BLE001 - a broken __str__ breaks the formatting too
         lines = [*traceback.format_tb(trace), f"{_type_name(error)}: {_text(error)}"]
     return "".join(lines)[-_MAX_TRACEBACK_CHARS:]
 

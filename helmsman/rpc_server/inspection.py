@@ -55,4 +55,3 @@ def _format(frame: FrameType, *, skip_own: bool = False) -> str:
         last_own = max((index for index, (each, _) in enumerate(entries) if _is_own(each)), default=-1)
         entries = entries[last_own + 1 :]
     return "".join(traceback.format_list(traceback.StackSummary.extract(iter(entries)))).rstrip("\n")
-

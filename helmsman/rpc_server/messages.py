@@ -98,5 +98,3 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 def dotted(engine_name: str | None, method: str) -> str:
     """'engine.method', as people read it."""
     return f"{engine_name}.{method}" if engine_name else method
-
-

@@ -1,8 +1,8 @@
 """Ports leased by the process that will bind them.
 
 A lease is a Unix socket in the kernel's abstract namespace, named after the port. It is seen by every process that shares
-the port space (both belong to the network namespace), costs no file, and ends with its process, however that dies. A leased port
-is not bound, so the engine can bind it without a hand-over.
+the port space (both belong to the network namespace), costs no file, and ends with its process, however that dies. A leased
+port is not bound, so the engine can bind it without a hand-over.
 """
 
 from __future__ import annotations

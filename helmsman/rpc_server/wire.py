@@ -1,8 +1,8 @@
 """How messages travel over a socket: frames, the mutual proof, and payloads whose large buffers lie in shared memory.
 
-Framing and proof are those of ``multiprocessing.connection``: a length before each message, and an HMAC challenge in both directions that is
-answered before anything else is read. Nothing from a peer is unpickled, nor even decoded, before it has proved that it
-knows the run's key.
+Framing and proof are those of ``multiprocessing.connection``: a length before each message, and an HMAC challenge in both
+directions that is answered before anything else is read. Nothing from a peer is unpickled, nor even decoded, before it has
+proved that it knows the run's key.
 """
 
 from __future__ import annotations
