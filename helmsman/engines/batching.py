@@ -28,7 +28,7 @@ class MicroBatch(msgspec.Struct, frozen=True):
         return {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
 
 
-def make_micro_batches(samples: Sequence[Sample], *, max_tokens: int) -> list[MicroBatch]:
+def make_micro_batches(samples: Sequence[Sample], *, max_tokens: int, vocab_size: int) -> list[MicroBatch]:
     """Sort samples by length and cut them into micro-batches of at most ``max_tokens`` entries, padding included.
 
     A causal model needs no attention mask for padding on the right: no real token sees it, and ``loss_mask`` leaves it out.
@@ -37,11 +37,13 @@ def make_micro_batches(samples: Sequence[Sample], *, max_tokens: int) -> list[Mi
         samples: As ``helmsman.api.engines.Sample``, all with the same entries. Without ``loss_mask`` every token
             but the first counts.
         max_tokens: Budget of rows times padded length; a longer sample gets a micro-batch of its own.
+        vocab_size: Token ids are below this.
 
     Raises:
-        ValueError: A sample lacks ``input_ids``, has other entries than the first one, or an entry of another length.
+        ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
+            entry of another length.
     """
-    rows = [_to_columns(index, sample) for index, sample in enumerate(samples)]
+    rows = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise ValueError(f"sample {index} has the entries {sorted(row)}, but sample 0 has {sorted(rows[0])}")
@@ -61,13 +63,15 @@ def empty_micro_batch() -> MicroBatch:
     return MicroBatch(indices=(), lengths=(), columns=columns, num_loss_tokens=0)
 
 
-def _to_columns(index: int, sample: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
     if "input_ids" not in sample:
         raise ValueError(f"sample {index} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}")
     columns = {name: _to_tensor(index, name, value) for name, value in sample.items()}
     input_ids = columns["input_ids"]
     if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
         raise ValueError(f"sample {index}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0")
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        raise ValueError(f"sample {index}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
     for name, column in columns.items():
         if column.ndim > 1 or (column.ndim == 1 and len(column) != len(input_ids)):
             raise ValueError(

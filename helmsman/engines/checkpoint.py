@@ -34,6 +34,7 @@ _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 _OPTIMIZER_FILE = "optimizer.pt"
 _PROGRESS_FILE = "helmsman.json"
+_TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -57,10 +58,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name].contiguous() for name in first_name.values() if name in state}
 
 
-def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+def save_checkpoint(
+    path: str, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, source: str | None = None
+) -> None:
     """Write a checkpoint from all ranks; rank 0 writes the files.
 
     They are written to a folder beside ``path``, which takes its place at the end; what was there before is removed after that.
+    The tokenizer is copied from ``source``, the folder that the model came from, if there is one.
 
     Raises:
         OSError: Rank 0 cannot write there; the other ranks raise RuntimeError.
@@ -70,10 +74,17 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
     states = get_optimizer_state_dict(model, optimizer, options=_GATHER) if optimizer.state else {}
     with failing_together(f"saving to {path}"):
         if dist.get_rank() == 0:
-            _write(os.path.abspath(path), model, weights, dict(states), progress)
+            _write(os.path.abspath(path), model, weights, dict(states), progress, source)
 
 
-def _write(path: str, model: nn.Module, weights: dict[str, torch.Tensor], states: dict[str, Any], progress: Progress) -> None:
+def _write(
+    path: str,
+    model: nn.Module,
+    weights: dict[str, torch.Tensor],
+    states: dict[str, Any],
+    progress: Progress,
+    source: str | None,
+) -> None:
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
@@ -84,6 +95,10 @@ def _write(path: str, model: nn.Module, weights: dict[str, torch.Tensor], states
             skeleton = AutoModelForCausalLM.from_config(model.config)
         with without_progress_bars():
             skeleton.save_pretrained(temporary, state_dict=weights)
+        if source is not None:
+            for entry in os.scandir(source):
+                if entry.is_file() and entry.name.startswith(_TOKENIZER_PREFIXES):
+                    shutil.copy(entry.path, temporary)
         if states:
             torch.save(states, os.path.join(temporary, _OPTIMIZER_FILE))
         with open(os.path.join(temporary, _PROGRESS_FILE), "wb") as file:

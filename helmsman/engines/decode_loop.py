@@ -181,11 +181,13 @@ class DecodeLoop:
     def _admit(self) -> None:
         """Prefill waiting requests, as many as slots and the prefill budget allow, first come first served."""
         joining: list[_Sequence] = []
+        prompts: set[tuple[int, ...]] = set()
         longest = 0
         with self._changed:
             while self._waiting and len(joining) < self._batch.num_free:
+                prompts.add(tuple(self._waiting[0].request.prompt_ids))
                 longest = max(longest, len(self._waiting[0].request.prompt_ids))
-                if joining and longest * (len(joining) + 1) > self._max_prefill_tokens:
+                if joining and longest * len(prompts) > self._max_prefill_tokens:
                     break
                 sequence = self._waiting.popleft()
                 if sequence.future.cancelled():

@@ -18,6 +18,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from helmsman.api.platforms import current_platform
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices and float32 on the host.
+
+    Raises:
+        ValueError: There is no such type.
+    """
+    if name == "auto":
+        return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"there is no floating-point type {name!r}; give 'auto' or a name of torch, such as 'bfloat16'")
+    return dtype
+
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:

@@ -20,7 +20,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.engines.decode_batch import DecodeBatch
 from helmsman.engines.decode_loop import DecodeLoop
-from helmsman.engines.model import build_model
+from helmsman.engines.model import build_model, resolve_dtype
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,21 +75,12 @@ class HFRolloutEngine(InferenceEngine):
             raise RuntimeError("initialize() was called on a rollout engine that is running or destroyed; make a new one")
         current_platform.set_device(0)
         device = current_platform.device(0)
-        model = build_model(self.config.model, seed=self.config.seed, dtype=self._dtype()).to(device)
+        model = build_model(self.config.model, seed=self.config.seed, dtype=resolve_dtype(self.config.dtype)).to(device)
         batch = DecodeBatch(model, num_slots=self.config.max_concurrency, max_len=self.config.max_model_len, device=device)
         self._vocab_size = batch.vocab_size
         self._loop = DecodeLoop(
             model, batch, max_len=self.config.max_model_len, max_prefill_tokens=self.config.max_prefill_tokens, version=0
         )
-
-    def _dtype(self) -> torch.dtype:
-        name = self.config.dtype
-        if name == "auto":
-            return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype is {name!r}; expected 'auto' or a floating-point type of torch")
-        return dtype
 
     def _running(self) -> DecodeLoop:
         if self._loop is None:
@@ -122,6 +113,9 @@ class HFRolloutEngine(InferenceEngine):
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
             raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {self._vocab_size}")
+        seed = request.sampling.seed
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.

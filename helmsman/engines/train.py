@@ -32,7 +32,7 @@ from helmsman.engines.distributed import (
     local_device_index,
 )
 from helmsman.engines.losses import resolve_loss
-from helmsman.engines.model import build_model, checkpoint_layers, decoder_layers, token_logprobs
+from helmsman.engines.model import build_model, checkpoint_layers, decoder_layers, resolve_dtype, token_logprobs
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,21 +111,12 @@ class FSDPTrainEngine(TrainEngine):
             if self.config.gradient_checkpointing:
                 checkpoint_layers(model)
         mesh = init_device_mesh(current_platform.device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype(), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self._model = model.to(self._device)
         self._optimizer = self._make_optimizer()
-
-    def _compute_dtype(self) -> torch.dtype:
-        name = self.config.compute_dtype
-        if name == "auto":
-            return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"compute_dtype is {name!r}; expected 'auto' or a floating-point type of torch")
-        return dtype
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(
@@ -161,7 +152,8 @@ class FSDPTrainEngine(TrainEngine):
             ``num_tokens`` of them; ``grad_norm`` before clipping; ``lr``.
 
         Raises:
-            ValueError: A sample is malformed, or no token of the global batch counts. Other ranks raise RuntimeError.
+            ValueError: A sample is malformed, or no token of the global batch counts.
+            RuntimeError: Another rank failed; so is what the loss raised on one rank an error of all, and no step is taken.
             FloatingPointError: The gradient is not finite; weights and optimizer are as before.
         """
         model, optimizer = self._built_model().train(), self._built_optimizer()
@@ -196,28 +188,40 @@ class FSDPTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         with failing_together("preparing the batch"):
             loss = resolve_loss(loss_fn)
-            micro_batches = make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch)
+            micro_batches = self._make_micro_batches(samples)
         micro_batches, num_tokens = self._align(micro_batches)
         if num_tokens == 0:
             raise ValueError("no token of the global batch counts: every loss_mask is empty")
         sums: dict[str, torch.Tensor] = {}
+        error: Exception | None = None
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
             logprobs = self._logprobs(columns["input_ids"])
-            if micro_batch.indices:
-                loss_sum, stats = loss(logprobs, columns, **(loss_kwargs or {}))
-                for name, value in {"loss": loss_sum, **stats}.items():
-                    sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
-            else:
-                loss_sum = logprobs.sum() * 0.0
+            loss_sum = logprobs.sum() * 0.0
+            if micro_batch.indices and error is None:
+                try:
+                    loss_sum, stats = loss(logprobs, columns, **(loss_kwargs or {}))
+                except Exception as exc:  # noqa: BLE001  raised below, once the other ranks' collectives have been served
+                    error = exc
+                else:
+                    for name, value in {"loss": loss_sum, **stats}.items():
+                        sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
             if torch.is_grad_enabled():
                 # FSDP averages gradients over the ranks; the loss is a sum over them, divided by the tokens of all.
                 (loss_sum * (dist.get_world_size() / num_tokens)).backward()
+        with failing_together("the loss"):
+            if error is not None:
+                raise error
         totals: dict[str, float] = {}
         for rank_sums in gather_objects({name: float(value) for name, value in sums.items()}):
             for name, value in rank_sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         return {**{name: value / num_tokens for name, value in totals.items()}, "num_tokens": float(num_tokens)}
+
+    def _make_micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        config: Any = self._built_model().config
+        vocab_size = int(config.get_text_config().vocab_size)
+        return make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=vocab_size)
 
     def _align(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
         """As many micro-batches as the rank with the most has, and the global number of loss tokens. A collective."""
@@ -233,7 +237,7 @@ class FSDPTrainEngine(TrainEngine):
         """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
         self._built_model().eval()
         with failing_together("preparing the batch"):
-            micro_batches = make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch)
+            micro_batches = self._make_micro_batches(samples)
         results = [torch.empty(0)] * len(samples)
         for micro_batch in self._align(micro_batches)[0]:
             logprobs = self._logprobs(micro_batch.to(self._device)["input_ids"]).cpu()
@@ -247,8 +251,12 @@ class FSDPTrainEngine(TrainEngine):
         return weights if dist.get_rank() == 0 else None
 
     def save(self, path: str) -> None:
-        """Write model (safetensors, Hugging Face layout) and optimizer state below ``path``, all or nothing. A collective."""
-        save_checkpoint(os.fspath(path), self._built_model(), self._built_optimizer(), self._progress)
+        """Write model (safetensors, Hugging Face layout), its tokenizer and optimizer state below ``path``, all or nothing.
+
+        A collective. Raises what checkpoint.save_checkpoint raises.
+        """
+        source = self.config.model if isinstance(self.config.model, str) else None
+        save_checkpoint(os.fspath(path), self._built_model(), self._built_optimizer(), self._progress, source)
 
     def load(self, path: str) -> None:
         """Read what save wrote, by any number of ranks: weights, optimizer, version and step count. A collective."""

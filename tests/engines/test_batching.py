@@ -16,7 +16,7 @@ from helmsman.engines.batching import make_micro_batches
 @given(lengths=st.lists(st.integers(1, 30), max_size=20), max_tokens=st.integers(1, 100))
 def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[int], max_tokens: int) -> None:
     samples = [{"input_ids": [index + 1] * length} for index, length in enumerate(lengths)]
-    batches = make_micro_batches(samples, max_tokens=max_tokens)
+    batches = make_micro_batches(samples, max_tokens=max_tokens, vocab_size=50)
     assert sorted(index for batch in batches for index in batch.indices) == list(range(len(lengths)))
     for batch in batches:
         input_ids = batch.columns["input_ids"]
@@ -31,7 +31,7 @@ def test_columns_keep_their_kind() -> None:
         {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 1], "logprobs": np.array([0.0, -1.0, -2.0]), "advantages": 0.5},
         {"input_ids": torch.tensor([4, 5]), "loss_mask": [True, True], "logprobs": [0.0, -3.0], "advantages": np.float32(-1)},
     ]
-    (batch,) = make_micro_batches(samples, max_tokens=100)
+    (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=50)
     assert batch.columns["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
     # Nothing predicts a first token, so it never counts.
     assert batch.columns["loss_mask"].tolist() == [[False, False, True], [False, True, False]]
@@ -47,6 +47,8 @@ def test_columns_keep_their_kind() -> None:
         ({"tokens": [1]}, "sample 1 has no 'input_ids'"),
         ({"input_ids": []}, "sample 1: 'input_ids' is"),
         ({"input_ids": [[1, 2]]}, "sample 1: 'input_ids' is"),
+        ({"input_ids": [1, 50]}, "sample 1: 'input_ids' has ids outside the vocabulary, which has 50"),
+        ({"input_ids": [-1, 1]}, "outside the vocabulary"),
         ({"input_ids": [1.5]}, "sample 1: 'input_ids' is"),
         ({"input_ids": [1, 2, 3], "logprobs": [0.0, 1.0]}, r"'logprobs' has the shape \(2,\); expected \(3,\)"),
         ({"input_ids": [1, 2], "answer": "four"}, "'answer' .a str. is not numeric"),
@@ -56,4 +58,4 @@ def test_columns_keep_their_kind() -> None:
 )
 def test_a_malformed_sample_is_named(sample: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100)
+        make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100, vocab_size=50)

@@ -155,6 +155,15 @@ async def test_log_probabilities_are_those_of_the_train_engine(engine: HFRollout
     trainer.destroy()
 
 
+async def test_bfloat16_is_close_to_float32(engines: list[HFRolloutEngine]) -> None:
+    model = {**QWEN2, "initializer_range": 0.1}
+    exact, rounded = make(engines, model=model), make(engines, model=model, dtype="bfloat16")
+    sampling = SamplingParams(max_new_tokens=1, temperature=0)
+    for one, two in zip(await generate(exact, PROMPTS, sampling), await generate(rounded, PROMPTS, sampling), strict=True):
+        assert one.token_ids == two.token_ids
+        assert one.logprobs == pytest.approx(two.logprobs, abs=0.05)
+
+
 async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(engine: HFRolloutEngine) -> None:
     tokens = (await engine.agenerate(request("a", PROMPTS[3]))).token_ids
     stop = tokens[4]
@@ -191,6 +200,13 @@ async def test_long_prompts_are_prefilled_within_the_budget(engines: list[HFRoll
 async def test_a_request_that_cannot_be_served_is_refused(engine: HFRolloutEngine, prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         await engine.agenerate(request("a", prompt))
+
+
+async def test_a_seed_out_of_range_is_refused(engine: HFRolloutEngine) -> None:
+    for seed in (-1, 2**64):
+        with pytest.raises(ValueError, match=f"the seed {seed}; expected"):
+            await engine.agenerate(request("a", PROMPTS[1], SamplingParams(seed=seed)))
+    await engine.agenerate(request("a", PROMPTS[1], SamplingParams(seed=2**64 - 1)))
 
 
 async def test_an_id_is_in_flight_once_and_free_afterwards(engine: HFRolloutEngine) -> None:

@@ -128,6 +128,19 @@ def test_grpo_moves_probability_to_what_was_rewarded(engines: list[FSDPTrainEngi
     assert bad.sum() < before[1].sum()
 
 
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(engines: list[FSDPTrainEngine]) -> None:
+    model = {**QWEN2, "initializer_range": 0.1}
+    exact, rounded = make(engines, model=model), make(engines, model=model, compute_dtype="bfloat16")
+    for _ in range(3):
+        loss = exact.train_batch(SAMPLES, "sft")["loss"]
+        assert rounded.train_batch(SAMPLES, "sft")["loss"] == pytest.approx(loss, rel=0.02)
+    weights = rounded.export_weights()
+    assert weights is not None
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    with pytest.raises(ValueError, match="no floating-point type 'int8'"):
+        make(engines, compute_dtype="int8")
+
+
 def test_the_learning_rate_warms_up(engines: list[FSDPTrainEngine]) -> None:
     engine = make(engines, num_warmup_steps=4)
     rates = [engine.train_batch(SAMPLES, "sft")["lr"] for _ in range(6)]
@@ -163,7 +176,10 @@ def test_a_checkpoint_is_a_hugging_face_folder(engines: list[FSDPTrainEngine], t
     own = dict(model.named_parameters())
     assert own.keys() == weights.keys()
     assert all(torch.equal(own[name], weights[name]) for name in weights)
+    (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")
     again = make(engines, model=path)
+    again.save(str(tmp_path / "again"))
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
     assert again.eval_batch(SAMPLES, "sft") == engine.eval_batch(SAMPLES, "sft")
 
 

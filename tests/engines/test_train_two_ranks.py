@@ -34,6 +34,8 @@ def scenario(folder: str) -> dict[str, Any]:
     result["errors"] = []
     attempts = (
         lambda: engine.train_batch([{"input_ids": "text"}] if rank else SAMPLES, "sft"),
+        # Rank 0 has no sample, so only rank 1 calls the loss, which lacks a column.
+        lambda: engine.train_batch(SAMPLES if rank else [], "grpo"),
         lambda: engine.load(f"{folder}/nowhere"),
         lambda: engine.save("/proc/nowhere/checkpoint"),
     )
@@ -115,6 +117,9 @@ def test_a_failure_of_one_rank_is_an_error_of_both(ranks: list[dict[str, Any]]) 
     assert kind is RuntimeError
     assert text.startswith("preparing the batch failed on another rank")
     assert "rank 1: ValueError" in text
+    assert ranks[1]["errors"][1][0] is ValueError
+    assert "grpo_loss needs the column(s) logprobs, advantages" in ranks[1]["errors"][1][1]
+    assert ranks[0]["errors"][1][1].startswith("the loss failed on another rank")
     # Loading and saving is rank 0's part.
-    assert [kind is RuntimeError for kind, _ in ranks[0]["errors"]] == [True, False, False]
-    assert [kind is RuntimeError for kind, _ in ranks[1]["errors"]] == [False, True, True]
+    assert [kind is RuntimeError for kind, _ in ranks[0]["errors"]] == [True, True, False, False]
+    assert [kind is RuntimeError for kind, _ in ranks[1]["errors"]] == [False, False, True, True]
