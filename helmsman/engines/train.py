@@ -260,9 +260,9 @@ class FSDPTrainEngine(TrainEngine):
 
     def load(self, path: str) -> None:
         """Read what save wrote, by any number of ranks: weights, optimizer, version and step count. A collective."""
-        self._built_model()
-        self._optimizer = self._make_optimizer()
-        self._progress = load_checkpoint(os.fspath(path), self._built_model(), self._optimizer)
+        optimizer = self._make_optimizer()
+        self._progress = load_checkpoint(os.fspath(path), self._built_model(), optimizer)
+        self._optimizer = optimizer
 
     def get_version(self) -> int:
         """The weight version: the number of optimizer steps that made these weights, unless set otherwise."""

@@ -204,12 +204,13 @@ def test_a_save_that_fails_leaves_what_was_there(engines: list[FSDPTrainEngine],
 def test_load_refuses_what_is_not_its_checkpoint(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
     engine, other = make(engines), make(engines, model={**QWEN2, "hidden_size": 16})
     other.save(str(tmp_path / "other"))
-    loss = engine.eval_batch(SAMPLES, "sft")
+    undisturbed = make(engines)
+    assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
     with pytest.raises(ValueError, match="holds another model"):
         engine.load(str(tmp_path / "other"))
     with pytest.raises(ValueError, match="not a checkpoint"):
         engine.load(str(tmp_path))
-    assert engine.eval_batch(SAMPLES, "sft") == loss
+    assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == [undisturbed.train_batch(SAMPLES, "sft") for _ in range(2)]
 
 
 def infinite_loss(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
