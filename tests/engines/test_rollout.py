@@ -311,8 +311,8 @@ async def test_destroy_ends_what_is_in_flight(long_engine: HFRolloutEngine) -> N
 
 
 def test_calls_may_come_from_any_event_loop(engine: HFRolloutEngine) -> None:
-    results = [asyncio.run(generate(engine, PROMPTS, GREEDY)) for _ in range(2)]
-    assert results[0] == results[1]
+    first, second = (asyncio.run(generate(engine, PROMPTS, GREEDY)) for _ in range(2))
+    assert [result.token_ids for result in first] == [result.token_ids for result in second]
 
 
 def test_layers_that_slots_cannot_hold_are_refused() -> None:
