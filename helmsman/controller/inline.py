@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from helmsman.api.errors import HandleLostError
+from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
@@ -38,6 +39,8 @@ class InlineScheduler(SchedulerBase):
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
         self._store = _SharedStore()
         self._environment = dict(os.environ)
+        self._set_by: dict[str, tuple[str, str]] = {}
+        """Variable -> (worker that set it, value)."""
 
     @property
     def n_gpus_per_node(self) -> int:
@@ -59,6 +62,21 @@ class InlineScheduler(SchedulerBase):
             transport = _InlineTransport(host)
             clients.append(WorkerClient(identity.worker_id, identity.node, os.getpid(), "", transport, self.timeouts))
         return clients
+
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+        """As Scheduler's. Raises InvalidSpecError where two workers want different values: they share one environment."""
+        for name, value in env.items():
+            owner, current = self._set_by.get(name, (worker_id, value))
+            if owner != worker_id and current != value:
+                raise InvalidSpecError(
+                    role=worker_id.rpartition("/")[0],
+                    field=f"environment variable {name} of {worker_id}",
+                    value=value,
+                    expected=f"{current!r}, which {owner} has set: inline workers share one process, so one of them cannot be "
+                    "another rank than the others. Use replicas=1, or the 'local' scheduler",
+                )
+        await super().set_worker_env(worker_id, env)
+        self._set_by.update((name, (worker_id, value)) for name, value in env.items())
 
     async def _sweep(self) -> None:
         for name in set(os.environ) - set(self._environment):
