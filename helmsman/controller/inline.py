@@ -75,8 +75,8 @@ class InlineScheduler(SchedulerBase):
                     expected=f"{current!r}, which {owner} has set: inline workers share one process, so one of them cannot be "
                     "another rank than the others. Use replicas=1, or the 'local' scheduler",
                 )
-        await super().set_worker_env(worker_id, env)
         self._set_by.update((name, (worker_id, value)) for name, value in env.items())
+        await super().set_worker_env(worker_id, env)
 
     async def _sweep(self) -> None:
         for name in set(os.environ) - set(self._environment):
