@@ -8,16 +8,12 @@ import hashlib
 import importlib
 import inspect
 import os
-import pickle
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
-
-import cloudpickle
 
 from helmsman.api import errors
 from helmsman.api.platforms import current_platform
@@ -27,11 +23,10 @@ from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
+from helmsman.rpc_server.remote_errors import remote_error, traceback_text
 from helmsman.rpc_server.threads import EngineLoop, EngineThread
 
 ReplyFn = Callable[[Reply, Payload], None]
-
-_MAX_TRACEBACK_CHARS = 20_000
 
 
 class HandleStore(Protocol):
@@ -103,7 +98,7 @@ class EngineHost:
         except errors.HelmsmanError as error:
             reply(Reply(request.id, False), encode(error))
         except BaseException as error:  # noqa: BLE001 - the process boundary: whatever a request causes goes back as its error
-            reply(Reply(request.id, False), encode(self._remote_error(request, error)))
+            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
         else:
             self._send_result(request, reply, result)
 
@@ -218,7 +213,7 @@ class EngineHost:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if not isinstance(error, (ImportError, AttributeError)):
-                reason += "\n" + _traceback_text(error)
+                reason += "\n" + traceback_text(error)
             raise errors.EngineImportError(
                 worker_id=self.identity.worker_id, engine_name=name, path=path, reason=reason
             ) from error
@@ -256,7 +251,7 @@ class EngineHost:
             except errors.CallError as error:
                 reply(Reply(request.id, False), encode(error))
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
-                reply(Reply(request.id, False), encode(self._remote_error(request, error)))
+                reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
             else:
                 self._send_result(request, reply, result)
 
@@ -338,60 +333,12 @@ class EngineHost:
             summary=f"{type(value).__qualname__} of {nbytes} bytes",
         )
 
-    def _remote_error(self, request: Request, error: BaseException) -> errors.HelmsmanError:
-        """Our error for what an engine raised; the original goes along where it can be pickled."""
-        fields: dict[str, Any] = {
-            "worker_id": self.identity.worker_id,
-            "engine_name": request.engine_name,
-            "method": request.method or request.verb.value,
-            "remote_type": _type_name(error),
-            "remote_message": _text(error),
-            "remote_traceback": _traceback_text(error),
-            "node": self.identity.node,
-            "log_path": self.identity.log_path,
-        }
-        if request.verb is Verb.CREATE_ENGINE:
-            return errors.EngineCreationError(**fields)
-        try:
-            # Unpickled here already: an exception that pickles may still fail to come back (required constructor arguments).
-            original = cloudpickle.dumps(error)
-            pickle.loads(original)
-        except Exception:  # noqa: BLE001 - pickling and unpickling run the exception's own code
-            return errors.ExceptionNotSerializableError(**fields)
-        failure = errors.EngineCallError(**fields)
-        failure.original = original
-        return failure
-
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:
     try:
         await awaitable
     finally:
         done.set()
-
-
-def _type_name(error: BaseException) -> str:
-    cls = type(error)
-    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the error
-        return f"<its text could not be made: {type(failure).__name__}>"
-
-
-def _traceback_text(error: BaseException) -> str:
-    """The traceback without the host's own frames; the tail of it when it is very long."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    try:
-        lines = traceback.format_exception(type(error), error, trace)
-    except Exception:  # noqa: BLE001 - a broken __str__ breaks the formatting too
-        lines = [*traceback.format_tb(trace), f"{_type_name(error)}: {_text(error)}"]
-    return "".join(lines)[-_MAX_TRACEBACK_CHARS:]
 
 
 def _resident_bytes() -> int:

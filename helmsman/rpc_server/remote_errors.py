@@ -1,0 +1,64 @@
+"""What an engine raised, as an error of ours that can travel."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from helmsman.api import errors
+from helmsman.rpc_server.messages import Request, Verb, WorkerIdentity
+
+_OWN_PACKAGE = __name__.rpartition(".")[0]
+_MAX_TRACEBACK_CHARS = 20_000
+
+
+def remote_error(identity: WorkerIdentity, request: Request, error: BaseException) -> errors.HelmsmanError:
+    """Our error for what an engine raised; the original goes along where it can be pickled."""
+    fields: dict[str, Any] = {
+        "worker_id": identity.worker_id,
+        "engine_name": request.engine_name,
+        "method": request.method or request.verb.value,
+        "remote_type": _type_name(error),
+        "remote_message": _text(error),
+        "remote_traceback": traceback_text(error),
+        "node": identity.node,
+        "log_path": identity.log_path,
+    }
+    if request.verb is Verb.CREATE_ENGINE:
+        return errors.EngineCreationError(**fields)
+    try:
+        # Unpickled here already: an exception that pickles may still fail to come back (required constructor arguments).
+        original = cloudpickle.dumps(error)
+        pickle.loads(original)
+    except Exception:  # noqa: BLE001 - pickling and unpickling run the exception's own code
+        return errors.ExceptionNotSerializableError(**fields)
+    failure = errors.EngineCallError(**fields)
+    failure.original = original
+    return failure
+
+
+def _type_name(error: BaseException) -> str:
+    cls = type(error)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the error
+        return f"<its text could not be made: {type(failure).__name__}>"
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback from the engine's own frames on; the tail of it when it is very long."""
+    trace = error.__traceback__
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith(_OWN_PACKAGE):
+        trace = trace.tb_next
+    try:
+        lines = traceback.format_exception(type(error), error, trace)
+    except Exception:  # noqa: BLE001 - a broken __str__ breaks the formatting too
+        lines = [*traceback.format_tb(trace), f"{_type_name(error)}: {_text(error)}"]
+    return "".join(lines)[-_MAX_TRACEBACK_CHARS:]
