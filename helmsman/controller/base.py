@@ -26,34 +26,12 @@ from helmsman.api.scheduler import (
     Worker,
     WorkerStatus,
 )
-from helmsman.controller.client import WorkerClient
+from helmsman.controller.client import WorkerClient, encode_arguments
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.loop import run_async, run_sync
-from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.controller.running import Role, stop_roles, tile
+from helmsman.rpc_server.codec import decode
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
-
-
-class Role:
-    """A role that runs: its workers, and what has to be undone when it goes."""
-
-    def __init__(self, job: Job, clients: list[WorkerClient], resources: contextlib.AsyncExitStack, *, reuses: bool) -> None:
-        self.job = job
-        self.clients = clients
-        self.resources = resources
-        self.reuses = reuses
-        """Whether the workers belong to another role (colocation without fork)."""
-        self.engine_names: dict[str, set[str]] = {}
-        """Engines created through this role, by worker id."""
-
-    @property
-    def name(self) -> str:
-        """The role."""
-        return self.job.role
-
-    @property
-    def worker_ids(self) -> list[str]:
-        """Ids of its workers in rank order."""
-        return [f"{self.name}/{index}" for index in range(len(self.clients))]
 
 
 class SchedulerBase(Scheduler):
@@ -124,7 +102,7 @@ class SchedulerBase(Scheduler):
         strategy = job.scheduling_strategy
         siblings = None
         if strategy.type == "colocation":
-            siblings = _tile(job, self._role(str(strategy.target)).clients)
+            siblings = tile(job, self._role(str(strategy.target)).clients)
             if not strategy.fork:
                 return Role(job, siblings, contextlib.AsyncExitStack(), reuses=True)
         async with contextlib.AsyncExitStack() as resources:
@@ -181,7 +159,7 @@ class SchedulerBase(Scheduler):
             doomed = self._with_dependents(role) if role is not None else list(reversed(self._roles.values()))
             for entry in doomed:
                 del self._roles[entry.name]
-        run_sync(self._stop_roles(doomed, reverse_order, "delete_workers"))
+        run_sync(stop_roles(doomed, reverse_order, "delete_workers", self.timeouts.shutdown_s))
 
     def _with_dependents(self, role: str) -> list[Role]:
         """The role and all that are colocated with it, dependents first: they cannot outlive the workers or devices they
@@ -229,7 +207,7 @@ class SchedulerBase(Scheduler):
     ) -> None:
         client = self._client(worker_id)
         name = engine_name or worker_id
-        payload = _encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
+        payload = encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
         await run_async(client.create_engine(name, payload, self.timeouts.create_engine_s))
         role = self._roles.get(worker_id.rpartition("/")[0])
         if role is not None:
@@ -276,7 +254,7 @@ class SchedulerBase(Scheduler):
         if meta:
             raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast' and 'keep'")
         name = engine_name or worker_id
-        payload = _encode_arguments(worker_id, name, method, (args, kwargs))
+        payload = encode_arguments(worker_id, name, method, (args, kwargs))
         for handle in payload.handles:
             if handle.id in self._released:
                 raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason="it was released")
@@ -330,45 +308,10 @@ class SchedulerBase(Scheduler):
 
     async def _close(self, doomed: list[Role]) -> None:
         try:
-            await self._stop_roles(doomed, True, "close")
+            await stop_roles(doomed, True, "close", self.timeouts.shutdown_s)
         finally:
             await self._sweep()
             self._platform_guard.close()
-
-    async def _stop_roles(self, doomed: list[Role], reverse_order: bool, operation: str) -> None:
-        """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""
-        deadline = Deadline(self.timeouts.shutdown_s)
-        await asyncio.gather(*(self._end_engines(role, deadline) for role in doomed))
-        remaining: list[str] = []
-        for role in doomed:
-            if role.reuses:
-                continue
-            first = role.clients[1:] if reverse_order else role.clients
-            await asyncio.gather(*(_ask_to_end(client, deadline) for client in first))
-            if reverse_order:
-                await _ask_to_end(role.clients[0], deadline)
-            try:
-                await role.resources.aclose()
-            except errors.ShutdownIncompleteError as error:
-                remaining += error.remaining
-        if remaining:
-            raise errors.ShutdownIncompleteError(
-                operation=operation,
-                remaining=remaining,
-                elapsed_s=deadline.elapsed_s,
-                command="kill -9 " + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
-            )
-
-    async def _end_engines(self, role: Role, deadline: Deadline) -> None:
-        async def end(worker_id: str, client: WorkerClient) -> None:
-            names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
-            if names == []:
-                return
-            # Half of the time: a hung engine must leave enough to end its process in order.
-            with contextlib.suppress(errors.CallError):
-                await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
-
-        await asyncio.gather(*(end(*pair) for pair in zip(role.worker_ids, role.clients, strict=True)))
 
     # --- look-ups ---------------------------------------------------------------------------------------------------
 
@@ -408,46 +351,6 @@ def default_log_dir(run_id: str) -> Path:
     import tempfile
 
     return Path(tempfile.gettempdir()) / f"helmsman-{getpass.getuser()}" / run_id
-
-
-def _encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
-    try:
-        return encode(arguments, root="arguments")
-    except errors.CodecError as error:
-        raise errors.ArgumentNotSerializableError(
-            worker_id=worker_id,
-            engine_name=engine_name,
-            method=method,
-            path=_argument_path(error.path, len(arguments)),
-            value_type=error.value_type,
-            reason=error.reason,
-        ) from error
-
-
-def _argument_path(path: str, num_parts: int) -> str:
-    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
-    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
-    for index, name in enumerate(names):
-        path = path.replace(f"arguments[{index}]", name, 1)
-    return path
-
-
-def _tile(job: Job, target: list[WorkerClient]) -> list[WorkerClient]:
-    """The target's worker of each replica: one each, or the first of every equal share."""
-    share, rest = divmod(len(target), job.replicas)
-    if rest or not share:
-        raise errors.InvalidSpecError(
-            role=job.role,
-            field="replicas",
-            value=job.replicas,
-            expected=f"a divisor of the {len(target)} workers of {job.scheduling_strategy.target!r} that it is colocated with",
-        )
-    return [target[index * share] for index in range(job.replicas)]
-
-
-async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
-    with contextlib.suppress(errors.CallError):  # dead already, or hung: it is killed next
-        await client.shut_down(max(deadline.remaining_s / 2, 0.001))
 
 
 async def _all(awaitables: Iterable[Awaitable[Any]]) -> Sequence[Any]:

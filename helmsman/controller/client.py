@@ -270,3 +270,26 @@ def tail_of(path: str, num_lines: int = LOG_TAIL_LINES) -> str:
     except OSError:
         return ""
     return "\n".join(lines[-num_lines:])
+
+
+def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
+    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that is to blame."""
+    try:
+        return encode(arguments, root="arguments")
+    except errors.CodecError as error:
+        raise errors.ArgumentNotSerializableError(
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            path=_argument_path(error.path, len(arguments)),
+            value_type=error.value_type,
+            reason=error.reason,
+        ) from error
+
+
+def _argument_path(path: str, num_parts: int) -> str:
+    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
+    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
+    for index, name in enumerate(names):
+        path = path.replace(f"arguments[{index}]", name, 1)
+    return path

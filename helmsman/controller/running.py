@@ -1,0 +1,90 @@
+"""A role that runs, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job
+from helmsman.controller.client import WorkerClient
+from helmsman.controller.deadline import Deadline
+from helmsman.rpc_server.messages import Verb
+
+
+class Role:
+    """A role that runs: its workers, and what has to be undone when it goes."""
+
+    def __init__(self, job: Job, clients: list[WorkerClient], resources: contextlib.AsyncExitStack, *, reuses: bool) -> None:
+        self.job = job
+        self.clients = clients
+        self.resources = resources
+        self.reuses = reuses
+        """Whether the workers belong to another role (colocation without fork)."""
+        self.engine_names: dict[str, set[str]] = {}
+        """Engines created through this role, by worker id."""
+
+    @property
+    def name(self) -> str:
+        """The role."""
+        return self.job.role
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Ids of its workers in rank order."""
+        return [f"{self.name}/{index}" for index in range(len(self.clients))]
+
+
+def tile(job: Job, target: list[WorkerClient]) -> list[WorkerClient]:
+    """The target's worker of each replica: one each, or the first of every equal share."""
+    share, rest = divmod(len(target), job.replicas)
+    if rest or not share:
+        raise errors.InvalidSpecError(
+            role=job.role,
+            field="replicas",
+            value=job.replicas,
+            expected=f"a divisor of the {len(target)} workers of {job.scheduling_strategy.target!r} that it is colocated with",
+        )
+    return [target[index * share] for index in range(job.replicas)]
+
+
+async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, limit_s: float) -> None:
+    """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""
+    deadline = Deadline(limit_s)
+    await asyncio.gather(*(_end_engines(role, deadline) for role in doomed))
+    remaining: list[str] = []
+    for role in doomed:
+        if role.reuses:
+            continue
+        first = role.clients[1:] if reverse_order else role.clients
+        await asyncio.gather(*(_ask_to_end(client, deadline) for client in first))
+        if reverse_order:
+            await _ask_to_end(role.clients[0], deadline)
+        try:
+            await role.resources.aclose()
+        except errors.ShutdownIncompleteError as error:
+            remaining += error.remaining
+    if remaining:
+        raise errors.ShutdownIncompleteError(
+            operation=operation,
+            remaining=remaining,
+            elapsed_s=deadline.elapsed_s,
+            command="kill -9 " + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
+        )
+
+
+async def _end_engines(role: Role, deadline: Deadline) -> None:
+    async def end(worker_id: str, client: WorkerClient) -> None:
+        names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
+        if names == []:
+            return
+        # Half of the time: a hung engine must leave enough to end its process in order.
+        with contextlib.suppress(errors.CallError):
+            await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+
+    await asyncio.gather(*(end(*pair) for pair in zip(role.worker_ids, role.clients, strict=True)))
+
+
+async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
+    with contextlib.suppress(errors.CallError):  # dead already, or hung: it is killed next
+        await client.shut_down(max(deadline.remaining_s / 2, 0.001))
