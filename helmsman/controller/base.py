@@ -190,7 +190,7 @@ class SchedulerBase(Scheduler):
 
     async def _run_command(self, worker_ids: list[str], command: str) -> None:
         engine = "helmsman.rpc_server.command.CommandEngine"
-        await _all(self.create_engine(worker_id, engine, None, command, worker_id) for worker_id in worker_ids)
+        await _all(self.create_engine(worker_id, engine, None, command) for worker_id in worker_ids)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

@@ -188,7 +188,8 @@ class WorkerClient:
                 state = {
                     "running": f"the call still runs there: {running}",
                     "withdrawn": f"the call had not begun behind {running} and was withdrawn",
-                    "ended": "the call ended just now; its result was dropped",
+                    "ended": "the call does not run there: it ended just now and its result was dropped, or it had not "
+                    "arrived and will not be begun",
                 }[call.state]
                 if call.state == "withdrawn":
                     self._overdue.discard(request.id)

@@ -59,7 +59,8 @@ class EngineHost:
         self._seed: int | None = None
         self._loop = EngineLoop(f"{identity.worker_id} async")
         self._engines: dict[str, Any] = {}
-        self._creating: dict[str, str] = {}
+        self._creating: set[str] = set()
+        self._cancelled: set[object] = set()
         self._lock = threading.Lock()
         self._ports = PortLeases()
         self._num_calls = 0
@@ -69,14 +70,19 @@ class EngineHost:
     def handle(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         """Answer a request; ``reply`` is called exactly once, from any thread. Returns without waiting for engine code."""
         try:
-            if request.verb is Verb.CALL:
+            if request.id in self._cancelled:
+                self._decline(request, reply)
+            elif request.verb is Verb.CALL:
                 self._begin_call(request, payload, reply)
             elif request.verb is Verb.CREATE_ENGINE:
                 self._begin_create(request, payload, reply)
             elif request.verb is Verb.DESTROY:
                 names = decode(payload)[0]
                 self.engine_thread.submit(
-                    request.id, "destroy", lambda: self._answer(request, reply, lambda: self._destroy_engines(names))
+                    request.id,
+                    "destroy",
+                    lambda: self._answer(request, reply, lambda: self._destroy_engines(names)),
+                    lambda: self._decline(request, reply),
                 )
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
@@ -84,6 +90,8 @@ class EngineHost:
                     self.on_shutdown()
         except errors.HelmsmanError as error:
             reply(Reply(request.id, False), encode(error))
+        except BaseException as error:  # noqa: BLE001 - the process boundary: finding a method runs the engine's __getattr__
+            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 
     def close(self) -> None:
         """Stop the host's threads and give its ports back; engines are not asked."""
@@ -101,6 +109,10 @@ class EngineHost:
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
         else:
             self._send_result(request, reply, result)
+
+    def _decline(self, request: Request, reply: ReplyFn) -> None:
+        """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
+        reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
 
     # --- control verbs ----------------------------------------------------------------------------------------------
 
@@ -177,6 +189,7 @@ class EngineHost:
             if call.request_id == request_id and call.task is not None:
                 stack = inspection.task_stack(call.task)
                 return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
+        self._cancelled.add(request_id)  # it may not have arrived yet, over a transport that keeps no order
         return CallState(state="ended")
 
     # --- engines ----------------------------------------------------------------------------------------------------
@@ -184,14 +197,20 @@ class EngineHost:
     def _begin_create(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         name = str(request.engine_name)
         with self._lock:
-            existing = self._creating.get(name) or (type(self._engines[name]).__qualname__ if name in self._engines else None)
-            if existing is not None:
-                raise errors.EngineExistsError(worker_id=self.identity.worker_id, engine_name=name, engine_type=existing)
-            self._creating[name] = "engine under construction"
+            if name in self._engines or name in self._creating:
+                engine_type = type(self._engines[name]).__qualname__ if name in self._engines else "engine under construction"
+                raise errors.EngineExistsError(worker_id=self.identity.worker_id, engine_name=name, engine_type=engine_type)
+            self._creating.add(name)
+
+        def withdrawn() -> None:
+            self._creating.discard(name)
+            self._decline(request, reply)
+
         self.engine_thread.submit(
             request.id,
             dotted(name, "__init__"),
             lambda: self._answer(request, reply, lambda: self._create_engine(request, name, payload)),
+            withdrawn,
         )
 
     def _create_engine(self, request: Request, name: str, payload: Payload) -> None:
@@ -199,10 +218,16 @@ class EngineHost:
             engine, args, kwargs = self._load(request, payload)
             engine_type = self._import(name, engine) if isinstance(engine, str) else engine
             self._seed_libraries()
-            self._engines[name] = engine_type(*args, **kwargs)
+            self._engines[name] = self._run_engine_code(request, lambda: engine_type(*args, **kwargs))
         finally:
-            with self._lock:
-                del self._creating[name]
+            self._creating.discard(name)
+
+    def _run_engine_code(self, request: Request, work: Callable[[], Any]) -> Any:
+        """Whatever ``work`` raises, one of our own errors too, becomes our error about the engine, with the traceback."""
+        try:
+            return work()
+        except BaseException as error:
+            raise remote_error(self.identity, request, error) from error
 
     def _import(self, name: str, path: str) -> Any:
         module_name, _, attribute = path.replace(":", ".").rpartition(".")
@@ -224,16 +249,15 @@ class EngineHost:
         for name, engine in reversed(list(self._engines.items())):
             if names is not None and name not in names:
                 continue
-            destroy = getattr(engine, "destroy", None)
-            if callable(destroy):
-                try:
-                    result = destroy()
-                    if inspect.isawaitable(result):
-                        done = threading.Event()
-                        self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
-                        done.wait()
-                except BaseException as error:  # noqa: BLE001 - an engine's own clean-up may raise anything
-                    problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
+            try:
+                destroy = getattr(engine, "destroy", None)
+                result = destroy() if callable(destroy) else None
+                if inspect.isawaitable(result):
+                    done = threading.Event()
+                    self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
+                    done.wait()
+            except BaseException as error:  # noqa: BLE001 - an engine's own clean-up may raise anything
+                problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             del self._engines[name]
         return problems
 
@@ -247,9 +271,11 @@ class EngineHost:
         async def run_async() -> None:
             try:
                 args, kwargs = self._load(request, payload)
-                result = await method(*args, **kwargs)
-            except errors.CallError as error:
+            except errors.HelmsmanError as error:
                 reply(Reply(request.id, False), encode(error))
+                return
+            try:
+                result = await method(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
                 reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
             else:
@@ -261,21 +287,28 @@ class EngineHost:
         if inspect.iscoroutinefunction(method):
             self._loop.submit(request.id, name, run_async)
         else:
-            self.engine_thread.submit(request.id, name, run_sync)
+            self.engine_thread.submit(request.id, name, run_sync, lambda: self._decline(request, reply))
 
     def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
         if needs_broadcast(engine, request.broadcast):
             args, kwargs = broadcast_arguments(engine, lambda: self._load(request, payload), self.identity.worker_id, request)
         else:
             args, kwargs = self._load(request, payload)
-        return method(*args, **kwargs)
+        return self._run_engine_code(request, lambda: method(*args, **kwargs))
 
     def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
         worker_id, name = self.identity.worker_id, str(request.engine_name)
         engine = self._engines.get(name)
         if engine is None:
             raise errors.EngineNotFoundError(name=name, known=list(self._engines), where=f"worker {worker_id}")
-        method = None if request.method.startswith("_") else getattr(engine, request.method, None)
+        method, reason = None, ""
+        if request.method.startswith("_"):
+            reason = "it is private"
+        elif isinstance(inspect.getattr_static(type(engine), request.method, None), property):
+            reason = "it is a property"  # whose code has no business on this thread, which answers for the worker's health
+        else:
+            method = getattr(engine, request.method, None)
+            reason = "" if method is None else "it is not callable"
         if not callable(method):
             public = [m for m in dir(type(engine)) if not m.startswith("_") and callable(getattr(type(engine), m, None))]
             raise errors.MethodNotFoundError(
@@ -284,7 +317,7 @@ class EngineHost:
                 method=request.method,
                 engine_type=type(engine).__qualname__,
                 suggestions=difflib.get_close_matches(request.method, public, n=3),
-                reason="it is private" if request.method.startswith("_") else "" if method is None else "it is not callable",
+                reason=reason,
             )
         return engine, method
 
@@ -309,6 +342,7 @@ class EngineHost:
             payload = encode(result, root="result")
             if request.keep and result is not None:
                 payload = encode(self._keep(payload, result))
+            reply(Reply(request.id, True), payload)
         except errors.CodecError as error:
             failure = errors.ResultNotSerializableError(
                 worker_id=self.identity.worker_id,
@@ -319,8 +353,8 @@ class EngineHost:
                 reason=error.reason,
             )
             reply(Reply(request.id, False), encode(failure))
-        else:
-            reply(Reply(request.id, True), payload)
+        except OSError as error:  # no memory or file descriptor is left in which to keep or send it
+            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 
     def _keep(self, payload: Payload, value: Any) -> ResultHandle:
         handle_id = uuid.uuid4().hex

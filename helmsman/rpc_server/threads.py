@@ -32,7 +32,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._waiting: dict[object, str] = {}
+        self._waiting: dict[object, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self.running: Running | None = None
         self.thread: threading.Thread | None = None
@@ -55,16 +55,22 @@ class EngineThread:
             finally:
                 self.running = None
 
-    def submit(self, request_id: object, name: str, work: Callable[[], None]) -> None:
-        """Queue ``work``, which must not raise."""
+    def submit(
+        self, request_id: object, name: str, work: Callable[[], None], withdrawn: Callable[[], None] = lambda: None
+    ) -> None:
+        """Queue ``work``, which must not raise; ``withdrawn`` is called instead when it is taken back before it began."""
         with self._lock:
-            self._waiting[request_id] = name
+            self._waiting[request_id] = withdrawn
             self._queue.put((request_id, name, work))
 
     def withdraw(self, request_id: object) -> bool:
         """Take back work that has not begun; False when it has begun, ended or never was."""
         with self._lock:
-            return self._waiting.pop(request_id, None) is not None
+            withdrawn = self._waiting.pop(request_id, None)
+        if withdrawn is None:
+            return False
+        withdrawn()
+        return True
 
     @property
     def num_waiting(self) -> int:
