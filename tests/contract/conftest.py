@@ -1,0 +1,101 @@
+"""One suite for all schedulers: every test that asks for ``scheduler`` runs on each of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.scheduler import Job, Scheduler, Timeouts
+from helmsman.controller.factory import make_scheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import Driver, Engine, Gate
+
+TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "local": {"num_gpus": 8, "accelerator": "cuda"},
+    "ray": {"num_cpus": 24, "num_gpus": 8},
+}
+_numbers = itertools.count()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker of this suite."""
+    config.addinivalue_line("markers", "not_on(backend, reason): the promise makes no sense on that scheduler")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what ``not_on`` says, with its reason."""
+    callspec = getattr(item, "callspec", None)
+    backend = callspec.params.get("backend") if callspec is not None else None
+    for marker in item.iter_markers("not_on"):
+        name, reason = marker.args
+        if backend == name:
+            pytest.skip(f"{name}: {reason}")
+
+
+@pytest.fixture(scope="package", params=["inline", "local", "ray"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The scheduler's name."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="package")
+def scheduler(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
+    """A scheduler that all tests share."""
+    with make_scheduler(backend, log_dir=tmp_path_factory.mktemp("logs"), timeouts=TIMEOUTS, **OPTIONS[backend]) as made:
+        yield made
+
+
+@pytest.fixture(scope="package")
+def shared_workers(scheduler: Scheduler) -> list[str]:
+    """Two workers for tests that leave their workers well."""
+    return scheduler.create_workers(Job(role="shared", replicas=2))
+
+
+@pytest.fixture
+def engine(scheduler: Scheduler, shared_workers: list[str]) -> Engine:
+    """A Counter of this test alone, in the first shared worker."""
+    return Engine.create(scheduler, shared_workers[0], Counter, f"counter-{next(_numbers)}")
+
+
+@pytest.fixture
+def peer(scheduler: Scheduler, shared_workers: list[str]) -> Engine:
+    """A Counter of this test alone, in the second shared worker."""
+    return Engine.create(scheduler, shared_workers[1], Counter, f"counter-{next(_numbers)}")
+
+
+@pytest.fixture
+def role(scheduler: Scheduler) -> Iterator[str]:
+    """A name for a role of this test alone; its workers, and those of roles with this prefix, are deleted after it."""
+    name = f"role-{next(_numbers)}"
+    yield name
+    for running in list(scheduler._roles):  # type: ignore[attr-defined]
+        if running.startswith(name) and running in scheduler._roles:  # type: ignore[attr-defined]
+            scheduler.delete_workers(running)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """Files by which this test holds an engine."""
+    made = Gate(tmp_path)
+    yield made
+    made.open()
+
+
+@pytest.fixture
+def run_driver(tmp_path: Path, backend: str) -> Iterator[Callable[..., Driver]]:
+    """Start a driver script on the backend of the test."""
+    started: list[Driver] = []
+
+    def start(script: str, **options: Any) -> Driver:
+        started.append(Driver(tmp_path, backend, script, **options))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.close()

@@ -1,0 +1,381 @@
+"""Engines of the contract tests. They import nothing heavy at the top, so workers start fast."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+WAIT_LIMIT_S = 60.0
+"""After this an engine that waits for a test gives up, so that a failed test leaves no worker waiting for ever."""
+
+
+def wait_for_file(path: str) -> None:
+    """Block until a test has made the file; looks every 5 ms, which is a wait for a condition and not for a time."""
+    deadline = time.monotonic() + WAIT_LIMIT_S
+    while not os.path.exists(path):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no test made {path}")
+        time.sleep(0.005)
+
+
+class Counter:
+    """Counts what ran, which is how tests see that nothing ran twice."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.num_calls = start
+        self.log: list[str] = []
+        self.limit = start
+        self.destroyed = ""
+
+    def add(self, number: int = 1) -> int:
+        """Count, and return the sum so far."""
+        self.num_calls += number
+        return self.num_calls
+
+    def echo(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments as they arrived; one alone as itself."""
+        return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+
+    def describe(self, value: Any) -> str:
+        """The type of a value, as it arrived."""
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the worker."""
+        return function(*args)
+
+    def wait(self, started: str, release: str) -> int:
+        """Make the file ``started``, then block until ``release`` is made."""
+        self.num_calls += 1
+        Path(started).touch()
+        wait_for_file(release)  # the line that a time-out shows
+        return self.num_calls
+
+    def spin(self, started: str, release: str) -> int:
+        """As wait, in pure Python that never blocks."""
+        Path(started).touch()
+        deadline = time.monotonic() + WAIT_LIMIT_S
+        turns = 0
+        while not (turns % 1000 == 0 and os.path.exists(release)) and time.monotonic() < deadline:
+            turns += 1
+        return turns
+
+    async def async_wait(self, started: str, release: str) -> int:
+        """As wait, on the event loop without blocking it."""
+        self.num_calls += 1
+        Path(started).touch()
+        deadline = time.monotonic() + WAIT_LIMIT_S
+        while not os.path.exists(release) and time.monotonic() < deadline:  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.005)
+        return self.num_calls
+
+    async def block_loop(self, started: str, release: str) -> None:
+        """An async method that wrongly blocks its event loop."""
+        Path(started).touch()
+        wait_for_file(release)
+
+    async def async_add(self, number: int = 1) -> int:
+        """As add, on the event loop."""
+        self.num_calls += number
+        return self.num_calls
+
+    def pid(self) -> int:
+        """The worker's process."""
+        return os.getpid()
+
+    def thread(self) -> str:
+        """Name of the thread that runs engine methods."""
+        return threading.current_thread().name
+
+    def environ(self, *names: str) -> dict[str, str | None]:
+        """Variables of the worker."""
+        return {name: os.environ.get(name) for name in names}
+
+    def note(self, entry: str) -> None:
+        """Remember an entry."""
+        self.log.append(entry)
+
+    def entries(self) -> list[str]:
+        """What was noted, in order."""
+        return self.log
+
+    def _secret(self) -> None:
+        """Not callable from outside."""
+
+    @property
+    def broken(self) -> NoReturn:
+        """A property that raises."""
+        raise RuntimeError("this property is broken")
+
+    # --- failures -------------------------------------------------------------------------------------------------
+
+    def divide(self) -> float:
+        """Raises ZeroDivisionError."""
+        return 1 / (self.num_calls - self.num_calls)
+
+    def fail(self, kind: str) -> NoReturn:
+        """Raise one of the awkward exceptions below, or a built-in one by name."""
+        raise make_error(kind)
+
+    async def async_fail(self, kind: str) -> NoReturn:
+        """As fail, on the event loop."""
+        raise make_error(kind)
+
+    def exit(self) -> NoReturn:
+        """sys.exit, which is no death."""
+        sys.exit(7)
+
+    def unpicklable(self) -> Any:
+        """A result with a lock deep inside."""
+        return {"model": [1, {"lock": threading.Lock()}]}
+
+    async def async_unpicklable(self) -> Any:
+        """As unpicklable."""
+        return {"model": [1, {"lock": threading.Lock()}]}
+
+    # --- deaths ---------------------------------------------------------------------------------------------------
+
+    def print_lines(self, count: int) -> None:
+        """Write to the worker's log."""
+        for index in range(count):
+            print(f"line {index}")
+
+    def die(self, how: str) -> NoReturn:
+        """End this process: 'SIGKILL', 'SIGSEGV' or 'exit 3'."""
+        if how == "SIGKILL":
+            os.kill(os.getpid(), 9)
+        elif how == "SIGSEGV":
+            ctypes.string_at(0)
+        os._exit(3)
+
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def make(self, num_bytes: int) -> Any:
+        """An array of that many bytes, each 7."""
+        import numpy
+
+        return numpy.full(num_bytes, 7, dtype=numpy.uint8)
+
+    def total(self, *arrays: Any) -> int:
+        """The sum over arrays or tensors."""
+        return sum(int(each.sum()) for each in arrays)
+
+    def fill(self, array: Any, value: float) -> Any:
+        """Write to an argument, and return it."""
+        array[...] = value
+        return array
+
+    def destroy(self) -> None:
+        """Tell that it was called, where a test asked for that."""
+        if self.destroyed:
+            Path(self.destroyed).touch()
+
+    def announce_destroy(self, path: str) -> None:
+        """Have destroy make this file."""
+        self.destroyed = path
+
+
+class Failing:
+    """An engine whose constructor raises."""
+
+    def __init__(self, kind: str = "ValueError") -> None:
+        raise make_error(kind)
+
+
+class Strange:
+    """An engine whose attributes are code of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model_parallel_group":
+            raise AttributeError(name)
+        raise RuntimeError("no attribute for you")
+
+    def known(self) -> int:
+        """A method that is there."""
+        return 1
+
+
+class Slow:
+    """An engine whose constructor blocks until a file is made."""
+
+    def __init__(self, started: str, release: str) -> None:
+        Path(started).touch()
+        wait_for_file(release)
+
+    def ready(self) -> bool:
+        """Say so."""
+        return True
+
+
+class WithLockError(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+class TwoArgumentsError(Exception):
+    """An exception that pickles and does not unpickle."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class SilentError(Exception):
+    """An exception whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def make_error(kind: str) -> BaseException:
+    """An exception by name."""
+    if kind == "WithLockError":
+        return WithLockError()
+    if kind == "TwoArgumentsError":
+        return TwoArgumentsError("one", "two")
+    if kind == "SilentError":
+        return SilentError()
+    if kind == "PlatformError with a lock":
+        from helmsman.api.errors import PlatformError
+
+        error = PlatformError("no such device")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        return error
+    return {"ValueError": ValueError("a bad value"), "KeyboardInterrupt": KeyboardInterrupt(), "SystemExit": SystemExit(7)}[
+        kind
+    ]
+
+
+class Family:
+    """An engine that starts processes of every kind, each of which writes its pid to a file of its own and waits for ever."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.children: list[Any] = []
+
+    def start(self) -> dict[str, int]:
+        """Start one of each; returns their pids by kind."""
+        self._subprocess("subprocess")
+        self._subprocess("new_session", start_new_session=True)
+        self._spawned()
+        self._forked("fork")
+        self._forked("fork_setsid", os.setsid)
+        self._daemonized()
+        kinds = ("subprocess", "grandchild", "new_session", "spawn", "fork", "fork_setsid", "daemon")
+        pids = {"worker": os.getpid()}
+        for kind in kinds:
+            path = f"{self.folder}/{kind}"
+            wait_for_file(path)
+            pids[kind] = int(Path(path).read_text())
+        return pids
+
+    def _subprocess(self, kind: str, **options: Any) -> None:
+        script = f"from tests.contract.engines import stay; stay({self.folder!r}, {kind!r})"
+        if kind == "subprocess":  # and it has a child of its own
+            script = (
+                "import subprocess, sys; "
+                f"subprocess.Popen([sys.executable, '-c', \"from tests.contract.engines import stay; stay({self.folder!r}, "
+                f"'grandchild')\"]); {script}"
+            )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.children.append(subprocess.Popen([sys.executable, "-c", script], env=environment, **options))
+
+    def _spawned(self) -> None:
+        import multiprocessing
+
+        process = multiprocessing.get_context("spawn").Process(target=stay, args=(self.folder, "spawn"), daemon=True)
+        process.start()
+        self.children.append(process)
+
+    def _forked(self, kind: str, before: Callable[[], None] = lambda: None) -> None:
+        if os.fork() == 0:
+            before()
+            stay(self.folder, kind)
+
+    def _daemonized(self) -> None:
+        """Forked twice, as servers do that go to the background: its parent ends at once."""
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            if os.fork() == 0:
+                stay(self.folder, "daemon")
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def stay(folder: str, kind: str) -> NoReturn:
+    """Write this process's pid and wait for ever, deaf to the polite signals."""
+    import signal
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    except ValueError:
+        pass  # a fork of a thread that is not the main one
+    path = Path(folder, kind)
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    while True:
+        time.sleep(3600)
+
+
+class Ranked:
+    """A rank of a model-parallel group of gloo ranks."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self.num_calls = 0
+
+    def join(self, rank: int, world_size: int, port: str) -> None:
+        """Make the process group; blocks until all ranks do."""
+        import datetime
+
+        import torch.distributed as dist
+
+        timeout = datetime.timedelta(seconds=30)
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout, world_size=world_size, rank=rank)
+        self._group = dist.group.WORLD
+
+    @property
+    def model_parallel_group(self) -> Any:
+        """All ranks, once they have joined."""
+        return self._group
+
+    def receive(self, *args: Any, **kwargs: Any) -> Any:
+        """What this rank was given."""
+        self.num_calls += 1
+        return args, kwargs
+
+    def count(self) -> int:
+        """How often receive ran."""
+        return self.num_calls
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            import torch.distributed as dist
+
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+class Unloadable:
+    """A value that unpickles nowhere."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> NoReturn:
+    raise ValueError("refused to load")

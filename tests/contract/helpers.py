@@ -1,0 +1,252 @@
+"""What the contract tests share: waiting for conditions, engines as objects, drivers as scripts, what a run leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from helmsman.api.scheduler import Scheduler
+from helmsman.controller.loop import submit
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 30.0
+"""How long a test waits for what must come; a failure and not a measure."""
+
+
+def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+    """Wait until ``condition`` gives something true and return it; fail with ``what`` when it does not."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {limit_s:g} s: {what}", pytrace=False)
+        time.sleep(0.01)
+    return value
+
+
+class Engine:
+    """An engine in a worker, for short tests."""
+
+    def __init__(self, scheduler: Scheduler, worker_id: str, name: str) -> None:
+        self.scheduler = scheduler
+        self.worker_id = worker_id
+        self.name = name
+
+    @classmethod
+    def create(cls, scheduler: Scheduler, worker_id: str, engine: Any, name: str | None = None, *args: Any) -> Engine:
+        """Create it and return it."""
+        asyncio.run(scheduler.create_engine(worker_id, engine, name, *args))
+        return cls(scheduler, worker_id, name or worker_id)
+
+    def call(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
+        """Call a method."""
+        return self.scheduler.call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
+
+    def acall(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
+        """The coroutine of a call."""
+        return self.scheduler.async_call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
+
+    def begin(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """Start a call and return its future."""
+        return submit(self.acall(method, *args, timeout=timeout, **kwargs))
+
+
+class Gate:
+    """Two files by which a test holds an engine inside a call: the engine makes one, the test the other."""
+
+    def __init__(self, folder: Path, name: str = "gate") -> None:
+        self.started = str(folder / f"{name}-started")
+        self.release = str(folder / f"{name}-release")
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Arguments of the engines' waiting methods."""
+        return self.started, self.release
+
+    def wait_started(self) -> None:
+        """Wait until the engine is inside."""
+        wait_until(lambda: os.path.exists(self.started), "the engine began its call")
+
+    def open(self) -> None:
+        """Let the engine go on. Idempotent."""
+        Path(self.release).touch()
+
+
+@contextlib.contextmanager
+def held(
+    engine: Engine, gate: Gate, method: str = "wait", timeout: float = LIMIT_S
+) -> Iterator[concurrent.futures.Future[Any]]:
+    """Hold an engine inside a call; it is let go at the end, whatever happens."""
+    future = engine.begin(method, *gate.files, timeout=timeout)
+    try:
+        gate.wait_started()
+        yield future
+    finally:
+        gate.open()
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:
+    """Wait until all these processes have ended; fail with the names of those that have not."""
+    deadline = time.monotonic() + limit_s
+    while left := {name: pid for name, pid in pids.items() if is_running(pid)}:
+        if time.monotonic() > deadline:
+            for pid in left.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"still there after {limit_s:g} s (now killed): {left}", pytrace=False)
+        time.sleep(0.02)
+
+
+def processes_with(variable: str, value: str) -> dict[str, int]:
+    """Processes with this variable in their environment, by command line."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found[f"{process.pid}: {' '.join(process.cmdline())[:120]}"] = process.pid
+        except psutil.Error:
+            continue
+    return found
+
+
+class Driver:
+    """A script in a process group of its own, with a temporary folder of its own, that tells its state as JSON lines.
+
+    Args:
+        script: Python source. It may use ``tell(**facts)``, ``folder`` and ``make()`` (a scheduler of ``backend``).
+    """
+
+    def __init__(self, folder: Path, backend: str, script: str, environment: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        # Short: the path of a Unix socket has 107 bytes, and Ray's own ones lie below it.
+        self.temporary = tempfile.TemporaryDirectory(prefix="hc-")
+        self.mark = os.urandom(8).hex()
+        source = _PROLOGUE.format(backend=backend, folder=str(folder)) + script
+        self.source = folder / "driver.py"
+        self.source.write_text(source)
+        self.before = set(os.listdir("/dev/shm"))
+        self.process = subprocess.Popen(
+            [sys.executable, str(self.source)],
+            stdout=subprocess.PIPE,
+            stderr=(folder / "stderr").open("w"),
+            text=True,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": self.temporary.name,
+                "RAY_TMPDIR": self.temporary.name,
+                "DRIVER_MARK": self.mark,
+                **(environment or {}),
+            },
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """The next line that the script tells."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        code = self.process.wait()
+        pytest.fail(f"the driver ended with {code} before it told anything:\n{self.errors()}", pytrace=False)
+
+    def errors(self) -> str:
+        """What it wrote to stderr."""
+        return (self.folder / "stderr").read_text()
+
+    def wait(self, limit_s: float = 60.0) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the driver did not end within {limit_s:g} s:\n{self.errors()}", pytrace=False)
+
+    def wait_nothing_left(self, limit_s: float = 10.0) -> None:
+        """Fail unless every process, socket, folder and shared memory of the run is gone within the limit."""
+        deadline = time.monotonic() + limit_s
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if left:
+            for pid in processes_with("DRIVER_MARK", self.mark).values():
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"left behind {limit_s:g} s after the driver's end: {left}\n{self.errors()}", pytrace=False)
+
+    def left(self) -> list[str]:
+        """What the run has not cleaned up yet. Logs are meant to stay; Ray keeps those of its session too."""
+        sockets = []
+        for path, folders, files in os.walk(self.temporary.name):
+            if "/ray/" not in f"{path}/":
+                sockets += [os.path.join(path, name) for name in folders if name.startswith(f"helmsman-{RUN_DIR_MARK}")]
+                sockets += [os.path.join(path, name) for name in files if name.endswith(".sock")]
+        run_dirs = [name for name in os.listdir(self.temporary.name) if _is_run_dir(name)]
+        shared = [name for name in set(os.listdir("/dev/shm")) - self.before if self._is_ours(name)]
+        return list(processes_with("DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
+
+    def _is_ours(self, name: str) -> bool:
+        # Other suites run beside this one on the same machine; what is named after a process tells whose it is.
+        return "helmsman" in name or str(self.process.pid) in name
+
+    def close(self) -> None:
+        """End whatever is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        for pid in processes_with("DRIVER_MARK", self.mark).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.temporary.cleanup()
+
+
+RUN_DIR_MARK = "run-"
+
+
+def _is_run_dir(name: str) -> bool:
+    return name.startswith("helmsman-") and "-" in name[len("helmsman-") :]
+
+
+_PROLOGUE = """
+import asyncio, json, os, signal, sys, time
+from helmsman import Job, SchedulingSpec, Timeouts, make_scheduler
+from helmsman.api import errors
+from tests.contract import engines
+
+backend, folder = {backend!r}, {folder!r}
+
+
+def tell(**facts):
+    print(json.dumps(facts), flush=True)
+
+
+def make(**options):
+    if backend == "ray":
+        options = {{"num_cpus": 4, **options}}
+    return make_scheduler(backend, log_dir=os.path.join(folder, "logs"), **options)
+
+
+"""

@@ -1,0 +1,378 @@
+"""Whatever is wrong with a call is said by a class of its own, with the facts, at once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
+from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
+from tests.contract.helpers import Engine, Gate, held, wait_until
+
+ENGINES = "tests.contract.engines"
+_names = (f"wrong-{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def worker(shared_workers: list[str]) -> str:
+    return shared_workers[0]
+
+
+# --- engines ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "facts"),
+    [
+        ("no_such_package.module.Engine", ["ModuleNotFoundError", "No module named 'no_such_package'"]),
+        (f"{ENGINES}.NoSuchEngine", ["AttributeError", "NoSuchEngine"]),
+        ("Engine", ["ImportError", "it has no module part"]),
+        ("", ["ImportError", "it has no module part"]),
+        ("broken_module.Engine", ["ZeroDivisionError", "broken_module.py", "line 2"]),
+        ("exiting_module.Engine", ["SystemExit"]),
+    ],
+)
+def test_an_import_path_that_leads_nowhere(
+    scheduler: Scheduler, worker: str, tmp_path: Path, path: str, facts: list[str]
+) -> None:
+    (tmp_path / "broken_module.py").write_text("answer = 42\n1 / 0\n")
+    (tmp_path / "exiting_module.py").write_text("import sys\nsys.exit(3)\n")
+    helper = Engine.create(scheduler, worker, Counter, next(_names))
+    helper.call("apply", _add_to_path, str(tmp_path))
+    name = next(_names)
+    with pytest.raises(errors.EngineImportError) as caught:
+        Engine.create(scheduler, worker, path, name)
+    assert caught.value.engine_path == path
+    for fact in (worker, repr(path), *facts):
+        assert fact in str(caught.value)
+    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free again"
+    helper.call("apply", _remove_from_path, str(tmp_path))
+
+
+def _add_to_path(path: str) -> None:
+    sys.path.append(path)
+
+
+def _remove_from_path(path: str) -> None:
+    sys.path.remove(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "remote_type", "text"),
+    [
+        ("ValueError", "ValueError", "a bad value"),
+        ("WithLockError", f"{ENGINES}.WithLockError", "it holds a lock"),
+        ("SilentError", f"{ENGINES}.SilentError", "its text could not be made: RuntimeError"),
+        ("SystemExit", "SystemExit", "7"),
+        ("KeyboardInterrupt", "KeyboardInterrupt", ""),
+        ("PlatformError with a lock", "helmsman.api.errors.PlatformError", "no such device"),
+    ],
+)
+def test_a_constructor_that_raises(scheduler: Scheduler, worker: str, kind: str, remote_type: str, text: str) -> None:
+    name = next(_names)
+    with pytest.raises(errors.EngineCreationError) as caught:
+        Engine.create(scheduler, worker, Failing, name, kind)
+    error = caught.value
+    assert (error.worker_id, error.engine_name) == (worker, name)
+    assert error.remote_type == remote_type
+    assert text in error.remote_message
+    assert "raise make_error(kind)" in error.remote_traceback
+    assert f"constructor of engine {name!r} raised {remote_type}" in str(error)
+    assert "helmsman/rpc_server" not in error.remote_traceback, "the host's own frames are of no use to the reader"
+    assert Engine.create(scheduler, worker, Counter, name).call("add") == 1, "its name is free again"
+
+
+def test_arguments_that_the_constructor_does_not_take(scheduler: Scheduler, worker: str) -> None:
+    with pytest.raises(errors.EngineCreationError, match="takes from 1 to 2 positional arguments but 4 were given"):
+        Engine.create(scheduler, worker, Counter, next(_names), 1, 2, 3)
+
+
+def test_a_duplicate_engine_name(scheduler: Scheduler, worker: str) -> None:
+    first = Engine.create(scheduler, worker, Counter, next(_names), 10)
+    with pytest.raises(errors.EngineExistsError, match=f"{worker} already holds an engine {first.name!r} \\(a Counter\\)"):
+        Engine.create(scheduler, worker, Counter, first.name)
+    assert first.call("add") == 11, "the first is untouched"
+
+
+def test_a_name_is_taken_while_its_engine_is_constructed(scheduler: Scheduler, worker: str, gate: Gate) -> None:
+    name = next(_names)
+
+    async def create_twice() -> None:
+        first = asyncio.ensure_future(scheduler.create_engine(worker, Slow, name, *gate.files))
+        await asyncio.to_thread(gate.wait_started)
+        with pytest.raises(errors.EngineExistsError, match="under construction"):
+            await scheduler.create_engine(worker, Slow, name, *gate.files)
+        gate.open()
+        await first
+
+    asyncio.run(create_twice())
+    assert Engine(scheduler, worker, name).call("ready")
+
+
+def test_unknown_names(scheduler: Scheduler, worker: str, shared_workers: list[str]) -> None:
+    for worker_id in ("nobody/0", "shared/7", "shared/-1", "shared", "shared/", "shared/x", ""):
+        with pytest.raises(errors.WorkerNotFoundError) as unknown_worker:
+            scheduler.call_engine(worker_id, "add", timeout=5)
+        assert repr(worker_id) in str(unknown_worker.value)
+        assert set(shared_workers) <= set(unknown_worker.value.known)
+        with pytest.raises(errors.WorkerNotFoundError):
+            asyncio.run(scheduler.create_engine(worker_id, Counter))
+        with pytest.raises(errors.WorkerNotFoundError):
+            asyncio.run(scheduler.set_worker_env(worker_id, {"A": "1"}))
+    known = Engine.create(scheduler, worker, Counter, next(_names))
+    with pytest.raises(errors.EngineNotFoundError) as unknown_engine:
+        scheduler.call_engine(worker, "add", "no-such-engine", timeout=5)
+    assert known.name in unknown_engine.value.known
+    assert f"no engine 'no-such-engine' in worker {worker}" in str(unknown_engine.value)
+    for of_role in (scheduler.get_workers, scheduler.delete_workers, scheduler.stacks):
+        with pytest.raises(errors.RoleNotFoundError, match=r"no role 'nobody' in this scheduler; it has: .*shared"):
+            of_role("nobody")
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.fork_workers("sibling", "nobody")
+
+
+# --- methods ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_is_not_there(engine: Engine) -> None:
+    with pytest.raises(errors.MethodNotFoundError) as caught:
+        engine.call("ehco")
+    assert "Did you mean: echo" in str(caught.value)
+    assert caught.value.engine_type == "Counter"
+    with pytest.raises(errors.MethodNotFoundError, match="methods of Counter without a leading underscore"):
+        engine.call("zzzzzz")
+
+
+def test_a_method_that_may_not_be_called(engine: Engine) -> None:
+    for private in ("_secret", "__init__", "__reduce__", "__class__"):
+        with pytest.raises(errors.MethodNotFoundError, match="it is private"):
+            engine.call(private)
+    with pytest.raises(errors.MethodNotFoundError, match="it is not callable"):
+        engine.call("log")
+    with pytest.raises(errors.MethodNotFoundError):
+        engine.call("")
+
+
+def test_a_property_is_not_called(engine: Engine) -> None:
+    with pytest.raises(errors.MethodNotFoundError, match="it is a property"):
+        engine.call("broken")
+    assert engine.call("add") == 1
+
+
+def test_an_engine_whose_getattr_raises(scheduler: Scheduler, worker: str) -> None:
+    strange = Engine.create(scheduler, worker, Strange, next(_names))
+    with pytest.raises(errors.EngineCallError, match="RuntimeError: no attribute for you"):
+        strange.call("anything")
+    assert strange.call("known") == 1
+
+
+@pytest.mark.parametrize("method", ["fail", "async_fail"])
+@pytest.mark.parametrize(
+    ("kind", "error_type", "remote_type", "text"),
+    [
+        ("ValueError", errors.EngineCallError, "ValueError", "a bad value"),
+        ("SystemExit", errors.EngineCallError, "SystemExit", "7"),
+        ("KeyboardInterrupt", errors.EngineCallError, "KeyboardInterrupt", ""),
+        ("WithLockError", errors.ExceptionNotSerializableError, f"{ENGINES}.WithLockError", "it holds a lock"),
+        ("TwoArgumentsError", errors.ExceptionNotSerializableError, f"{ENGINES}.TwoArgumentsError", "one and two"),
+        ("SilentError", errors.EngineCallError, f"{ENGINES}.SilentError", "its text could not be made"),
+        ("PlatformError with a lock", errors.EngineCallError, "helmsman.api.errors.PlatformError", "no such device"),
+    ],
+)
+def test_a_method_that_raises(
+    engine: Engine, method: str, kind: str, error_type: type[errors.EngineCallError], remote_type: str, text: str
+) -> None:
+    with pytest.raises(errors.EngineCallError) as caught:
+        engine.call(method, kind)
+    error = caught.value
+    assert isinstance(error, error_type)
+    assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
+    assert error.remote_type == remote_type
+    assert text in error.remote_message
+    assert "raise make_error(kind)" in error.remote_traceback
+    assert f"{engine.name}.{method}" in str(error)
+    if type(error) is errors.EngineCallError and "lock" not in kind:
+        assert type(error.__cause__).__name__ == remote_type.rpartition(".")[2]
+    else:
+        assert error.__cause__ is None or "lock" in kind
+    assert pickle.loads(pickle.dumps(error)).remote_traceback == error.remote_traceback
+    assert engine.call("add") == 1, "the worker is well"
+
+
+def test_the_cause_of_a_silent_exception_is_the_exception_itself(engine: Engine) -> None:
+    with pytest.raises(errors.EngineCallError) as caught:
+        engine.call("fail", "SilentError")
+    assert isinstance(caught.value.__cause__, SilentError)
+
+
+def test_sys_exit_in_a_method_does_not_end_the_worker(engine: Engine) -> None:
+    before = engine.call("pid")
+    with pytest.raises(errors.EngineCallError, match="SystemExit: 7"):
+        engine.call("exit")
+    assert engine.call("pid") == before
+
+
+# --- what travels -------------------------------------------------------------------------------------------------------
+
+
+def test_an_argument_that_cannot_be_pickled(engine: Engine) -> None:
+    lock = threading.Lock()
+    with pytest.raises(errors.ArgumentNotSerializableError) as caught:
+        engine.call("echo", 1, {"a": [0, lock]})
+    assert caught.value.path == "args[1]['a'][1]"
+    assert caught.value.value_type == "_thread.lock"
+    assert "Nothing was sent" in str(caught.value)
+    with pytest.raises(errors.ArgumentNotSerializableError) as by_name:
+        engine.call("echo", option=lock)
+    assert by_name.value.path == "kwargs['option']"
+    with pytest.raises(errors.ArgumentNotSerializableError) as created:
+        Engine.create(engine.scheduler, engine.worker_id, Counter, "never", lock)
+    assert created.value.path == "args[0]"
+    with pytest.raises(errors.ArgumentNotSerializableError):
+        asyncio.run(engine.acall("echo", lock))
+    assert engine.call("add") == 1
+
+
+def test_an_argument_that_does_not_load_in_the_worker(engine: Engine) -> None:
+    for method in ("add", "async_add"):
+        with pytest.raises(errors.ArgumentNotLoadableError) as caught:
+            engine.call(method, Unloadable())
+        assert "ValueError: refused to load" in caught.value.reason
+        assert "The method did not run" in str(caught.value)
+    with pytest.raises(errors.ArgumentNotLoadableError):
+        Engine.create(engine.scheduler, engine.worker_id, Counter, "not-loaded", Unloadable())
+    Engine.create(engine.scheduler, engine.worker_id, Counter, "not-loaded")
+    assert engine.call("add") == 1, "neither method ran"
+
+
+@pytest.mark.parametrize("method", ["unpicklable", "async_unpicklable"])
+def test_a_result_that_cannot_be_pickled(engine: Engine, method: str) -> None:
+    for meta in (None, {"keep": True}):
+        with pytest.raises(errors.ResultNotSerializableError) as caught:
+            engine.call(method, rpc_meta=meta)
+        assert caught.value.path == "result['model'][1]['lock']"
+        assert caught.value.value_type == "_thread.lock"
+        assert "The call is not repeated" in str(caught.value)
+    assert engine.call("add") == 1
+
+
+def test_a_result_that_does_not_load_in_the_driver(engine: Engine) -> None:
+    with pytest.raises(errors.NotLoadableError, match="refused to load"):
+        engine.call("apply", Unloadable)
+    assert engine.call("add") == 1
+
+
+def test_rpc_meta_that_nobody_knows(engine: Engine) -> None:
+    with pytest.raises(TypeError, match=r"unknown rpc_meta \['brodcast'\]; it takes 'broadcast' and 'keep'"):
+        engine.call("add", rpc_meta={"brodcast": True})
+    assert engine.call("add") == 1
+
+
+def test_environment_variables_are_strings(scheduler: Scheduler, worker: str) -> None:
+    with pytest.raises(TypeError, match=f"environment of {worker}"):
+        asyncio.run(scheduler.set_worker_env(worker, {"N": 1}))  # type: ignore[dict-item]
+
+
+# --- jobs ---------------------------------------------------------------------------------------------------------------
+
+SPEC = SchedulingSpec()
+
+
+@pytest.mark.parametrize(
+    ("job", "error_type", "message"),
+    [
+        (Job(role="r", replicas=0), errors.InvalidReplicasError, "job 'r' asks for 0 replicas; a job needs at least 1"),
+        (Job(role="r", replicas=-2), errors.InvalidReplicasError, "asks for -2 replicas"),
+        (Job(role="r", replicas=3, tasks=[SPEC] * 2), errors.TaskCountError, "has 2 scheduling specs for 3 replicas"),
+        (Job(role="r", replicas=1, tasks=[]), errors.TaskCountError, "has 0 scheduling specs for 1 replicas"),
+        (Job(role="r", tasks=[SchedulingSpec(cpu=-1)]), errors.InvalidSpecError, "job 'r': cpu is -1; expected 0 or more"),
+        (Job(role="r", tasks=[SchedulingSpec(gpu=-0.5)]), errors.InvalidSpecError, "gpu is -0.5"),
+        (Job(role="r", tasks=[SchedulingSpec(mem=-1)]), errors.InvalidSpecError, "mem is -1"),
+        (Job(role="r", tasks=[SchedulingSpec(port_count=-1)]), errors.InvalidSpecError, "port_count is -1"),
+        (Job(role=""), errors.InvalidSpecError, "role is ''"),
+        (Job(role="a/b"), errors.InvalidSpecError, "role is 'a/b'"),
+        (
+            Job(role="r", scheduling_strategy=SchedulingStrategy(type="colocation")),
+            errors.InvalidSpecError,
+            "scheduling_strategy.target is None; expected the role to colocate with",
+        ),
+        (
+            Job(role="r", scheduling_strategy=SchedulingStrategy(fork=True)),
+            errors.InvalidSpecError,
+            "target and fork only with colocation",
+        ),
+        (
+            Job(role="r", scheduling_strategy=SchedulingStrategy(type="colocation", target="nobody")),
+            errors.RoleNotFoundError,
+            "no role 'nobody'",
+        ),
+        (
+            Job(role="r", scheduling_strategy=SchedulingStrategy(type="colocation", target="nobody", fork=True)),
+            errors.RoleNotFoundError,
+            "no role 'nobody'",
+        ),
+        (
+            Job(role="r", replicas=3, scheduling_strategy=SchedulingStrategy(type="colocation", target="shared")),
+            errors.InvalidSpecError,
+            "replicas is 3; expected a divisor of the 2 workers of 'shared'",
+        ),
+    ],
+)
+def test_a_job_that_makes_no_sense(
+    scheduler: Scheduler, shared_workers: list[str], job: Job, error_type: type[Exception], message: str
+) -> None:
+    before = [status.worker_id for status in scheduler.status()]
+    with pytest.raises(error_type) as caught:
+        scheduler.create_workers(job)
+    assert message in str(caught.value)
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers(job.role or "r")
+    assert [status.worker_id for status in scheduler.status()] == before
+
+
+def test_a_duplicate_role(scheduler: Scheduler, role: str) -> None:
+    ids = scheduler.create_workers(Job(role=role))
+    with pytest.raises(errors.RoleExistsError, match=f"role {role!r} already runs with 1 workers"):
+        scheduler.create_workers(Job(role=role, replicas=2))
+    assert [worker.id for worker in scheduler.get_workers(role)] == ids
+    scheduler.delete_workers(role)
+    assert scheduler.create_workers(Job(role=role)) == ids, "its name is free again"
+
+
+def test_of_two_starts_at_once_under_one_name_one_wins(scheduler: Scheduler, role: str) -> None:
+    outcomes: list[Any] = []
+
+    def start() -> None:
+        try:
+            outcomes.append(scheduler.create_workers(Job(role=role)))
+        except errors.RoleExistsError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(outcome == [f"{role}/0"] for outcome in outcomes) == 1 or len(outcomes) == 4
+    assert sum(isinstance(outcome, errors.RoleExistsError) for outcome in outcomes) == 3
+    assert len(scheduler.get_workers(role)) == 1
+
+
+def test_errors_come_from_a_worker_that_is_busy_too(engine: Engine, gate: Gate) -> None:
+    with held(engine, gate):
+        for method in ("nothing_like_that", "_secret"):
+            with pytest.raises(errors.MethodNotFoundError):
+                engine.call(method, timeout=5)
+        with pytest.raises(errors.EngineNotFoundError):
+            engine.scheduler.call_engine(engine.worker_id, "add", "no-such-engine", timeout=5)
+        with pytest.raises(errors.EngineExistsError):
+            Engine.create(engine.scheduler, engine.worker_id, Counter, engine.name)
+    wait_until(lambda: engine.call("add"), "the worker goes on")
