@@ -329,7 +329,7 @@ class SchedulerBase(Scheduler):
         self._require_open("a call")
         name, _, index = worker_id.rpartition("/")
         role = self._roles.get(name)
-        if role is None or not index.isdigit() or int(index) >= len(role.clients):
+        if role is None or not index.isdecimal() or int(index) >= len(role.clients):
             known = [worker for entry in self._roles.values() for worker in entry.worker_ids]
             raise errors.WorkerNotFoundError(name=worker_id, known=known)
         return role.clients[int(index)]

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -59,6 +59,16 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
     if _running_loop() is loop:
         return await coroutine
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread can be had any more.
+
+    ``close`` runs there, by atexit, in a script that forgot it, and by then nobody else waits for the loop.
+    """
+    if not threading.main_thread().is_alive():
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -17,6 +17,7 @@ from helmsman.api import errors
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller.deadline import Deadline
+from helmsman.controller.loop import in_thread
 
 Resources = dict[str, float]
 
@@ -148,7 +149,7 @@ async def reserve(
             request.bundles, strategy=request.strategy, name=request.name, bundle_label_selector=selector
         )
         groups.append(group)
-        resources.push_async_callback(asyncio.to_thread, remove_placement_group, group)
+        resources.push_async_callback(in_thread, remove_placement_group, group)
     # The table and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
     while True:
         tables = [await asyncio.to_thread(placement_group_table, group) for group in groups]

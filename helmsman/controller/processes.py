@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from helmsman.controller.client import tail_of
+from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server import guardian
 from helmsman.rpc_server.forkserver import Exited, Kill, Spawn, decode_event, encode_message, worker_tag
 from helmsman.rpc_server.wire import FrameReader, pack_length
@@ -131,8 +132,8 @@ class ForkServer(asyncio.Protocol):
         """Close the connection, upon which it ends everything, and await its end."""
         if self._transport is not None:
             self._transport.close()
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self._process.wait), limit_s)
-        except TimeoutError:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        deadline = Deadline(limit_s)
+        while self._process.poll() is None:  # and no thread that waits: at the end of the interpreter there is none to be had
+            if deadline.passed:
+                self._process.kill()
+            await asyncio.sleep(0.005)

@@ -19,7 +19,7 @@ from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import visibility
-from helmsman.controller.loop import run_sync
+from helmsman.controller.loop import in_thread, run_sync
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request
@@ -191,7 +191,7 @@ class RayScheduler(SchedulerBase):
 
     async def _sweep(self) -> None:
         if self._owns_ray and ray.is_initialized():
-            await asyncio.to_thread(ray.shutdown)
+            await in_thread(ray.shutdown)
 
 
 def _connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class RayTransport(Transport):
             raise TransportLostError(_reason_text(error)) from error
 
     async def ending(self) -> Ending:
-        if self.node_id and self.node_id != self._here and not await asyncio.to_thread(_is_alive, self.node_id):
+        if self.node_id and self.node_id != self._here and not await in_thread(_is_alive, self.node_id):
             return Ending("was lost with its node")
         record, tail = await self._remains()
         if record is None:
@@ -272,7 +272,7 @@ class RayTransport(Transport):
     async def _remains(self) -> tuple[dict[str, int | None] | None, str]:
         """What the worker's guardian recorded and the end of its log, read on the worker's node."""
         if self.node_id in ("", self._here):
-            return await asyncio.to_thread(_read_remains, self.log_path)
+            return await in_thread(_read_remains, self.log_path)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
         reference = reader.options(scheduling_strategy=placement.on_node(self.node_id)).remote(self.log_path)
         try:
