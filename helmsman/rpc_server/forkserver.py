@@ -135,8 +135,12 @@ class _ForkServer:
                 return
             tag = self._workers.pop(pid, None)
             if tag is not None:  # otherwise an orphan of a worker, adopted by us
-                survivors = guardian.end_family(pid, tag)
+                survivors = guardian.end_family(pid, tag, self._adopted)
                 self._tell(Exited(pid, status, sorted(survivors)))
+
+    def _adopted(self, table: dict[int, guardian.Process]) -> set[int]:
+        """Orphans of workers that have ended; a worker that lives adopts those of its own family itself."""
+        return {row.pid for row in table.values() if row.parent == os.getpid() and row.pid not in self._workers}
 
     def _tell(self, event: Spawned | Exited) -> None:
         message = encode_message(event)
@@ -193,6 +197,7 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int]) 
             os.close(fd)
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if os.getppid() == 1:
             os._exit(1)  # the forkserver died before the line above
         _redirect_output(order.identity.log_path)

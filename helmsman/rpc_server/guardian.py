@@ -1,9 +1,12 @@
 """The end of a worker's family: what it started, directly or through its children, goes with it.
 
-A family is found by three marks, since a child can shed each of them alone: its descent (walked while the worker lives), the
-worker's process group or session, and the worker's tag in the environment that a new program inherits. Standard library only:
-this file also runs as a script of its own (``python -I -S guardian.py ...``), beside a worker whose parent is not ours (a Ray
-actor), so that the family's end does not depend on the worker's, the driver's or Ray's health.
+A family is found by marks, of which a child can shed each: its descent, the worker's process group or session, and the
+worker's tag in the environment that a new program inherits. A child that was forked without a new program and has left the
+session bears none of them once its parent is gone. Who ends the family knows of those: the forkserver adopts them, and a Ray
+worker's forks are told to its guardian.
+
+Standard library only: this file also runs as a script of its own (``python -I -S guardian.py ...``), beside a worker whose
+parent is not ours (a Ray actor), so that the family's end does not depend on the worker's, the driver's or Ray's health.
 """
 
 from __future__ import annotations
@@ -34,6 +37,11 @@ class Process(NamedTuple):
     group: int
     session: int
     state: str
+    started: int
+    """In clock ticks since the machine's boot; with the pid, the process's identity."""
+
+
+Known = Callable[[dict[int, Process]], set[int]]
 
 
 def process_table() -> dict[int, Process]:
@@ -58,7 +66,7 @@ def _process(pid: int) -> Process | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode())
+    return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
 
 def _has_tag(pid: int, tag: bytes) -> bool:
@@ -84,14 +92,14 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
     return found
 
 
-def family(worker_pid: int, tag: str, known: Iterable[int] = ()) -> set[int]:
+def family(worker_pid: int, tag: str, known: Known = lambda table: set()) -> set[int]:
     """Living processes of a worker's family, without the worker and without the caller.
 
-    ``known`` are pids seen before as descendants of the worker; they count only while they still carry one of its marks.
+    ``known`` picks from the process table those that belong to it although they bear no mark of it.
     """
     table = process_table()
     mark = f"{TAG_VARIABLE}={tag}".encode()
-    members = descendants(worker_pid, table)
+    members = descendants(worker_pid, table) | known(table)
     for row in table.values():
         if worker_pid in (row.group, row.session) or (row.pid not in members and _has_tag(row.pid, mark)):
             members.add(row.pid)
@@ -100,14 +108,10 @@ def family(worker_pid: int, tag: str, known: Iterable[int] = ()) -> set[int]:
     return {pid for pid in members if pid not in (worker_pid, os.getpid()) and table[pid].state != "Z"}
 
 
-def end_family(worker_pid: int, tag: str, *, grace_s: float = 0.0, limit_s: float = 5.0) -> set[int]:
-    """Kill a worker's family, after SIGTERM and ``grace_s`` seconds when that is not 0; returns who is left after
-    ``limit_s``."""
+def end_family(worker_pid: int, tag: str, known: Known = lambda table: set(), *, limit_s: float = 5.0) -> set[int]:
+    """Kill a worker's family; returns who is left after ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
-    if grace_s and (members := family(worker_pid, tag)):
-        _signal_all(members, signal.SIGTERM)
-        wait_until(lambda: not family(worker_pid, tag), grace_s)
-    while members := family(worker_pid, tag):
+    while members := family(worker_pid, tag, known):
         _signal_all(members, signal.SIGKILL)
         if time.monotonic() > deadline:
             return members
@@ -166,14 +170,19 @@ def read_record(log_path: str) -> dict[str, int | None] | None:
         return None
 
 
-def watch(worker_pid: int, tag: str, log_path: str) -> None:
-    """Wait for a process to end, record how, and end its family. The guardian's whole life."""
+def watch(worker_pid: int, tag: str, log_path: str, forks_fd: int) -> None:
+    """Wait for a process to end, record how, and end its family. The guardian's whole life.
+
+    Args:
+        forks_fd: where the worker and its forks tell the pids of their forks.
+    """
     try:
         pidfd = os.pidfd_open(worker_pid)
     except ProcessLookupError:
         status = None
+        forks: set[Process] = set()
     else:
-        select.select([pidfd], [], [])
+        forks = _collect_forks(pidfd, forks_fd)
         status = exit_status_of(pidfd)
     code, number = split_status(status) if status is not None else (None, None)
     temporary = f"{record_path(log_path)}.{os.getpid()}"
@@ -183,24 +192,61 @@ def watch(worker_pid: int, tag: str, log_path: str) -> None:
         os.replace(temporary, record_path(log_path))
     except OSError as error:  # the log folder has gone; the family must end all the same
         print(f"guardian of {worker_pid}: no record at {log_path}: {error}", file=sys.stderr)
-    end_family(worker_pid, tag)
+    born = {(fork.pid, fork.started) for fork in forks}
+    end_family(worker_pid, tag, lambda table: {row.pid for row in table.values() if (row.pid, row.started) in born})
+
+
+def _collect_forks(pidfd: int, forks_fd: int) -> set[Process]:
+    """Wait until the worker has ended; returns the forks that may live, told from successors of their pids by their start."""
+    os.set_blocking(forks_fd, False)
+    forks: set[Process] = set()
+    watched = [pidfd, forks_fd]
+    ended = False
+    while not ended:
+        ready, _, _ = select.select(watched, [], [])
+        ended = pidfd in ready
+        if forks_fd in ready or ended:
+            try:
+                told = os.read(forks_fd, 1 << 16)
+            except BlockingIOError:
+                continue
+            if not told:
+                watched.remove(forks_fd)
+            for (pid,) in struct.iter_unpack("i", told):
+                if (row := _process(pid)) is not None:
+                    forks.add(row)
+            forks = {fork for fork in forks if (row := _process(fork.pid)) is not None and row.started == fork.started}
+    return forks
 
 
 def spawn_guardian(tag: str, log_path: str) -> None:
     """Start a guardian for this process; it outlives us by the moment it needs."""
     import subprocess
 
-    subprocess.Popen(
+    theirs, ours = os.pipe()
+    subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), tag, log_path],
-        stdin=subprocess.DEVNULL,
+        stdin=theirs,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         env={},
         close_fds=True,
+        check=True,
     )
+    os.close(theirs)
+    os.register_at_fork(after_in_child=lambda: _tell_fork(ours))
+
+
+def _tell_fork(fd: int) -> None:
+    try:
+        os.write(fd, struct.pack("i", os.getpid()))
+    except OSError:
+        return  # the guardian has gone, or this child has closed what it inherited
 
 
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
-    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    if os.fork():
+        os._exit(0)  # an orphan from here on: a Ray worker that ends in order kills its direct children before it does
+    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.stdin.fileno())
