@@ -92,8 +92,8 @@ def run_driver(tmp_path: Path, backend: str) -> Iterator[Callable[..., Driver]]:
     """Start a driver script on the backend of the test."""
     started: list[Driver] = []
 
-    def start(script: str, **options: Any) -> Driver:
-        started.append(Driver(tmp_path, backend, script, **options))
+    def start(script: str, folder: Path = tmp_path, **options: Any) -> Driver:
+        started.append(Driver(folder, backend, script, **options))
         return started[-1]
 
     yield start

@@ -197,11 +197,7 @@ class Driver:
 
     def left(self) -> list[str]:
         """What the run has not cleaned up yet. Logs are meant to stay; Ray keeps those of its session too."""
-        sockets = []
-        for path, folders, files in os.walk(self.temporary.name):
-            if "/ray/" not in f"{path}/":
-                sockets += [os.path.join(path, name) for name in folders if name.startswith(f"helmsman-{RUN_DIR_MARK}")]
-                sockets += [os.path.join(path, name) for name in files if name.endswith(".sock")]
+        sockets = [str(path) for path in Path(self.temporary.name).rglob("*.sock") if "ray" not in path.parts]
         run_dirs = [name for name in os.listdir(self.temporary.name) if _is_run_dir(name)]
         shared = [name for name in set(os.listdir("/dev/shm")) - self.before if self._is_ours(name)]
         return list(processes_with("DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
@@ -221,9 +217,6 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.temporary.cleanup()
-
-
-RUN_DIR_MARK = "run-"
 
 
 def _is_run_dir(name: str) -> bool:
