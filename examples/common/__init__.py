@@ -1,0 +1,1 @@
+"""What the example scripts share; the training loop itself is in the scripts."""

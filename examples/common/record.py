@@ -1,0 +1,187 @@
+"""What a run leaves in its output folder, so that it can be watched, resumed and compared.
+
+metrics.jsonl       one Record per step, appended as the step ends
+checkpoints/        step-000120/, ... and ``latest``, a link to the newest complete one
+settings.json       what --resume goes on with
+summary.json        written at the end
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from examples.common.settings import Settings
+
+Phase = Literal["eval", "sft", "grpo"]
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One step of a run, filled in as the step goes on."""
+
+    step: int
+    """0 is the evaluation before training; then supervised steps, then GRPO steps."""
+    phase: Phase
+    loss: float | None = None
+    """Mean over the batch's tokens."""
+    reward: float | None = None
+    """Mean reward of the sampled answers."""
+    accuracy: float | None = None
+    """Share of right answers among those that were sampled for training."""
+    held_out_accuracy: float | None = None
+    """Share of held-out tasks solved with greedy decoding, on steps that end with an evaluation."""
+    tokens: int = 0
+    """Tokens that were trained on (sft), or generated for training (grpo)."""
+    tokens_per_s: float = 0.0
+    """Those tokens over the step's time, without its evaluation."""
+    weight_version: int = 0
+    """Version of the weights that the step made: the number of optimizer steps."""
+    seconds: float = 0.0
+    """Duration of the step, with its evaluation."""
+
+    def with_tokens(self, num_tokens: int, seconds: float) -> Record:
+        """Note how many tokens were processed in how many seconds; returns itself."""
+        self.tokens, self.tokens_per_s = num_tokens, num_tokens / seconds
+        return self
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """A finished run in numbers."""
+
+    task: str
+    accuracy_before: float
+    """Share of held-out tasks solved before training."""
+    accuracy_after_sft: float
+    """The same after the supervised steps."""
+    accuracy_after_grpo: float
+    """The same at the end."""
+    num_held_out: int
+    sft_steps: int
+    grpo_steps: int
+    seconds: float
+    """From start to end, workers' start included; resumed runs added up."""
+    tokens_per_s: float
+    """Generated tokens over the time of all GRPO steps, training included, evaluations not."""
+    scheduler: str
+    train_workers: int
+    rollout_workers: int
+    seed: int
+
+
+def summarize(records: Sequence[Record], settings: Settings, task: str, seconds: float) -> Summary:
+    """The summary of a run from its records, which begin with step 0 and end with the last one."""
+    accuracies = {record.step: record.held_out_accuracy for record in records if record.held_out_accuracy is not None}
+    grpo = [record for record in records if record.phase == "grpo" and record.tokens_per_s > 0]
+    grpo_s = sum(record.tokens / record.tokens_per_s for record in grpo)
+    return Summary(
+        task=task,
+        accuracy_before=accuracies[0],
+        accuracy_after_sft=accuracies[settings.sft_steps],
+        accuracy_after_grpo=accuracies[max(accuracies)],
+        num_held_out=settings.num_held_out,
+        sft_steps=settings.sft_steps,
+        grpo_steps=settings.steps,
+        seconds=round(seconds, 1),
+        tokens_per_s=round(sum(record.tokens for record in grpo) / grpo_s, 1) if grpo_s else 0.0,
+        scheduler=settings.scheduler,
+        train_workers=settings.train_workers,
+        rollout_workers=settings.rollout_workers,
+        seed=settings.seed,
+    )
+
+
+class MetricsLog:
+    """metrics.jsonl: an append-only list of records with one line per step, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, record: Record) -> None:
+        """Add a step's record by one write, so that a reader never sees half of it."""
+        line = msgspec.json.encode(record) + b"\n"
+        with open(self._path, "ab", buffering=0) as file:
+            file.write(line)
+
+    def read(self) -> list[Record]:
+        """All records. A last line that a crash cut short is left out."""
+        if not self._path.exists():
+            return []
+        data = self._path.read_bytes()
+        complete = data[: data.rfind(b"\n") + 1]
+        return [msgspec.json.decode(line, type=Record) for line in complete.splitlines()]
+
+    def rewind(self, step: int) -> list[Record]:
+        """Drop the records after ``step``, which a resumed run does again; returns those that stay."""
+        kept = [record for record in self.read() if record.step <= step]
+        write_atomically(self._path, b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
+        return kept
+
+
+class Checkpoints:
+    """Numbered checkpoint folders; each appears complete or not at all, and only the newest few stay."""
+
+    _NAME = re.compile(r"step-(\d{6,})")
+
+    def __init__(self, folder: Path, num_kept: int) -> None:
+        self._folder = folder
+        self._num_kept = num_kept
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Let ``write`` fill a folder for ``step``, publish it and drop the oldest ones. Returns the folder."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self._folder / f".step-{step:06d}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write(unfinished)
+        path = self._folder / f"step-{step:06d}"
+        if path.exists():
+            shutil.rmtree(path)
+        unfinished.rename(path)
+        link = self._folder / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        link.replace(self._folder / "latest")
+        for old in self._steps()[: -self._num_kept]:
+            shutil.rmtree(self._folder / f"step-{old:06d}")
+        return path
+
+    def latest(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint."""
+        link = self._folder / "latest"
+        match = self._NAME.fullmatch(os.readlink(link)) if link.is_symlink() else None
+        if match is None or not link.is_dir():
+            return None
+        return int(match[1]), link.resolve()
+
+    def _steps(self) -> list[int]:
+        matches = (self._NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+
+def clear(out: Path) -> bool:
+    """Remove what an earlier run left in the output folder, and nothing else; returns whether there was something."""
+    files = [out / name for name in ("metrics.jsonl", "settings.json", "summary.json", "curve.png")]
+    folders = [out / "checkpoints", out / "logs"]
+    found = any(path.exists() for path in files + folders)
+    for path in files:
+        path.unlink(missing_ok=True)
+    for path in folders:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, all or nothing."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file's content, all or nothing."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(data)
+    temporary.replace(path)

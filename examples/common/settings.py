@@ -1,0 +1,133 @@
+"""The settings of a run: defaults, then those of the run that is resumed, then the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that decides what a run does."""
+
+    scheduler: str = "ray"
+    train_workers: int = 1
+    rollout_workers: int = 2
+    cpus_per_worker: float = 0.5
+    gpus_per_worker: float = 0.0
+    task: str = "palindrome_generation"
+    task_params: dict[str, Any] = {}
+    data: str | None = None
+    model: str | None = None
+    sft_steps: int = 165
+    steps: int = 150
+    sft_batch: int = 64
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    sft_lr: float = 1e-3
+    lr: float = 2e-4
+    temperature: float = 1.0
+    max_new_tokens: int | None = None
+    num_tasks: int = 6000
+    num_held_out: int = 256
+    eval_every: int = 25
+    save_every: int = 25
+    seed: int = 0
+    out: str = "runs/grpo"
+
+    @property
+    def total_steps(self) -> int:
+        """Supervised steps and GRPO steps together; they are numbered through, from 1."""
+        return self.sft_steps + self.steps
+
+
+TASK_PARAMS: dict[str, dict[str, Any]] = {"palindrome_generation": {"min_length": 5, "max_length": 8}}
+"""Parameters of tasks that a small model learns in minutes; other tasks have the defaults of reasoning-gym."""
+
+_FOR_A_PRETRAINED_MODEL = {"sft_steps": 0, "sft_lr": 1e-5, "lr": 1e-6, "max_new_tokens": 256}
+_FREE_ON_RESUME = {
+    "scheduler",
+    "train_workers",
+    "rollout_workers",
+    "cpus_per_worker",
+    "gpus_per_worker",
+    "steps",
+    "eval_every",
+    "save_every",
+    "out",
+}
+"""What may differ from the run that is resumed; everything else decides what the steps before were."""
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
+    """Settings from the command line, and whether to resume.
+
+    Exits with code 2 and a message when they make no sense.
+    """
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    resume = bool(given.pop("resume", False))
+    layers: dict[str, Any] = dict(_FOR_A_PRETRAINED_MODEL) if given.get("model") else {}
+    if resume:
+        path = Path(given.get("out", Settings().out)) / "settings.json"
+        if not path.exists():
+            parser.error(f"there is no run to resume in {path.parent}: it has no {path.name}")
+        layers = json.loads(path.read_bytes())
+        for name in given.keys() - _FREE_ON_RESUME:
+            if given[name] != layers[name]:
+                flag = name.replace("_", "-")
+                parser.error(f"--{flag} is {layers[name]!r} in the run to resume; leave it out, or start anew without --resume")
+    settings = msgspec.convert({**layers, **given}, Settings)
+    if not resume and "task_params" not in given:
+        settings = msgspec.structs.replace(settings, task_params=TASK_PARAMS.get(settings.task, {}))
+    for name in ("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch", "num_held_out"):
+        if getattr(settings, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(settings, name)}; expected 1 or more")
+    if settings.data is not None and "task" in given:
+        parser.error("--data takes the place of --task; give one of them")
+    return settings, resume
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a language model by GRPO on tasks with verifiers: a short supervised phase, then reinforcement "
+        "learning, with trainers and rollout workers driven from this one script.",
+        argument_default=argparse.SUPPRESS,
+    )
+    defaults = Settings()
+
+    def add(flag: str, text: str, **options: Any) -> None:
+        default = getattr(defaults, flag[2:].replace("-", "_"), None)
+        shown = f" (default: {default})" if default is not None and default != {} else ""
+        parser.add_argument(flag, help=text + shown, **options)
+
+    add("--scheduler", "what runs the workers", choices=("ray", "local", "inline"))
+    add("--train-workers", "ranks of the training job (inline: 1)", type=int)
+    add("--rollout-workers", "rollout instances", type=int)
+    add("--cpus-per-worker", "cores that each worker is granted", type=float)
+    add("--gpus-per-worker", "accelerators that each worker is granted", type=float)
+    add("--task", "a dataset of reasoning-gym")
+    add("--task-params", "its parameters, as JSON", type=json.loads)
+    add("--data", "JSONL file of {prompt, answer} instead of a task")
+    add("--model", "local Hugging Face folder to start from; a small new model without it")
+    add("--sft-steps", "supervised steps before GRPO (with --model: 0)", type=int)
+    add("--steps", "GRPO steps", type=int)
+    add("--sft-batch", "solved tasks in a supervised step", type=int)
+    add("--prompts-per-step", "prompts in a GRPO step", type=int)
+    add("--samples-per-prompt", "answers drawn for each prompt", type=int)
+    add("--sft-lr", "learning rate of the supervised phase (with --model: 1e-5)", type=float)
+    add("--lr", "learning rate of GRPO (with --model: 1e-6)", type=float)
+    add("--temperature", "of the sampling in training; evaluation is greedy", type=float)
+    add("--max-new-tokens", "longest answer; what the known answers need when not given (with --model: 256)", type=int)
+    add("--num-tasks", "tasks to generate", type=int)
+    add("--num-held-out", "tasks to evaluate on, never trained on", type=int)
+    add("--eval-every", "GRPO steps between evaluations", type=int)
+    add("--save-every", "steps between checkpoints", type=int)
+    add("--seed", "of everything that is drawn", type=int)
+    add("--out", "output folder")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    return parser

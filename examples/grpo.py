@@ -1,0 +1,249 @@
+"""Train a language model by GRPO from one script, on one machine or a cluster: `make demo`.
+
+    python examples/grpo.py                                   # a small new model, on an embedded local Ray
+    python examples/grpo.py --scheduler local                 # the same without Ray; `inline` for a debugger
+    python examples/grpo.py --model path/to/model --data tasks.jsonl
+    python examples/grpo.py --out runs/grpo --resume          # go on from the last checkpoint
+
+The loop is `Run.train`, and a step of it `Run.grpo_step`: draw prompts, generate answers, reward them, compare each with the
+others of its prompt, take one optimizer step, bring the new weights to the rollout workers. What surrounds it is in
+examples/common/.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
+
+from examples.common.curve import draw_curve
+from examples.common.interrupts import Interrupted, interruptible
+from examples.common.record import Checkpoints, MetricsLog, Record, clear, summarize, write_json
+from examples.common.settings import Settings, parse
+from examples.common.tasks import Task, TaskSet, load_tasks
+from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_model
+from examples.common.view import View, open_view
+from helmsman import HelmsmanError, Job, RolloutController, SamplingParams, SchedulingSpec, TrainController, make_scheduler
+from helmsman.api.advantages import group_advantages
+
+
+class Run:
+    """A training run on workers that are ready."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tasks: TaskSet,
+        tokenizer: Tokenizer,
+        trainer: TrainController,
+        rollout: RolloutController,
+        max_new_tokens: int,
+    ) -> None:
+        self.settings = settings
+        self.tasks = tasks
+        self.tokenizer = tokenizer
+        self.trainer = trainer
+        self.rollout = rollout
+        self.max_new_tokens = max_new_tokens
+        self.metrics = MetricsLog(Path(settings.out) / "metrics.jsonl")
+        self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", num_kept=3)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def train(self, first_step: int, view: View) -> None:
+        """Do the steps from ``first_step`` on: 0 only evaluates, then come supervised steps, then GRPO."""
+        settings = self.settings
+        for step in range(first_step, settings.total_steps + 1):
+            started = time.monotonic()
+            self.set_lr(settings.sft_lr if step <= settings.sft_steps else settings.lr)
+            if step == 0:
+                record = Record(step=0, phase="eval")
+            elif step <= settings.sft_steps:
+                record = self.supervised_step(step)
+            else:
+                record = self.grpo_step(step)
+            record.held_out_accuracy = self.evaluate() if self.is_due(step, settings.eval_every) else None
+            record.weight_version = self.trainer.get_version()
+            record.seconds = time.monotonic() - started
+            self.metrics.append(record)
+            view.show(record)
+            if step > 0 and self.is_due(step, settings.save_every):
+                self.save(step)
+
+    def supervised_step(self, step: int) -> Record:
+        """One optimizer step on solved tasks."""
+        started = time.monotonic()
+        samples = []
+        for task in self.rng(step).choices(self.tasks.solved, k=self.settings.sft_batch):
+            prompt, answer = self.tokenizer.encode_prompt(task.prompt), self.tokenizer.encode_answer(str(task.answer))
+            samples.append({"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)})
+        stats = self.trainer.train_batch(samples, "sft")
+        num_tokens = sum(len(sample["input_ids"]) for sample in samples)
+        return Record(step=step, phase="sft", loss=stats["loss"]).with_tokens(num_tokens, time.monotonic() - started)
+
+    def grpo_step(self, step: int) -> Record:
+        """One optimizer step on answers that the model itself gave, by nothing but their rewards."""
+        started = time.monotonic()
+        rng, group_size = self.rng(step), self.settings.samples_per_prompt
+        tasks = [task for task in rng.choices(self.tasks.train, k=self.settings.prompts_per_step) for _ in range(group_size)]
+        prompts = [self.tokenizer.encode_prompt(task.prompt) for task in tasks]
+        # A seed for each answer, so that it does not matter which worker draws it and beside which others.
+        sampling = [self.sampling(self.settings.temperature, seed=rng.getrandbits(62)) for _ in tasks]
+
+        answers = self.rollout.generate(prompts, sampling)
+        rewards = [self.score(task, answer.token_ids) for task, answer in zip(tasks, answers, strict=True)]
+        # Not divided by the standard deviation: a group of all but equally wrong answers then says next to nothing.
+        advantages = group_advantages(rewards, group_size=group_size, normalize_std=False)
+        samples = [
+            {
+                "input_ids": prompt + answer.token_ids,
+                "loss_mask": [0] * len(prompt) + [1] * len(answer.token_ids),
+                "logprobs": [0.0] * len(prompt) + answer.logprobs,
+                "advantages": advantage,
+            }
+            for prompt, answer, advantage in zip(prompts, answers, advantages, strict=True)
+        ]
+        stats = self.trainer.train_batch(samples, "grpo", {"clip_high": 0.28})
+        self.trainer.update_rollout(self.rollout)
+
+        accuracy = statistics.fmean(reward >= 1 for reward in rewards)
+        record = Record(step=step, phase="grpo", loss=stats["loss"], reward=statistics.fmean(rewards), accuracy=accuracy)
+        return record.with_tokens(sum(len(answer.token_ids) for answer in answers), time.monotonic() - started)
+
+    def evaluate(self) -> float:
+        """Share of held-out tasks that the current weights solve with greedy decoding."""
+        self.trainer.update_rollout(self.rollout)
+        prompts = [self.tokenizer.encode_prompt(task.prompt) for task in self.tasks.held_out]
+        answers = self.rollout.generate(prompts, self.sampling(temperature=0.0, seed=0))
+        scores = [self.score(task, answer.token_ids) for task, answer in zip(self.tasks.held_out, answers, strict=True)]
+        return statistics.fmean(score >= 1 for score in scores)
+
+    # --- parts of it --------------------------------------------------------------------------------------------------
+
+    def rng(self, step: int) -> random.Random:
+        """What a step draws depends on seed and step alone, so a resumed run goes on as an unbroken one."""
+        return random.Random(f"{self.settings.seed}/{step}")
+
+    def sampling(self, temperature: float, seed: int) -> SamplingParams:
+        """Parameters of one answer."""
+        stop = (self.tokenizer.eos_id,)
+        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=temperature, stop_token_ids=stop, seed=seed)
+
+    def score(self, task: Task, token_ids: Sequence[int]) -> float:
+        """Reward of an answer, by the task's own verifier."""
+        return self.tasks.score(task, self.tokenizer.decode(token_ids))
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what is done every so many GRPO steps is due; also before training, between the phases and at the end."""
+        settings = self.settings
+        is_edge = step in (0, settings.sft_steps, settings.total_steps)
+        return is_edge or (step > settings.sft_steps and (step - settings.sft_steps) % every == 0)
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate on every rank."""
+        for worker in self.trainer.workers:
+            self.trainer.scheduler.call_engine(worker.id, "set_lr", None, lr)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint: a Hugging Face folder with tokenizer, and the optimizer's state."""
+
+        def write(folder: Path) -> None:
+            self.trainer.save(str(folder))
+            self.tokenizer.save(folder)
+
+        self.checkpoints.save(step, write)
+
+    def resume(self) -> int:
+        """Load the last checkpoint and forget the records after it; returns the next step."""
+        found = self.checkpoints.latest()
+        if found is None:
+            self.metrics.rewind(-1)
+            return 0
+        step, folder = found
+        self.trainer.load(str(folder))
+        self.metrics.rewind(step)
+        return step + 1
+
+
+def run(settings: Settings, *, resume: bool) -> None:
+    """Start the workers, train, and write curve and summary."""
+    started = time.monotonic()
+    out = Path(settings.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if not resume and clear(out):
+        sys.stdout.write(f"the earlier run in {out} is replaced\n")
+    write_json(out / "settings.json", settings)
+    tasks = load_tasks(settings)
+    tokenizer = make_tokenizer(settings.model, tasks)
+    longest_prompt, longest_answer = longest(tasks, tokenizer)
+    max_new_tokens = settings.max_new_tokens or longest_answer + 2
+    max_len = longest_prompt + max_new_tokens
+    model: Any = settings.model or small_model(tokenizer, max_len)
+
+    spec = SchedulingSpec(cpu=settings.cpus_per_worker, gpu=settings.gpus_per_worker)
+    with (
+        make_scheduler(settings.scheduler, seed=settings.seed, log_dir=out / "logs") as scheduler,
+        open_view(settings, scheduler) as view,
+    ):
+        view.note(f"{len(tasks.train)} tasks to train on, {len(tasks.held_out)} held out; starting workers")
+        trainer = TrainController(
+            scheduler,
+            "examples.common.engine.Trainer",
+            Job(role="train", replicas=settings.train_workers, tasks=[spec]),
+            engine_kwargs={"model": model, "seed": settings.seed, "lr": settings.lr},
+        )
+        rollout = RolloutController(
+            scheduler,
+            "helmsman.engines.rollout.HFRolloutEngine",
+            Job(role="rollout", replicas=settings.rollout_workers, tasks=[spec]),
+            engine_kwargs={"model": model, "seed": settings.seed, "max_concurrency": 128, "max_model_len": max_len},
+            max_in_flight_per_worker=128,
+        )
+        trainer.initialize()
+        rollout.initialize()
+        this = Run(settings, tasks, tokenizer, trainer, rollout, max_new_tokens)
+        first_step = this.resume() if resume else 0
+        seconds_before = sum(record.seconds for record in this.metrics.read())
+        view.note(f"from step {first_step}" if first_step else "training begins")
+        this.train(first_step, view)
+
+    records = this.metrics.read()
+    summary = summarize(records, settings, tasks.name, seconds=seconds_before + time.monotonic() - started)
+    write_json(out / "summary.json", summary)
+    draw_curve(records, out / "curve.png", summary)
+    print(
+        f"held-out accuracy: {summary.accuracy_before:.1%} before training, {summary.accuracy_after_sft:.1%} after "
+        f"{settings.sft_steps} supervised steps, {summary.accuracy_after_grpo:.1%} after {settings.steps} GRPO steps "
+        f"({summary.seconds:.0f} s)\n"
+        f"summary: {out / 'summary.json'}\n"
+        f"curve:   {out / 'curve.png'}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the example; returns the exit code."""
+    settings, resume = parse(argv)
+    try:
+        with interruptible():
+            run(settings, resume=resume)
+    except Interrupted as interrupt:
+        print(
+            f"\nstopped by {interrupt}; everything was ended. Go on from the last checkpoint with:\n"
+            f"  python {sys.argv[0]} --out {settings.out} --resume",
+            file=sys.stderr,
+        )
+        return interrupt.exit_code
+    except HelmsmanError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

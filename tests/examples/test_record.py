@@ -1,0 +1,115 @@
+"""Each step is recorded once, also over a resume; checkpoints appear whole and the oldest go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.common.record import Checkpoints, MetricsLog, Record, clear, summarize
+from examples.common.settings import Settings
+
+
+def records(*steps: int) -> list[Record]:
+    return [Record(step=step, phase="grpo", loss=step / 10, weight_version=step) for step in steps]
+
+
+def filled(path: Path, *steps: int) -> MetricsLog:
+    log = MetricsLog(path)
+    for record in records(*steps):
+        log.append(record)
+    return log
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    log = filled(tmp_path / "metrics.jsonl", 0, 1, 2)
+
+    assert log.read() == records(0, 1, 2)
+    assert MetricsLog(tmp_path / "none.jsonl").read() == []
+
+
+def test_rewind_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    log = filled(tmp_path / "metrics.jsonl", 0, 1, 2, 3, 4)
+
+    assert log.rewind(2) == records(0, 1, 2)
+    log.append(records(3)[0])
+
+    assert [record.step for record in log.read()] == [0, 1, 2, 3]
+    assert log.rewind(-1) == []
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out_and_overwritten(tmp_path: Path) -> None:
+    log = filled(tmp_path / "metrics.jsonl", 0, 1)
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step":2,"phase":"gr')
+
+    assert log.read() == records(0, 1)
+    assert log.rewind(1) == records(0, 1)
+    log.append(records(2)[0])
+    assert log.read() == records(0, 1, 2)
+
+
+def fill(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model").write_text(folder.name)
+
+
+def test_the_newest_checkpoint_is_found_and_only_a_few_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", num_kept=2)
+    assert checkpoints.latest() is None
+
+    for step in (5, 10, 100):
+        checkpoints.save(step, fill)
+
+    assert checkpoints.latest() == (100, (tmp_path / "checkpoints" / "step-000100").resolve())
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000010", "step-000100"]
+
+
+def test_a_checkpoint_that_is_not_finished_is_not_seen_and_makes_way(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    checkpoints.save(1, fill)
+
+    def fail(folder: Path) -> None:
+        fill(folder)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save(2, fail)
+
+    assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
+    checkpoints.save(2, fill)
+    assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
+
+
+def test_a_checkpoint_is_replaced_by_one_of_the_same_step(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    checkpoints.save(1, fill)
+    checkpoints.save(1, lambda folder: folder.mkdir())
+
+    assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
+    assert not list((tmp_path / "step-000001").iterdir())
+
+
+def test_clear_removes_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+    filled(tmp_path / "metrics.jsonl", 0)
+    Checkpoints(tmp_path / "checkpoints", num_kept=1).save(1, fill)
+    (tmp_path / "notes.txt").write_text("mine")
+
+    assert clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert not clear(tmp_path)
+
+
+def test_the_summary_takes_its_accuracies_from_the_right_steps() -> None:
+    steps = [
+        Record(step=0, phase="eval", held_out_accuracy=0.01),
+        Record(step=1, phase="sft"),
+        Record(step=2, phase="sft", held_out_accuracy=0.3),
+        Record(step=3, phase="grpo", tokens=100, tokens_per_s=50.0),
+        Record(step=4, phase="grpo", tokens=300, tokens_per_s=150.0, held_out_accuracy=0.9),
+    ]
+
+    summary = summarize(steps, Settings(sft_steps=2, steps=2, seed=7), "palindromes", seconds=12.34)
+
+    assert (summary.accuracy_before, summary.accuracy_after_sft, summary.accuracy_after_grpo) == (0.01, 0.3, 0.9)
+    assert (summary.tokens_per_s, summary.seconds, summary.seed, summary.scheduler) == (100.0, 12.3, 7, "ray")

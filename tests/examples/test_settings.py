@@ -1,0 +1,63 @@
+"""Settings: defaults, then the run that is resumed, then the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.common.record import write_json
+from examples.common.settings import TASK_PARAMS, Settings, parse
+
+
+def test_defaults_are_those_of_the_demo() -> None:
+    settings, resume = parse([])
+
+    assert (settings.scheduler, settings.task, resume) == ("ray", "palindrome_generation", False)
+    assert settings.task_params == TASK_PARAMS["palindrome_generation"]
+
+
+def test_another_task_has_parameters_of_its_own() -> None:
+    assert parse(["--task", "chain_sum"])[0].task_params == {}
+    assert parse(["--task", "chain_sum", "--task-params", '{"max_terms": 3}'])[0].task_params == {"max_terms": 3}
+
+
+def test_a_pretrained_model_is_not_trained_like_a_new_one() -> None:
+    settings, _ = parse(["--model", "folder", "--lr", "3e-6"])
+
+    assert (settings.sft_steps, settings.lr, settings.max_new_tokens) == (0, 3e-6, 256)
+
+
+def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path) -> None:
+    first, _ = parse(["--scheduler", "local", "--seed", "5", "--task", "chain_sum", "--steps", "10", "--out", str(tmp_path)])
+    write_json(tmp_path / "settings.json", first)
+
+    again, resume = parse(["--out", str(tmp_path), "--resume"])
+    assert (again, resume) == (first, True)
+
+    longer, _ = parse(["--out", str(tmp_path), "--resume", "--steps", "20", "--scheduler", "ray", "--seed", "5"])
+    assert (longer.steps, longer.scheduler, longer.seed, longer.task) == (20, "ray", 5, "chain_sum")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rollout-workers", "0"], "--rollout-workers is 0; expected 1 or more"),
+        (["--data", "tasks.jsonl", "--task", "chain_sum"], "--data takes the place of --task"),
+        (["--scheduler", "slurm"], "invalid choice: 'slurm'"),
+        (["--task-params", "{"], "invalid loads value"),
+        (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_resume_refuses_what_the_steps_before_were_not_made_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(tmp_path / "settings.json", Settings(seed=5))
+
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--out", str(tmp_path), "--resume", "--seed", "6"])
+    assert "--seed is 5 in the run to resume" in capsys.readouterr().err

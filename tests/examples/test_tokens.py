@@ -1,0 +1,58 @@
+"""The small tokenizer: nothing is lost, wording is short, and transformers can load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.common.settings import Settings
+from examples.common.tasks import load_tasks
+from examples.common.tokens import CharTokenizer, FolderTokenizer, longest, make_tokenizer
+
+PROMPTS = ["Add the numbers 3, 4\nand 5.", "Add the numbers 10, 2\nand 7.", "Add the numbers 8, 6\nand 31."]
+
+
+def test_answers_come_back_as_they_were() -> None:
+    tokenizer = CharTokenizer(PROMPTS, ["12", "-1 9", "a, b\n"])
+
+    for text in ("12", "-1 9", "a, b\n", "9 9"):
+        ids = tokenizer.encode_answer(text)
+        assert ids[-1] == tokenizer.eos_id
+        assert tokenizer.decode(ids) == text
+
+
+def test_what_all_prompts_share_is_one_token_and_the_rest_is_spelled_out() -> None:
+    tokenizer = CharTokenizer(PROMPTS, ["12"])
+
+    # "Add the numbers " 1 0 ", " 2 "\n" "and" ... "." and the separator
+    assert len(tokenizer.encode_prompt(PROMPTS[1])) <= 11
+    assert tokenizer.decode(tokenizer.encode_prompt(PROMPTS[1])) == PROMPTS[1]
+
+
+def test_an_unknown_character_is_one_unknown_token() -> None:
+    tokenizer = CharTokenizer(PROMPTS, ["12"])
+
+    assert len(tokenizer.encode_answer("1Ω2")) == 4
+
+
+def test_the_prompts_of_the_demo_are_short() -> None:
+    tasks = load_tasks(Settings(num_tasks=1000, task_params={"min_length": 5, "max_length": 8}))
+    tokenizer = make_tokenizer(None, tasks)
+
+    assert longest(tasks, tokenizer) == (18, 9)
+    for task in tasks.held_out[:20]:
+        assert tokenizer.decode(tokenizer.encode_prompt(task.prompt)) == task.prompt
+
+
+def test_transformers_loads_what_was_saved_and_encodes_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = CharTokenizer(PROMPTS, ["12"])
+    tokenizer.save(tmp_path)
+
+    loaded = FolderTokenizer(str(tmp_path))
+
+    assert loaded.eos_id == tokenizer.eos_id
+    assert loaded.encode_prompt(PROMPTS[0]) == tokenizer.encode_prompt(PROMPTS[0])
+    assert loaded.encode_answer("12") == tokenizer.encode_answer("12")
+    assert loaded.decode(tokenizer.encode_answer("4, 2")) == "4, 2"
