@@ -137,16 +137,36 @@ def wait_until(condition: Callable[[], bool], limit_s: float, interval_s: float 
     return True
 
 
-def exit_status_of(pidfd: int) -> int | None:
-    """The wait status of a process that has ended and is not our child, where the kernel tells (Linux 6.15); None elsewhere."""
-    info = bytearray(64)
-    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
+    """The wait status of a process that has ended and is not our child; None where the kernel does not tell.
+
+    Until its parent reaps it, the process table has the status; from then on its pidfd has it, from Linux 6.15 on.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        status = _status_of_zombie(pid)
+        if status is not None:
+            return status
+        info = bytearray(64)
+        struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+        try:
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        except OSError:
+            return None
+        if struct.unpack_from("Q", info, 0)[0] & _PIDFD_INFO_EXIT:
+            return int(struct.unpack_from("i", info, 60)[0])
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.002)
+
+
+def _status_of_zombie(pid: int) -> int | None:
     try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    mask = struct.unpack_from("Q", info, 0)[0]
-    return int(struct.unpack_from("i", info, 60)[0]) if mask & _PIDFD_INFO_EXIT else None
+    return int(fields[49]) if fields[0] == b"Z" else None
 
 
 def split_status(status: int) -> tuple[int | None, int | None]:
@@ -183,7 +203,7 @@ def watch(worker_pid: int, tag: str, log_path: str, forks_fd: int) -> None:
         forks: set[Process] = set()
     else:
         forks = _collect_forks(pidfd, forks_fd)
-        status = exit_status_of(pidfd)
+        status = exit_status_of(worker_pid, pidfd)
     code, number = split_status(status) if status is not None else (None, None)
     temporary = f"{record_path(log_path)}.{os.getpid()}"
     try:
@@ -210,8 +230,8 @@ def _collect_forks(pidfd: int, forks_fd: int) -> set[Process]:
                 told = os.read(forks_fd, 1 << 16)
             except BlockingIOError:
                 continue
-            if not told:
-                watched.remove(forks_fd)
+            if not told and not ended:
+                watched = [pidfd]  # the last writer has gone; the worker's end follows
             for (pid,) in struct.iter_unpack("i", told):
                 if (row := _process(pid)) is not None:
                     forks.add(row)
