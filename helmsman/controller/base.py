@@ -154,6 +154,7 @@ class SchedulerBase(Scheduler):
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
         if role is not None:
+            self._require_open("delete_workers")
             self._role(role)
         with self._book:
             doomed = self._with_dependents(role) if role is not None else list(reversed(self._roles.values()))
@@ -171,6 +172,7 @@ class SchedulerBase(Scheduler):
         return list(reversed(found))
 
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
+        self._require_open("fork_workers")
         target = self._role(target_role)
         ids = self.create_workers(
             Job(
@@ -281,6 +283,7 @@ class SchedulerBase(Scheduler):
         return run_sync(ask())
 
     def stacks(self, role: str) -> dict[str, str]:
+        self._require_open("stacks")
         entry = self._role(role)
 
         async def ask(client: WorkerClient) -> str:

@@ -35,7 +35,11 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Transport(abc.ABC):
-    """Carries requests to one worker. A request is sent at most once, whatever happens."""
+    """Carries requests to one worker. A request is sent at most once, whatever happens.
+
+    Engine work (``ENGINE_WORK``) arrives in the order in which ``send`` was called, however long each takes to be packed: ranks
+    that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
+    """
 
     @abc.abstractmethod
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:

@@ -24,7 +24,7 @@ from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
 from helmsman.rpc_server.forkserver import Spawn
 from helmsman.rpc_server.guardian import split_status
-from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb
 from helmsman.rpc_server.wire import FrameReader, RequestFrame, connect, decode_reply, encode_frame, pack_length
 
 _PACK_IN_THREAD_BYTES = 1 << 20
@@ -184,6 +184,8 @@ class LocalTransport(Transport, asyncio.Protocol):
         self._socket: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[tuple[Reply, Payload]]] = {}
         self._lost = False
+        self._turn = asyncio.Lock()
+        """Held while a request is packed and written; those who wait get it in their order."""
 
     @classmethod
     async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
@@ -214,16 +216,18 @@ class LocalTransport(Transport, asyncio.Protocol):
         self._waiting.clear()
 
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
-        if payload.nbytes >= _PACK_IN_THREAD_BYTES:
-            wire, segment = await asyncio.to_thread(shm.to_wire, payload)
-        else:
-            wire, segment = shm.to_wire(payload)
+        segment: shm.ShmSegment | None = None
         try:
-            if self._lost:
-                raise TransportLostError
-            waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
-            self._waiting[request.id] = waiting
-            self._write(request, wire)
+            async with self._turn if request.verb in ENGINE_WORK else _NO_TURN:
+                if payload.nbytes >= _PACK_IN_THREAD_BYTES:
+                    wire, segment = await asyncio.to_thread(shm.to_wire, payload)
+                else:
+                    wire, segment = shm.to_wire(payload)
+                if self._lost:
+                    raise TransportLostError
+                waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
+                self._waiting[request.id] = waiting
+                self._write(request, wire)
             return await waiting
         finally:
             if segment is not None:
@@ -247,3 +251,4 @@ class LocalTransport(Transport, asyncio.Protocol):
 
 
 _NOTHING = encode(())
+_NO_TURN = contextlib.nullcontext()

@@ -17,11 +17,12 @@ from helmsman.api import errors
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller.deadline import Deadline
-from helmsman.controller.loop import in_thread
+from helmsman.controller.embedded_ray import bounded
 
 Resources = dict[str, float]
 
 _POLL_S = 0.02
+_REMOVE_S = 2.0
 _TINY_CPU = 0.001
 """A bundle may not be empty: what a worker reserves that asks for nothing."""
 
@@ -149,7 +150,7 @@ async def reserve(
             request.bundles, strategy=request.strategy, name=request.name, bundle_label_selector=selector
         )
         groups.append(group)
-        resources.push_async_callback(in_thread, remove_placement_group, group)
+        resources.push_async_callback(_remove, group)
     # The table and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
     while True:
         tables = [await asyncio.to_thread(placement_group_table, group) for group in groups]
@@ -159,6 +160,11 @@ async def reserve(
             raise await asyncio.to_thread(_busy, job, requests, groups, deadline)
         await asyncio.sleep(_POLL_S)
     return _slots(job, requests, groups, tables)
+
+
+async def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(TimeoutError):
+        await bounded(remove_placement_group, group, limit_s=_REMOVE_S)
 
 
 def _slots(

@@ -7,9 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +16,13 @@ from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import visibility
-from helmsman.controller.loop import in_thread, run_sync
+from helmsman.controller.embedded_ray import bounded, choose_authentication, connect, end_embedded_ray
+from helmsman.controller.loop import in_thread
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.guardian import read_record
-from helmsman.rpc_server.messages import Reply, Request
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request
 
-if "ray" not in sys.modules and "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
-    # Ray reads these when it is imported. Always explicit: a local start without them writes a token file that changes what
-    # later clusters of this user demand. An embedded cluster gets a token of its own, so that no other user can join it.
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+choose_authentication()
 
 try:
     import ray
@@ -49,6 +43,8 @@ __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
 log = logging.getLogger(__name__)
 
 _ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
+_RAY_CALL_S = 2.0
+"""Longest wait for a call of Ray's while things are taken down; it is milliseconds unless the cluster's head is gone."""
 _PUT_IN_THREAD_BYTES = 1 << 20
 
 
@@ -79,7 +75,7 @@ class RayScheduler(SchedulerBase):
         if self._owns_ray:
             address = address or os.environ.get("RAY_ADDRESS") or "local"
             sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
-            _connect(address, self.run_id, sizes)
+            connect(address, self.run_id, sizes)
         self._nodes = _alive_nodes()
         self._accelerator = placement.accelerator_resource(self._nodes)
         self._here = ray.get_runtime_context().get_node_id()
@@ -190,36 +186,8 @@ class RayScheduler(SchedulerBase):
         return next((str(node["NodeManagerAddress"]) for node in self._nodes if node["NodeID"] == node_id), node_id)
 
     async def _sweep(self) -> None:
-        if self._owns_ray and ray.is_initialized():
-            await in_thread(ray.shutdown)
-
-
-def _connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
-    if address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the script imported ray before us, which decided that
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-
-    def init() -> None:
-        ray.init(
-            address=address,
-            namespace=f"helmsman-{run_id}",
-            include_dashboard=False if address == "local" else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **sizes,
-        )
-
-    if threading.current_thread() is threading.main_thread():
-        before = signal.getsignal(signal.SIGTERM)
-        init()
-        signal.signal(signal.SIGTERM, before)  # Ray's own handler would end the script without its clean-up
-    else:
-        # An embedded cluster ends with the thread that started it; the background loop's lives as long as the process.
-        async def init_there() -> None:
-            init()
-
-        run_sync(init_there())
+        if self._owns_ray:
+            await end_embedded_ray(self.timeouts.shutdown_s / 2)
 
 
 class RayTransport(Transport):
@@ -232,6 +200,9 @@ class RayTransport(Transport):
         self.node_id = ""
         self._here = here
         self._reason: BaseException | None = None
+        self._turn = asyncio.Lock()
+        self._num_sent = 0
+        """Engine work sent; Ray starts the tasks of an async actor in any order, so each bears its number."""
 
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
@@ -241,11 +212,15 @@ class RayTransport(Transport):
 
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
         method = getattr(self._actor, request.verb.value)
-        packed = pack(request, payload)
-        if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
-            reference = await asyncio.to_thread(method.remote, packed[0], packed[1])
-        else:
-            reference = method.remote(*packed)
+        if request.verb not in ENGINE_WORK:
+            return unpack_reply(await self._await(method.remote(*pack(request, payload))))
+        async with self._turn:
+            packed = pack(request, payload, self._num_sent)
+            if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
+                reference = await asyncio.to_thread(method.remote, packed[0], packed[1])
+            else:
+                reference = method.remote(*packed)
+            self._num_sent += 1  # not before: the worker waits for every number
         return unpack_reply(await self._await(reference))
 
     async def _await(self, reference: Any) -> Any:
@@ -284,7 +259,8 @@ class RayTransport(Transport):
             return None, ""
 
     async def kill(self) -> None:
-        ray.kill(self._actor, no_restart=True)
+        with contextlib.suppress(TimeoutError):
+            await bounded(lambda: ray.kill(self._actor, no_restart=True), limit_s=_RAY_CALL_S)
         with contextlib.suppress(TransportLostError, TimeoutError):
             async with asyncio.timeout(3.0):
                 await self._await(self._actor.greet.remote())  # fails as soon as the actor is known to be dead

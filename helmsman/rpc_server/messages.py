@@ -37,6 +37,10 @@ class Verb(StrEnum):
     """() -> None; the process ends after the reply."""
 
 
+ENGINE_WORK = frozenset({Verb.CREATE_ENGINE, Verb.CALL, Verb.DESTROY})
+"""What is done for engines, in the order in which it was asked for."""
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One request. Its payload, packed apart by the codec, is the tuple of the verb's arguments."""
 

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server import guardian
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
 
 INLINE_BYTES = 64 * 1024
 """Payloads below this travel inside the message; Ray moves larger arguments through its object store from 100 KB on."""
@@ -33,6 +34,8 @@ class SmallFrame(msgspec.Struct, frozen=True, array_like=True):
     head: Request | Reply
     data: bytes = b""
     buffers: list[bytes] = []
+    number: int = 0
+    """Of a request for engine work: its place in the order in which its sender sent those."""
 
 
 class RequestFrame(SmallFrame, frozen=True, array_like=True):
@@ -52,11 +55,11 @@ _decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
 _decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
 
 
-def pack(head: Request | Reply, payload: Payload) -> Packed:
+def pack(head: Request | Reply, payload: Payload, number: int = 0) -> Packed:
     """One bytes object where the payload is small: Ray serialises each argument on its own, and one is the cheapest."""
     if payload.handles or payload.nbytes >= INLINE_BYTES:
-        return _encode(SmallFrame(head)), payload
-    return _encode(SmallFrame(head, bytes(payload.data), [bytes(buffer) for buffer in payload.buffers])), None
+        return _encode(SmallFrame(head, number=number)), payload
+    return _encode(SmallFrame(head, bytes(payload.data), [bytes(buffer) for buffer in payload.buffers], number)), None
 
 
 def unpack_reply(packed: Packed) -> tuple[Reply, Payload]:
@@ -117,6 +120,9 @@ class RayRPCServer:
         guardian.spawn_guardian(tag, identity.log_path)
         self._host = EngineHost(identity, RayHandleStore())
         self._host.engine_thread.start("engine")
+        self._num_begun = 0
+        self._early: dict[int, Callable[[], None]] = {}
+        """Engine work that arrived before its turn, by number."""
 
     async def _ask(self, message: bytes, payload: Payload | None) -> Packed:
         frame = _decode_request(message)
@@ -126,8 +132,21 @@ class RayRPCServer:
         def reply(answer: Reply, result: Payload) -> None:
             loop.call_soon_threadsafe(answered.set_result, pack(answer, result))
 
-        self._host.handle(frame.head, payload or Payload(frame.data, list(frame.buffers), []), reply)
+        def begin() -> None:
+            self._host.handle(frame.head, payload or Payload(frame.data, list(frame.buffers), []), reply)
+
+        if frame.head.verb in ENGINE_WORK:
+            self._begin_in_turn(frame.number, begin)
+        else:
+            begin()
         return await answered
+
+    def _begin_in_turn(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin engine work in the order in which it was sent. Runs on one event loop only, that of the default group."""
+        self._early[number] = begin
+        while (next_ := self._early.pop(self._num_begun, None)) is not None:
+            self._num_begun += 1
+            next_()
 
     @_control
     async def greet(self) -> Greeting:

@@ -1,0 +1,133 @@
+"""The Ray that a RayScheduler starts for itself: how it is started, kept apart from the terminal, and ended in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from helmsman.controller.loop import run_sync
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def choose_authentication() -> None:
+    """Decide how an embedded cluster knows its own; before ray is imported, which is when Ray reads these variables.
+
+    Always explicit: a local start without them writes a token file that changes what later clusters of this user demand. An
+    embedded cluster gets a token of its own, so that no other user can join it.
+    """
+    if "ray" not in sys.modules and "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
+    """Join the cluster at ``address``, or start one of our own for 'local'."""
+    import ray
+
+    if address == "local":
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the script imported ray before us, which decided that
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+    def init() -> None:
+        _starting.active = True
+        try:
+            ray.init(
+                address=address,
+                namespace=f"helmsman-{run_id}",
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **sizes,
+            )
+        finally:
+            _starting.active = False
+
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGTERM)
+        init()
+        signal.signal(signal.SIGTERM, before)  # Ray's own handler would end the script without its clean-up
+    else:
+        # An embedded cluster ends with the thread that started it; the background loop's lives as long as the process.
+        async def init_there() -> None:
+            init()
+
+        run_sync(init_there())
+
+
+class _Starting(threading.local):
+    active = False
+
+
+_starting = _Starting()
+
+
+def _leave_process_group() -> None:
+    """In Ray's own processes, before they run: a group of their own.
+
+    A signal to the script's group, such as a terminal's Ctrl-C, would otherwise end them under the script, whose clean-up then
+    waits for a cluster that is gone. They still die with the script, by the death signal that Ray sets.
+    """
+    if _starting.active:
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_process_group)
+
+
+async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float) -> T:
+    """Run a blocking call of Ray's for at most ``limit_s`` seconds. Raises TimeoutError.
+
+    In a daemon thread and not the loop's executor: such a call hangs for a minute when the cluster's head is gone, and the
+    interpreter waits at its exit for the threads of executors. At that exit itself it runs on the loop, unbounded, since no
+    thread can be had any more.
+    """
+    if not threading.main_thread().is_alive():
+        return function(*arguments)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if ended.done():
+            return
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)  # type: ignore[arg-type]  # None only when T is
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+            loop.call_soon_threadsafe(settle, None, error)
+        else:
+            loop.call_soon_threadsafe(settle, result, None)
+
+    threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
+    return await asyncio.wait_for(ended, limit_s)
+
+
+async def end_embedded_ray(limit_s: float) -> None:
+    """Shut the embedded cluster down; its processes are killed if that takes longer than ``limit_s`` seconds."""
+    import ray
+    from ray._private import worker
+
+    if not ray.is_initialized():
+        return
+    node = worker._global_node
+    try:
+        await bounded(ray.shutdown, limit_s=limit_s)
+    except TimeoutError:
+        log.warning("Ray did not shut down within %g s; its processes are killed", limit_s)
+        if node is not None:  # private, as there is no public way to end the processes that ray.init started
+            await bounded(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=5.0)
