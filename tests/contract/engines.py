@@ -104,6 +104,10 @@ class Counter:
         """Remember an entry."""
         self.log.append(entry)
 
+    def note_size(self, value: Any) -> None:
+        """Remember how large a value is; a number as itself."""
+        self.log.append(str(value if isinstance(value, int) else len(value)))
+
     def entries(self) -> list[str]:
         """What was noted, in order."""
         return self.log

@@ -1,0 +1,209 @@
+"""Calls: order, threads, many callers at once, the environment, and what a scheduler does once it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.loop import submit
+from tests.contract.engines import Counter
+from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held
+
+
+def test_arguments_and_results(engine: Engine) -> None:
+    assert engine.call("echo", 1, "two", three=[3.0, None]) == ((1, "two"), {"three": [3.0, None]})
+    assert engine.call("echo", None) is None
+    assert engine.call("async_add", 4) == 4
+    assert engine.call("add", number=1) == 5
+    assert asyncio.run(engine.acall("add")) == 6
+
+
+def test_the_default_engine_name_is_the_workers_id(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    asyncio.run(scheduler.create_engine(worker, Counter, None, 3))
+    assert scheduler.call_engine(worker, "add") == scheduler.call_engine(worker, "add", worker, 0) == 4
+    asyncio.run(scheduler.create_engine(worker, "tests.contract.engines.Counter", "by-path", 7))
+    asyncio.run(scheduler.create_engine(worker, "tests.contract.engines:Counter", "by-colon"))
+    assert scheduler.call_engine(worker, "add", "by-path") == 8
+
+
+def test_synchronous_calls_run_in_order_on_one_thread(engine: Engine, peer: Engine, gate: Gate) -> None:
+    with held(engine, gate) as running:
+        queued = [engine.begin("note", str(index)) for index in range(50)]
+        assert peer.call("add") == 1, "the other worker is not held up"
+    for future in (running, *queued):
+        future.result(timeout=LIMIT_S)
+    assert engine.call("entries") == [str(index) for index in range(50)]
+    large = [engine.begin("note_size", bytearray(4 << 20) if index % 5 == 0 else index) for index in range(20)]
+    for future in large:
+        future.result(timeout=LIMIT_S)
+    sizes = [str(4 << 20) if index % 5 == 0 else str(index) for index in range(20)]
+    assert engine.call("entries")[50:] == sizes, "arguments that take longer to be packed are not overtaken"
+    assert len({engine.call("thread") for _ in range(5)}) == 1
+
+
+def test_calls_from_many_threads_and_from_an_event_loop_at_once(engine: Engine, peer: Engine) -> None:
+    from_threads, from_loop = 40, 40
+
+    async def many() -> None:
+        await asyncio.gather(*(target.acall("add") for target in (engine, peer) for _ in range(from_loop)))
+
+    with ThreadPoolExecutor(16) as pool:
+        futures = [pool.submit(target.call, "add") for target in (engine, peer) for _ in range(from_threads)]
+        asyncio.run(many())
+        results = [future.result(timeout=LIMIT_S) for future in futures]
+    assert len(results) == 2 * from_threads
+    assert engine.call("add", 0) == peer.call("add", 0) == from_threads + from_loop
+
+
+def test_async_methods_run_many_at_once(engine: Engine, gate: Gate) -> None:
+    calls = [engine.begin("async_wait", *gate.files) for _ in range(100)]
+    gate.wait_started()
+    assert engine.call("async_add", 0) >= 1
+    gate.open()
+    assert max(call.result(timeout=LIMIT_S) for call in calls) == 100
+
+
+def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
+    async def blocks() -> None:
+        engine.call("add")
+
+    with pytest.raises(RuntimeError, match="would wait for itself; use the async form"):
+        submit(blocks()).result(timeout=LIMIT_S)
+
+    async def awaits() -> int:
+        return int(await engine.acall("add"))
+
+    assert submit(awaits()).result(timeout=LIMIT_S) == 1
+
+
+def test_a_blocking_call_in_a_script_that_is_async(engine: Engine) -> None:
+    async def script() -> int:
+        return int(engine.call("add"))  # it blocks the script's own loop, and only that
+
+    assert asyncio.run(script()) == 1
+
+
+def test_environment(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "from the spec"})
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    asyncio.run(scheduler.set_worker_env(worker, {"CONTRACT_SET": "later"}))
+    engine = Engine.create(scheduler, worker, Counter)
+    assert engine.call("environ", "CONTRACT_SPEC", "CONTRACT_SET") == {
+        "CONTRACT_SPEC": "from the spec",
+        "CONTRACT_SET": "later",
+    }
+
+
+@pytest.mark.not_on("inline", "one process, with one environment")
+def test_environments_are_apart(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [SchedulingSpec(env_vars={"CONTRACT_RANK": str(rank)}) for rank in range(2)]
+    workers = scheduler.create_workers(Job(role=role, replicas=2, tasks=specs))
+    engines = [Engine.create(scheduler, worker, Counter) for worker in workers]
+    assert [engine.call("environ", "CONTRACT_RANK")["CONTRACT_RANK"] for engine in engines] == ["0", "1"]
+    assert len({engine.call("pid") for engine in engines}) == 2
+
+
+def test_ports_are_leased_to_each_worker(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(port_count=4)]))
+    workers = scheduler.get_workers(role)
+    ports = [int(port) for worker in workers for port in worker.engine_ports]
+    assert len(ports) == len(set(ports)) == 12
+    assert all(20_000 <= port < 65_536 for port in ports)
+    assert [worker.id for worker in workers] == [f"{role}/{index}" for index in range(3)]
+    assert all(worker.ip for worker in workers)
+
+
+def test_engines_are_destroyed_before_their_workers(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+    workers = scheduler.create_workers(Job(role=role, replicas=2))
+    for index, worker in enumerate(workers):
+        Engine.create(scheduler, worker, Counter).call("announce_destroy", str(tmp_path / str(index)))
+    scheduler.delete_workers(role, reverse_order=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "operation", ["call", "async call", "create_workers", "get_workers", "delete_workers", "stacks", "fork"]
+)
+def test_use_after_close(backend: str, tmp_path: Path, operation: str) -> None:
+    if backend == "ray":
+        import ray
+
+        assert ray.is_initialized(), "the scheduler below shares the cluster of the session"
+    scheduler = make_scheduler(backend, log_dir=tmp_path)
+    scheduler.close()
+    scheduler.close()
+    assert scheduler.status() == []
+    uses: dict[str, Callable[[], object]] = {
+        "call": lambda: scheduler.call_engine("a/0", "add"),
+        "async call": lambda: asyncio.run(scheduler.async_call_engine("a/0", "add")),
+        "create_workers": lambda: scheduler.create_workers(Job(role="a")),
+        "get_workers": lambda: scheduler.get_workers("a"),
+        "delete_workers": lambda: scheduler.delete_workers("a"),
+        "stacks": lambda: scheduler.stacks("a"),
+        "fork": lambda: scheduler.fork_workers("b", "a"),
+    }
+    with pytest.raises(errors.SchedulerClosedError, match="is closed"):
+        uses[operation]()
+    scheduler.delete_workers()
+
+
+def test_a_second_scheduler_beside_the_first(backend: str, engine: Engine, tmp_path: Path) -> None:
+    with make_scheduler(backend, log_dir=tmp_path) as other:
+        assert other.create_workers(Job(role="shared")) == ["shared/0"], "names are of a run"
+        mine = Engine.create(other, "shared/0", Counter, "mine")
+        assert mine.call("add") == 1
+        with pytest.raises(errors.EngineNotFoundError):
+            engine.scheduler.call_engine(engine.worker_id, "add", "mine")
+        with pytest.raises(errors.EngineNotFoundError):
+            other.call_engine("shared/0", "add", engine.name)
+    assert engine.call("add") == 1, "and closing one leaves the other"
+
+
+def test_close_from_one_thread_while_another_calls(backend: str, tmp_path: Path, gate: Gate) -> None:
+    if backend == "inline":
+        pytest.skip("inline: one process, whose engines cannot be ended in the middle of a call")
+    scheduler = make_scheduler(backend, log_dir=tmp_path)
+    (worker,) = scheduler.create_workers(Job(role="a"))
+    engine = Engine.create(scheduler, worker, Counter)
+    outcome: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            engine.call("wait", *gate.files)
+        except errors.HelmsmanError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    gate.wait_started()
+    scheduler.close()
+    thread.join(LIMIT_S)
+    assert [type(error) for error in outcome] == [errors.WorkerFailedError]
+
+
+@pytest.mark.slow
+def test_the_driver_loads_no_torch_and_resolves_no_platform(backend: str, run_driver: Callable[..., Driver]) -> None:
+    if backend == "inline":
+        pytest.skip("inline: engines run in the driver")
+    driver = run_driver(
+        """
+with make() as scheduler:
+    scheduler.create_workers(Job(role="a"))
+    asyncio.run(scheduler.create_engine("a/0", "tests.contract.drawing.Drawing"))
+    scheduler.call_engine("a/0", "draw")
+    from helmsman.api.platforms import current_platform
+    tell(torch="torch" in sys.modules, resolved=current_platform.is_resolved())
+"""
+    )
+    assert driver.facts() == {"torch": False, "resolved": False}
+    assert driver.wait() == 0
+    driver.wait_nothing_left()

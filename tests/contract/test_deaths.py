@@ -1,0 +1,159 @@
+"""A worker that dies during a call: the caller hears it at once, with what is needed to find out why; nobody else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
+from helmsman.controller.factory import make_scheduler
+from tests.contract.conftest import OPTIONS
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, Gate, held, is_running, wait_gone, wait_until
+
+pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+
+NOTICE_LIMIT_S = 2.0
+"""The promise: a caller hears of the death of a worker within this time."""
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_signal", "exit_code", "cause"),
+    [
+        ("SIGKILL", signal.SIGKILL, None, "was ended by SIGKILL"),
+        ("SIGSEGV", signal.SIGSEGV, None, "was ended by SIGSEGV"),
+        ("exit 3", None, 3, "exited with code 3"),
+    ],
+)
+def test_a_worker_dies_during_a_call(
+    scheduler: Scheduler, role: str, how: str, exit_signal: int | None, exit_code: int | None, cause: str
+) -> None:
+    first, second = scheduler.create_workers(Job(role=role, replicas=2))
+    doomed = Engine.create(scheduler, second, Counter)
+    healthy = Engine.create(scheduler, first, Counter)
+    doomed.call("print_lines", 80)
+    pid = doomed.call("pid")
+
+    future = doomed.begin("die", how)
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        future.result(timeout=NOTICE_LIMIT_S)
+    error = caught.value
+    assert (error.worker_id, error.role, error.index, error.pid) == (second, role, 1, pid)
+    assert error.node
+    assert (error.exit_signal, error.exit_code) == (exit_signal, exit_code)
+    assert error.running == f"{second}.die"
+    assert error.method == "die"
+    lines = error.log_tail.split("\n")
+    assert len(lines) == 50 or (how != "SIGSEGV" and len(lines) < 50)
+    if how != "SIGSEGV":  # then faulthandler's stack is what is last in the log
+        assert lines == [f"line {index}" for index in range(30, 80)]
+    else:
+        assert "Fatal Python error: Segmentation fault" in error.log_tail
+        assert "in die" in error.log_tail
+    for fact in (second, error.node, str(pid), cause, f"while {second}.die ran", "was not sent again", "line 79"):
+        assert fact in str(error) or (fact == "line 79" and how == "SIGSEGV")
+
+    for _ in range(3):
+        with pytest.raises(errors.WorkerFailedError) as later:
+            doomed.begin("add").result(timeout=NOTICE_LIMIT_S)
+        assert (later.value.exit_signal, later.value.exit_code, later.value.cause) == (exit_signal, exit_code, error.cause)
+        assert later.value.running == f"{second}.die", "what killed it stays known"
+    with pytest.raises(errors.WorkerFailedError):
+        Engine.create(scheduler, second, Counter, "another")
+    with pytest.raises(errors.WorkerFailedError):
+        scheduler.get_workers(role, timeout=NOTICE_LIMIT_S)
+    assert healthy.call("add") == 1
+    states = {status.worker_id: status for status in scheduler.status()}
+    assert states[second].state is WorkerState.FAILED
+    assert states[second].health is None
+    assert states[first].state is WorkerState.READY
+    assert "died" in scheduler.stacks(role)[second] or cause in scheduler.stacks(role)[second]
+
+    scheduler.delete_workers(role)
+    with pytest.raises(errors.WorkerNotFoundError):
+        doomed.call("add")
+    assert scheduler.create_workers(Job(role=role, replicas=2)) == [first, second], "the role can start anew"
+    assert Engine.create(scheduler, second, Counter).call("add") == 1
+
+
+def test_every_call_in_flight_fails(scheduler: Scheduler, role: str, gate: Gate) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid = engine.call("pid")
+    with held(engine, gate) as running:
+        queued = [engine.begin("add") for _ in range(3)]
+        suspended = engine.begin("async_wait", gate.started, gate.release)
+
+        async def awaited() -> None:
+            await engine.acall("add")
+
+        wait_until(lambda: _num_queued(scheduler, worker) == 3, "calls queue up")
+        os.kill(pid, signal.SIGKILL)
+        for future in (running, suspended, *queued):
+            with pytest.raises(errors.WorkerFailedError) as caught:
+                future.result(timeout=NOTICE_LIMIT_S)
+            assert caught.value.exit_signal == signal.SIGKILL
+            assert caught.value.running == f"{worker}.wait", "the call that ran longest, not the one that asks"
+            assert caught.value.running_s is not None
+        with pytest.raises(errors.WorkerFailedError):
+            asyncio.run(awaited())
+
+
+def _num_queued(scheduler: Scheduler, worker: str) -> int:
+    health = {status.worker_id: status.health for status in scheduler.status()}[worker]
+    return health.num_queued if health is not None else -1
+
+
+def test_a_worker_dies_in_a_constructor(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        Engine.create(scheduler, worker, "os._exit", None, 3)
+    assert caught.value.exit_code == 3
+    assert caught.value.running == f"{worker}.create_engine"
+
+
+def test_a_worker_dies_while_idle(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid = engine.call("pid")
+    os.kill(pid, signal.SIGKILL)
+    wait_gone({"worker": pid})
+    wait_until(lambda: {s.worker_id: s for s in scheduler.status()}[worker].health is None, "it is seen as dead")
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        engine.begin("add").result(timeout=NOTICE_LIMIT_S)
+    assert caught.value.exit_signal == signal.SIGKILL
+    assert caught.value.running in (None, f"{worker}.add")
+    assert {s.worker_id: s for s in scheduler.status()}[worker].state is WorkerState.FAILED
+
+
+def test_a_worker_that_is_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
+    """SIGSTOP is the shape of a machine that swaps: nothing answers, nothing died, and the same call comes back."""
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid = engine.call("pid")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(errors.CallTimeoutError) as caught:
+            scheduler.get_workers(role, timeout=0.3)
+        assert not caught.value.worker_alive
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert engine.call("add") == 1
+
+
+def test_close_works_with_dead_and_stopped_workers(backend: str, tmp_path: Path) -> None:
+    if backend == "ray":
+        pytest.skip("ray: the shared embedded cluster stays up; close with dead workers is part of the orphan tests")
+    scheduler = make_scheduler(backend, log_dir=tmp_path, timeouts=Timeouts(shutdown_s=2.0), **OPTIONS[backend])
+    dead, stopped, well = scheduler.create_workers(Job(role="a", replicas=3))
+    pids = {worker: Engine.create(scheduler, worker, Counter).call("pid") for worker in (dead, stopped, well)}
+    os.kill(pids[dead], signal.SIGKILL)
+    os.kill(pids[stopped], signal.SIGSTOP)
+    scheduler.close()
+    scheduler.close()
+    assert not any(is_running(pid) for pid in pids.values())

@@ -1,0 +1,187 @@
+"""A call that outlives its time-out: it raises once, says where the engine is, and is never sent again."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import os
+import signal
+import time
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
+from tests.contract import engines
+from tests.contract.engines import Counter, Slow
+from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
+
+_names = (f"late-{number}" for number in itertools.count())
+LATE_S = 0.2
+
+
+def _line_of(text: str) -> int:
+    lines = inspect.getsource(engines).splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def _state(engine: Engine) -> WorkerState:
+    return {status.worker_id: status.state for status in engine.scheduler.status()}[engine.worker_id]
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("method", ["wait", "async_wait"])
+def test_a_call_that_outlives_its_time_out(engine: Engine, gate: Gate, method: str, awaited: bool) -> None:
+    before = _state(engine)
+
+    def call() -> None:
+        if awaited:
+            asyncio.run(engine.acall(method, *gate.files, timeout=LATE_S))
+        else:
+            engine.call(method, *gate.files, timeout=LATE_S)
+
+    with pytest.raises(errors.CallTimeoutError) as caught:
+        call()
+    error = caught.value
+    assert (before, _state(engine)) == (WorkerState.READY, WorkerState.MARKED)
+    assert isinstance(error, TimeoutError)
+    assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
+    assert error.limit_s == LATE_S <= error.elapsed_s
+    assert error.worker_alive
+    text = str(error)
+    for fact in (
+        f"{engine.name}.{method}",
+        "limit 0.20 s, set by the call's timeout argument",
+        "was not sent again",
+        "is alive",
+    ):
+        assert fact in text
+    if method == "wait":
+        assert f"line {_line_of('the line that a time-out shows')}, in wait" in error.stack
+        assert "wait_for_file" in error.stack
+    else:
+        assert "in async_wait" in error.stack
+    assert "helmsman/rpc_server" not in error.stack
+    gate.open()
+    wait_until(lambda: _state(engine) is WorkerState.READY, "the late call ends and the worker is ready again")
+    assert engine.call("add", 0) == 1, "it ran once"
+
+
+def test_a_call_queued_behind_another_is_withdrawn(engine: Engine, gate: Gate) -> None:
+    with held(engine, gate) as running:
+        with pytest.raises(errors.CallTimeoutError) as caught:
+            engine.call("add", 100, timeout=LATE_S)
+        assert f"had not begun behind {engine.name}.wait" in str(caught.value)
+        assert "was withdrawn" in str(caught.value)
+        assert "in wait" in caught.value.stack, "what it waited behind"
+        assert _state(engine) is WorkerState.READY, "nothing late occupies the worker"
+        gate.open()
+        assert running.result(timeout=LIMIT_S) == 1
+    assert engine.call("add", 0) == 1, "the withdrawn call never ran"
+
+
+def test_a_withdrawn_call_gives_its_arguments_back(engine: Engine, gate: Gate) -> None:
+    if type(engine.scheduler).__name__ != "LocalScheduler":
+        pytest.skip("only local: elsewhere the arguments are in this process, or with Ray")
+    with held(engine, gate):
+        with pytest.raises(errors.CallTimeoutError):
+            engine.call("echo", bytearray(32 << 20), timeout=LATE_S)
+        wait_until(lambda: not _segments(), "the driver lets go of the segment")
+
+
+def _segments() -> list[str]:
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return [target for target in targets if "helmsman-" in target and "memfd" in target]
+
+
+def test_a_constructor_queued_behind_a_call_is_withdrawn_and_its_name_free(
+    scheduler: Scheduler, engine: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(_names)
+    monkeypatch.setattr(scheduler, "timeouts", Timeouts(create_engine_s=LATE_S))
+    with held(engine, gate), pytest.raises(errors.CallTimeoutError, match=r"set by Timeouts.create_engine_s"):
+        Engine.create(scheduler, engine.worker_id, Counter, name)
+    monkeypatch.undo()
+    assert Engine.create(scheduler, engine.worker_id, Counter, name, 5).call("add") == 6
+
+
+def test_a_constructor_that_outlives_its_time_out(
+    scheduler: Scheduler, shared_workers: list[str], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(_names)
+    monkeypatch.setattr(scheduler, "timeouts", Timeouts(create_engine_s=LATE_S))
+    with pytest.raises(errors.CallTimeoutError) as caught:
+        Engine.create(scheduler, shared_workers[0], Slow, name, *gate.files)
+    monkeypatch.undo()
+    assert "in __init__" in caught.value.stack
+    gate.open()
+    late = Engine(scheduler, shared_workers[0], name)
+    wait_until(lambda: _state(late) is WorkerState.READY, "the constructor ends")
+    assert late.call("ready"), "it was begun once, and what it made is there"
+
+
+def test_many_late_calls_run_once_each(engine: Engine, gate: Gate) -> None:
+    with held(engine, gate, "async_wait"):
+
+        async def all_late() -> list[object]:
+            late = (engine.acall("async_wait", *gate.files, timeout=LATE_S) for _ in range(20))
+            return await asyncio.gather(*late, return_exceptions=True)
+
+        outcomes = asyncio.run(all_late())
+    assert all(isinstance(outcome, errors.CallTimeoutError) for outcome in outcomes)
+    wait_until(lambda: _state(engine) is WorkerState.READY, "all have ended")
+    assert engine.call("add", 0) == 21
+
+
+def test_a_time_out_shorter_than_the_way_there(engine: Engine) -> None:
+    """Whatever the caller is told, a call ran once or not at all."""
+    for timeout in (0.0, -1.0, 1e-6, 0.001):
+        before = engine.call("add", 0)
+        try:
+            outcome = (
+                engine.call("add", 1, bytes(0), timeout=timeout) if timeout > 1 else engine.call("add", 1, timeout=timeout)
+            )
+        except errors.CallTimeoutError as error:
+            outcome = error
+        wait_until(lambda: _state(engine) is WorkerState.READY, "it is over")
+        after = engine.call("add", 0)
+        assert after in (before, before + 1)
+        assert isinstance(outcome, errors.CallTimeoutError) or after == outcome
+
+
+def test_cancelling_an_awaited_call_neither_undoes_nor_repeats_it(engine: Engine, gate: Gate) -> None:
+    async def cancel() -> None:
+        call = asyncio.ensure_future(engine.acall("wait", *gate.files))
+        await asyncio.to_thread(gate.wait_started)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancel())
+    assert {s.worker_id: s for s in engine.scheduler.status()}[engine.worker_id].health is not None
+    gate.open()
+    assert engine.call("add", 0) == 1
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be stopped without the test")
+def test_get_workers_has_one_deadline_for_all(scheduler: Scheduler, role: str) -> None:
+    """Every worker is late; one deadline after another would take as many times as long."""
+    workers = scheduler.create_workers(Job(role=role, replicas=2))
+    pids = [status.pid for status in scheduler.status() if status.worker_id in workers and status.pid is not None]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    try:
+        with pytest.raises(errors.CallTimeoutError):
+            scheduler.get_workers(role, timeout=1.0)
+        assert time.monotonic() - started < 1.9
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert [worker.id for worker in scheduler.get_workers(role)] == workers
