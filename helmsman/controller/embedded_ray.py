@@ -124,7 +124,7 @@ async def end_embedded_ray(limit_s: float) -> None:
 
     if not ray.is_initialized():
         return
-    node = worker._global_node
+    node: Any = worker._global_node
     try:
         await bounded(ray.shutdown, limit_s=limit_s)
     except TimeoutError:
