@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import threading
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from helmsman.api.scheduler import (
 )
 from helmsman.controller.client import WorkerClient, encode_arguments
 from helmsman.controller.deadline import Deadline
-from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.running import Role, stop_roles, tile
 from helmsman.rpc_server.codec import decode
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
@@ -107,7 +107,7 @@ class SchedulerBase(Scheduler):
                 return Role(job, siblings, contextlib.AsyncExitStack(), reuses=True)
         async with contextlib.AsyncExitStack() as resources:
             clients = await self._launch(job, siblings, deadline, resources)
-            await _all(self._prepare(job, index, client, deadline) for index, client in enumerate(clients))
+            await await_all(self._prepare(job, index, client, deadline) for index, client in enumerate(clients))
             return Role(job, clients, resources.pop_all(), reuses=False)
 
     async def _prepare(self, job: Job, index: int, client: WorkerClient, deadline: Deadline) -> None:
@@ -144,7 +144,7 @@ class SchedulerBase(Scheduler):
         limit_s = self.timeouts.health_s if timeout is None else timeout
 
         async def answered() -> None:
-            await _all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients)
+            await await_all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients)
 
         run_sync(answered())
         return [
@@ -192,7 +192,7 @@ class SchedulerBase(Scheduler):
 
     async def _run_command(self, worker_ids: list[str], command: str) -> None:
         engine = "helmsman.rpc_server.command.CommandEngine"
-        await _all(self.create_engine(worker_id, engine, None, command) for worker_id in worker_ids)
+        await await_all(self.create_engine(worker_id, engine, None, command) for worker_id in worker_ids)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -354,15 +354,3 @@ def default_log_dir(run_id: str) -> Path:
     import tempfile
 
     return Path(tempfile.gettempdir()) / f"helmsman-{getpass.getuser()}" / run_id
-
-
-async def _all(awaitables: Iterable[Awaitable[Any]]) -> Sequence[Any]:
-    """Await all; when one fails the rest are cancelled and awaited before its error is raised."""
-    tasks = [asyncio.ensure_future(each) for each in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

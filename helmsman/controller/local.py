@@ -19,6 +19,7 @@ from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
+from helmsman.controller.loop import await_all
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
 from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
@@ -67,16 +68,10 @@ class LocalScheduler(SchedulerBase):
     ) -> list[WorkerClient]:
         devices = self._grant(job, siblings, resources)
         server, run_dir = await self._ensure_server()
-        starts = [
-            asyncio.ensure_future(self._start_worker(job, index, devices[index], server, run_dir, deadline, resources))
+        return await await_all(
+            self._start_worker(job, index, devices[index], server, run_dir, deadline, resources)
             for index in range(job.replicas)
-        ]
-        done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-        for start in starts:
-            if start not in done:
-                start.cancel()
-        await asyncio.gather(*starts, return_exceptions=True)
-        return [start.result() for start in starts]
+        )
 
     def _grant(
         self, job: Job, siblings: list[WorkerClient] | None, resources: contextlib.AsyncExitStack
@@ -89,6 +84,9 @@ class LocalScheduler(SchedulerBase):
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
+            if self._server is not None and self._server.has_ended:
+                await self._sweep()  # it was killed, and its workers with it; new ones get another
+                self._server = None
             if self._server is None or self._run_dir is None:
                 self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run_id}-"))

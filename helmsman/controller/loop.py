@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -69,6 +69,18 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     if not threading.main_thread().is_alive():
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
+
+
+async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; when one fails the rest are cancelled and awaited before its error is raised."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from helmsman.controller.client import tail_of
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server import guardian
-from helmsman.rpc_server.forkserver import Exited, Kill, Spawn, decode_event, encode_message, worker_tag
+from helmsman.rpc_server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
 from helmsman.rpc_server.wire import FrameReader, pack_length
 
 _BOOTSTRAP = (
@@ -41,11 +41,10 @@ class ForkServer(asyncio.Protocol):
         self._log_path = log_path
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
-        self._spawned: dict[str, asyncio.Future[int]] = {}
+        self._spawned: dict[str, tuple[asyncio.Future[int], str]] = {}
+        """Orders not obeyed yet: socket path -> (who waits for the pid, tag)."""
         self._exited: dict[int, asyncio.Future[Exited]] = {}
         self._tags: dict[int, str] = {}
-        self._asked: dict[str, str] = {}
-        """Worker id -> tag, until its pid is known."""
         self._gone = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -75,20 +74,24 @@ class ForkServer(asyncio.Protocol):
             event = decode_event(frame)
             if isinstance(event, Exited):
                 self._settle_exit(event)
+                continue
+            waiting, tag = self._spawned.pop(event.socket_path)
+            if isinstance(event, NotSpawned):
+                if not waiting.cancelled():
+                    waiting.set_exception(OSError(event.reason))
+                continue
+            self._tags[event.pid] = tag
+            self._exited[event.pid] = asyncio.get_running_loop().create_future()
+            if waiting.cancelled():
+                self.kill(event.pid)  # whoever asked for it has given up
             else:
-                self._tags[event.pid] = self._asked.pop(event.worker_id)
-                self._exited[event.pid] = asyncio.get_running_loop().create_future()
-                waiting = self._spawned.pop(event.worker_id)
-                if waiting.cancelled():
-                    self.kill(event.pid)  # whoever asked for it has given up
-                else:
-                    waiting.set_result(event.pid)
+                waiting.set_result(event.pid)
 
     def connection_lost(self, exc: Exception | None) -> None:
         error = ForkServerGoneError(
             f"the parent of all local workers has ended; its log: {self._log_path}\n{tail_of(self._log_path)}"
         )
-        for waiting in self._spawned.values():
+        for waiting, _ in self._spawned.values():
             if not waiting.done():
                 waiting.set_exception(error)
         # Its workers die with it by their death signal; what they started does not, and we are the last who know their marks.
@@ -104,13 +107,17 @@ class ForkServer(asyncio.Protocol):
         if not exited.done():
             exited.set_result(event)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone, with all its workers."""
+        return self._gone.done()
+
     async def spawn(self, order: Spawn) -> int:
-        """Fork a worker and return its pid. Raises ForkServerGoneError."""
+        """Fork a worker and return its pid. Raises ForkServerGoneError, OSError."""
         if self._gone.done():
             raise ForkServerGoneError(f"the parent of all local workers has ended; its log: {self._log_path}")
         waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._spawned[order.identity.worker_id] = waiting
-        self._asked[order.identity.worker_id] = worker_tag(order.identity)
+        self._spawned[order.socket_path] = waiting, worker_tag(order.identity)
         self._send(order)
         return await waiting
 

@@ -53,8 +53,17 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 class Spawned(msgspec.Struct, frozen=True, tag=True):
     """A worker's process exists."""
 
-    worker_id: str
+    socket_path: str
+    """Of its order."""
     pid: int
+
+
+class NotSpawned(msgspec.Struct, frozen=True, tag=True):
+    """The operating system refused a worker's socket or process."""
+
+    socket_path: str
+    """Of its order."""
+    reason: str
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +78,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Spawn | Kill).decode
-decode_event = msgspec.msgpack.Decoder(Spawned | Exited).decode
+decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited).decode
 
 
 class _ForkServer:
@@ -118,12 +127,16 @@ class _ForkServer:
                 os.kill(order.pid, signal.SIGKILL)
             return
         gc.freeze()
-        with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
-            pid = os.fork()
-            if pid == 0:
-                _become_worker(order, listener, [self._channel.fileno(), self._wake_read, self._wake_write])
+        try:
+            with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
+                pid = os.fork()
+                if pid == 0:
+                    _become_worker(order, listener, [self._channel.fileno(), self._wake_read, self._wake_write])
+        except OSError as error:
+            self._tell(NotSpawned(order.socket_path, str(error)))
+            return
         self._workers[pid] = worker_tag(order.identity)
-        self._tell(Spawned(order.identity.worker_id, pid))
+        self._tell(Spawned(order.socket_path, pid))
 
     def _reap(self) -> None:
         while True:
@@ -142,7 +155,7 @@ class _ForkServer:
         """Orphans of workers that have ended; a worker that lives adopts those of its own family itself."""
         return {row.pid for row in table.values() if row.parent == os.getpid() and row.pid not in self._workers}
 
-    def _tell(self, event: Spawned | Exited) -> None:
+    def _tell(self, event: Spawned | NotSpawned | Exited) -> None:
         message = encode_message(event)
         self._channel.sendall(pack_length(len(message)) + message)
 

@@ -27,6 +27,7 @@ from helmsman.rpc_server.wire import (
     ReplyFrame,
     decode_request,
     encode_frame,
+    fitting_path,
     prove_as_server,
 )
 
@@ -64,7 +65,8 @@ class LocalHandleStore:
 def listen(path: str) -> socket.socket:
     """A listening Unix socket at ``path`` that only this user can open."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
+    with fitting_path(path) as address:
+        listener.bind(address)
     os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
     listener.listen(16)
     return listener

@@ -7,8 +7,11 @@ proved that it knows the run's key.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import msgspec
@@ -86,6 +89,24 @@ def prove_as_server(connection: Connection, key: bytes) -> None:
     answer_challenge(connection, key)
 
 
+_MAX_SOCKET_PATH_BYTES = 103
+"""What fits into a socket address everywhere (104 bytes with its end on macOS, 108 on Linux)."""
+
+
+@contextlib.contextmanager
+def fitting_path(path: str) -> Iterator[str]:
+    """A path to the same socket that fits into an address, for the time of a bind or connect: a TMPDIR may be long."""
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES or not os.path.isdir("/proc/self/fd"):
+        yield path
+        return
+    folder, name = os.path.split(path)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)
+
+
 def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
     """Connect to a worker's Unix socket and prove ourselves; blocking, at most ``limit_s`` seconds.
 
@@ -93,7 +114,8 @@ def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
         raw.settimeout(limit_s)
-        raw.connect(path)
+        with fitting_path(path) as address:
+            raw.connect(address)
         raw.settimeout(None)
         # Connection reads without a deadline; the kernel's receive time-out bounds a peer that stays silent.
         _set_timeouts(raw, limit_s)
