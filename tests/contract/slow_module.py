@@ -1,0 +1,5 @@
+"""A module that takes longer to import than a start may."""
+
+import threading
+
+threading.Event().wait(1.0)
