@@ -61,7 +61,8 @@ class Run:
         settings = self.settings
         for step in range(first_step, settings.total_steps + 1):
             started = time.monotonic()
-            self.set_lr(settings.sft_lr if step <= settings.sft_steps else settings.lr)
+            if step in (first_step, settings.sft_steps + 1):
+                self.trainer.set_lr(settings.sft_lr if step <= settings.sft_steps else settings.lr)
             if step == 0:
                 record = Record(step=0, phase="eval")
             elif step <= settings.sft_steps:
@@ -145,11 +146,6 @@ class Run:
         is_edge = step in (0, settings.sft_steps, settings.total_steps)
         return is_edge or (step > settings.sft_steps and (step - settings.sft_steps) % every == 0)
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate on every rank."""
-        for worker in self.trainer.workers:
-            self.trainer.scheduler.call_engine(worker.id, "set_lr", None, lr)
-
     def save(self, step: int) -> None:
         """Write a checkpoint: a Hugging Face folder with tokenizer, and the optimizer's state."""
 
@@ -194,7 +190,7 @@ def run(settings: Settings, *, resume: bool) -> None:
         view.note(f"{len(tasks.train)} tasks to train on, {len(tasks.held_out)} held out; starting workers")
         trainer = TrainController(
             scheduler,
-            "examples.common.engine.Trainer",
+            "helmsman.engines.train.FSDPTrainEngine",
             Job(role="train", replicas=settings.train_workers, tasks=[spec]),
             engine_kwargs={"model": model, "seed": settings.seed, "lr": settings.lr},
         )

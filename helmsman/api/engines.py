@@ -78,6 +78,10 @@ class TrainEngine(abc.ABC):
         """Set the weight version."""
 
     @abc.abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """Use another learning rate from the next step on."""
+
+    @abc.abstractmethod
     def destroy(self) -> None:
         """Release devices and leave the process group. Idempotent."""
 

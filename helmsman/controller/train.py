@@ -211,6 +211,10 @@ class TrainController(RoleController):
         """Set the weight version on all ranks."""
         run_sync(self._replicated("set_version", version))
 
+    def set_lr(self, lr: float) -> None:
+        """Use another learning rate on all ranks from the next step on."""
+        run_sync(self._replicated("set_lr", lr))
+
     def export_weights(self, timeout: float | None = None) -> ResultHandle:
         """Gather the full parameters on rank 0 and return a handle; they stay there until ``scheduler.release(handle)``."""
         return run_sync(self._export_weights(timeout))

@@ -272,6 +272,12 @@ class FSDPTrainEngine(TrainEngine):
         """Set the weight version."""
         self._progress = Progress(version=version, num_steps=self._progress.num_steps)
 
+    def set_lr(self, lr: float) -> None:
+        """Use another learning rate from the next step on, such as for another phase of training; not part of a checkpoint."""
+        if not lr >= 0:
+            raise ValueError(f"lr is {lr}; expected 0 or more")
+        self.config = msgspec.structs.replace(self.config, lr=lr)
+
     def destroy(self) -> None:
         """Free the model and leave the process group, if this engine had joined it. Idempotent."""
         had_model, self._model, self._optimizer = self._model is not None, None, None

@@ -76,6 +76,10 @@ class RecordingTrainer:
         """Set it."""
         self.version = version
 
+    def set_lr(self, lr: float) -> None:
+        """Note it."""
+        self.log.append(f"set_lr {lr}")
+
     def destroy(self) -> None:
         """Nothing to release."""
 

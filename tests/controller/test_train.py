@@ -327,9 +327,11 @@ def test_only_the_head_of_a_model_parallel_group_is_given_the_share(scheduler: F
         calls = {call.worker_id: call for call in scheduler.sent if call.method == "forward"}
         assert [bool(calls[f"actor/{rank}"].args) for rank in range(4)] == [True, False, True, False]
         assert all(call.rpc_meta == {"broadcast": True} for call in calls.values())
-        actor.set_version(5)
-        calls = {call.worker_id: call for call in scheduler.sent if call.method == "set_version"}
-        assert all(call.args == (5,) and call.rpc_meta == {"broadcast": False} for call in calls.values())
+        for method, value in (("set_version", 5), ("set_lr", 1e-4)):
+            getattr(actor, method)(value)
+            calls = {call.worker_id: call for call in scheduler.sent if call.method == method}
+            assert set(calls) == {f"actor/{rank}" for rank in range(4)}
+            assert all(call.args == (value,) and call.rpc_meta == {"broadcast": False} for call in calls.values())
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------

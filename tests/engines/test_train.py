@@ -147,6 +147,14 @@ def test_the_learning_rate_warms_up(engines: list[FSDPTrainEngine]) -> None:
     assert rates == pytest.approx([LR * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
 
 
+def test_another_learning_rate_holds_from_the_next_step_on(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines)
+    engine.set_lr(LR / 4)
+    assert engine.train_batch(SAMPLES, "sft")["lr"] == LR / 4
+    with pytest.raises(ValueError, match=r"lr is -1.0; expected 0 or more"):
+        engine.set_lr(-1.0)
+
+
 @pytest.mark.parametrize("num_steps_before", [0, 2])
 def test_load_goes_on_exactly_where_save_was(engines: list[FSDPTrainEngine], tmp_path: Path, num_steps_before: int) -> None:
     engine, fresh = make(engines, num_warmup_steps=3), make(engines, seed=1, num_warmup_steps=3)
