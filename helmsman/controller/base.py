@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from helmsman.api.scheduler import (
     SchedulingStrategy,
     Timeouts,
     Worker,
+    WorkerState,
     WorkerStatus,
 )
 from helmsman.controller.client import WorkerClient, encode_arguments
@@ -210,6 +211,7 @@ class SchedulerBase(Scheduler):
         client = self._client(worker_id)
         name = engine_name or worker_id
         payload = encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
+        self._require_values(payload.handles)
         await run_async(client.create_engine(name, payload, self.timeouts.create_engine_s))
         role = self._roles.get(worker_id.rpartition("/")[0])
         if role is not None:
@@ -257,9 +259,7 @@ class SchedulerBase(Scheduler):
             raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast' and 'keep'")
         name = engine_name or worker_id
         payload = encode_arguments(worker_id, name, method, (args, kwargs))
-        for handle in payload.handles:
-            if handle.id in self._released:
-                raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason="it was released")
+        self._require_values(payload.handles)
         return client.call(name, method, payload, keep=keep, broadcast=broadcast, limit_s=timeout)
 
     def release(self, handle: ResultHandle) -> None:
@@ -336,6 +336,18 @@ class SchedulerBase(Scheduler):
             known = [worker for entry in self._roles.values() for worker in entry.worker_ids]
             raise errors.WorkerNotFoundError(name=worker_id, known=known)
         return role.clients[int(index)]
+
+    def _require_values(self, handles: Iterable[ResultHandle]) -> None:
+        """Raise HandleLostError for a handle whose value is known to be gone. On Ray it may outlive its maker for a while."""
+        for handle in handles:
+            reason = "it was released" if handle.id in self._released else ""
+            try:
+                if self._client(handle.worker_id).state in (WorkerState.FAILED, WorkerState.STOPPED):
+                    reason = reason or "its worker has ended"
+            except errors.WorkerNotFoundError:
+                reason = reason or "its worker was deleted"
+            if reason:
+                raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason)
 
     def _identity(self, job: Job, index: int, node: str) -> WorkerIdentity:
         return WorkerIdentity(

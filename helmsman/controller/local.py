@@ -199,10 +199,16 @@ class LocalTransport(Transport, asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):
             frame = decode_reply(message)
-            answer = shm.from_wire(frame.payload)
-            if frame.payload.segment is not None:
-                self._write(Request(frame.reply.id, Verb.RECEIVED), shm.to_wire(_NOTHING)[0])
             waiting = self._waiting.pop(frame.reply.id, None)
+            try:
+                answer = shm.from_wire(frame.payload)
+            except (errors.ProtocolError, OSError) as error:  # no descriptor or memory is left: this result's loss alone
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(error)
+                continue
+            finally:
+                if frame.payload.segment is not None:
+                    self._write(Request(frame.reply.id, Verb.RECEIVED), shm.to_wire(_NOTHING)[0])
             if waiting is not None and not waiting.done():
                 waiting.set_result((frame.reply, answer))
 

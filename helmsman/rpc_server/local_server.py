@@ -18,7 +18,7 @@ import msgspec
 from helmsman.api.errors import HandleLostError, ProtocolError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server import shm
-from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.codec import Payload, encode
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, Verb, WorkerIdentity
 from helmsman.rpc_server.wire import (
@@ -144,7 +144,12 @@ class LocalServer:
             if frame.request.verb is Verb.RECEIVED:
                 self._forget(serial, frame.request.id)
                 continue
-            self._host.handle(frame.request, shm.from_wire(frame.payload), reply)
+            try:
+                payload = shm.from_wire(frame.payload)
+            except (ProtocolError, OSError) as error:  # no descriptor or memory is left: this request's loss alone
+                reply(Reply(frame.request.id, False), encode(ProtocolError(f"its arguments could not be taken: {error}")))
+            else:
+                self._host.handle(frame.request, payload, reply)
 
     def _forget(self, serial: int, request_id: int) -> None:
         segment = self._results.pop((serial, request_id), None)
