@@ -1,0 +1,64 @@
+"""Arguments of a call to a model-parallel group: given to its head, they reach every rank, or no rank runs the method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from tests.contract.engines import Ranked, Unloadable
+from tests.contract.helpers import LIMIT_S, Engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.not_on("inline", "one process, which has one default process group")]
+
+
+@pytest.fixture(scope="module")
+def ranks(scheduler: Scheduler) -> Iterator[list[Engine]]:
+    """Two gloo ranks of one model-parallel group."""
+    name = "ranked"
+    workers = scheduler.create_workers(Job(role=name, replicas=2, tasks=[SchedulingSpec(port_count=1)]))
+    port = scheduler.get_workers(name)[0].engine_ports[0]
+    engines = [Engine.create(scheduler, worker, Ranked) for worker in workers]
+    joining = [engine.begin("join", rank, 2, port, timeout=60) for rank, engine in enumerate(engines)]
+    for each in joining:
+        each.result(timeout=60)
+    yield engines
+    scheduler.delete_workers(name)
+
+
+def _both(ranks: list[Engine], method: str, arguments: list[tuple[Any, ...]], **meta: Any) -> list[Any]:
+    futures: list[Future[Any]] = [
+        engine.begin(method, *given, rpc_meta=meta or None) for engine, given in zip(ranks, arguments, strict=True)
+    ]
+    outcomes: list[Any] = []
+    for future in futures:
+        try:
+            outcomes.append(future.result(timeout=LIMIT_S))
+        except errors.HelmsmanError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def test_what_the_head_is_given_reaches_all(ranks: list[Engine]) -> None:
+    outcomes = _both(ranks, "receive", [("from the head", [1, 2]), ("ignored",)])
+    assert outcomes == [(("from the head", [1, 2]), {})] * 2
+
+
+def test_what_does_not_load_on_the_head_runs_nowhere(ranks: list[Engine]) -> None:
+    before = _both(ranks, "count", [(), ()], broadcast=False)
+    head, other = _both(ranks, "receive", [(Unloadable(),), ()])
+    assert isinstance(head, errors.ArgumentNotLoadableError)
+    assert isinstance(other, errors.PeerNotReadyError)
+    assert other.ranks == (0,)  # type: ignore[attr-defined]
+    assert "refused to load" in str(other)
+    assert _both(ranks, "count", [(), ()], broadcast=False) == before
+    assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2
+
+
+def test_without_broadcast_each_rank_gets_its_own(ranks: list[Engine]) -> None:
+    assert _both(ranks, "receive", [(0,), (1,)], broadcast=False) == [((0,), {}), ((1,), {})]
+    assert ranks[1].call("receive", "alone", rpc_meta={"broadcast": False}) == (("alone",), {}), "and no rank waits for another"

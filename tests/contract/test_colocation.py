@@ -1,0 +1,112 @@
+"""Roles that share others' workers, and sibling processes beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, is_running, wait_gone, wait_until
+
+
+def _alias(role: str, target: str, replicas: int, *, fork: bool = False) -> Job:
+    return Job(
+        role=role, replicas=replicas, scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=fork)
+    )
+
+
+def test_two_roles_in_the_same_workers(scheduler: Scheduler, role: str) -> None:
+    target = scheduler.create_workers(Job(role=role, replicas=2))
+    alias = scheduler.create_workers(_alias(f"{role}-alias", role, 2))
+    assert alias == [f"{role}-alias/0", f"{role}-alias/1"]
+    actor = Engine.create(scheduler, target[1], Counter)
+    critic = Engine.create(scheduler, alias[1], Counter)
+    assert actor.call("pid") == critic.call("pid")
+    assert actor.call("add", 5) == 5
+    assert critic.call("add", 7) == 7, "engines are told apart by their names"
+    assert scheduler.call_engine(target[1], "add", alias[1], 0) == 7, "whichever worker id is used"
+    assert [worker.id for worker in scheduler.get_workers(f"{role}-alias")] == alias
+    with pytest.raises(errors.RoleExistsError):
+        scheduler.create_workers(_alias(f"{role}-alias", role, 2))
+
+    scheduler.delete_workers(f"{role}-alias")
+    assert actor.call("add", 0) == 5, "the target lives on"
+    with pytest.raises(errors.EngineNotFoundError):
+        scheduler.call_engine(target[1], "add", alias[1])
+    with pytest.raises(errors.WorkerNotFoundError):
+        critic.call("add")
+
+
+def test_deleting_the_target_deletes_what_stands_on_it(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role))
+    scheduler.create_workers(_alias(f"{role}-alias", role, 1))
+    scheduler.create_workers(_alias(f"{role}-alias-of-alias", f"{role}-alias", 1))
+    scheduler.delete_workers(role)
+    for name in (role, f"{role}-alias", f"{role}-alias-of-alias"):
+        with pytest.raises(errors.RoleNotFoundError):
+            scheduler.get_workers(name)
+
+
+def test_groups_of_unequal_size_tile(scheduler: Scheduler, role: str) -> None:
+    target = scheduler.create_workers(Job(role=role, replicas=4))
+    alias = scheduler.create_workers(_alias(f"{role}-half", role, 2))
+    engines = [Engine.create(scheduler, worker, Counter) for worker in (*target, *alias)]
+    pids = [engine.call("pid") for engine in engines]
+    assert pids[4:] == [pids[0], pids[2]]
+
+
+@pytest.mark.not_on("inline", "one process, which has no siblings")
+def test_siblings_die_on_their_own(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
+    (sibling,) = scheduler.create_workers(_alias(f"{role}-forked", role, 1, fork=True))
+    one, two = (Engine.create(scheduler, each, Counter) for each in (worker, sibling))
+    pids = {"worker": one.call("pid"), "sibling": two.call("pid")}
+    assert pids["worker"] != pids["sibling"]
+    masks = [engine.call("environ", "CUDA_VISIBLE_DEVICES")["CUDA_VISIBLE_DEVICES"] for engine in (one, two)]
+    assert masks[0] == masks[1], "on the same devices"
+    assert len(masks[0].split(",")) == 2
+    os.kill(pids["sibling"], signal.SIGKILL)
+    with pytest.raises(errors.WorkerFailedError):
+        wait_until(lambda: two.call("add") == 0, "it fails")
+    assert one.call("add") == 1
+    scheduler.delete_workers(f"{role}-forked")
+    assert one.call("add") == 2
+
+
+@pytest.mark.not_on("inline", "one process, which has no siblings")
+def test_deleting_the_target_ends_its_siblings(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    (sibling,) = scheduler.fork_workers(f"{role}-forked", role)
+    assert sibling == f"{role}-forked/0"
+    pids = {each: Engine.create(scheduler, each, Counter).call("pid") for each in (worker, sibling)}
+    scheduler.delete_workers(role)
+    wait_gone(pids)
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers(f"{role}-forked")
+
+
+@pytest.mark.not_on("inline", "one process, which has no siblings")
+def test_a_command_beside_each_worker(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, replicas=2))
+    ids = scheduler.fork_workers(f"{role}-server", role, command="http.server --bind 127.0.0.1 0")
+    assert ids == [f"{role}-server/0", f"{role}-server/1"]
+    pids = {worker: scheduler.call_engine(worker, "pid") for worker in ids}
+    assert all(is_running(pid) for pid in pids.values())
+    assert {scheduler.call_engine(worker, "poll") for worker in ids} == {None}
+    os.kill(pids[ids[0]], signal.SIGKILL)
+    wait_until(lambda: scheduler.call_engine(ids[0], "poll") == -signal.SIGKILL, "its end is seen")
+    scheduler.delete_workers(f"{role}-server")
+    wait_gone(pids)
+    assert len(scheduler.get_workers(role)) == 2
+
+
+def test_environment_of_an_alias_is_that_of_its_target(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))
+    asyncio.run(scheduler.set_worker_env(alias, {"CONTRACT_ALIAS": "1"}))
+    assert Engine.create(scheduler, worker, Counter).call("environ", "CONTRACT_ALIAS") == {"CONTRACT_ALIAS": "1"}

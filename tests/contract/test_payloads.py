@@ -1,0 +1,263 @@
+"""What travels arrives as it went, and is the receiver's own; results can stay where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import Driver, Engine, wait_gone
+
+LARGE_BYTES = 64 << 20
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Sample:
+    tokens: torch.Tensor
+    reward: float
+
+
+class Config(msgspec.Struct, frozen=True):
+    name: str
+    sizes: list[int] = []
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        torch.arange(6, dtype=torch.float32).to(torch.float8_e4m3fn),
+        torch.tensor(3.5),
+        torch.tensor([True, False]),
+        torch.empty(0, 4),
+        torch.tensor([1 + 2j]),
+        torch.arange(12).reshape(3, 4).t(),
+        torch.ones(1).expand(5),
+        torch.zeros(3, requires_grad=True),
+    ],
+    ids=["bf16", "fp8", "0-d", "bool", "empty", "complex", "transposed", "expanded", "requires_grad"],
+)
+def test_tensors(engine: Engine, tensor: torch.Tensor) -> None:
+    back = engine.call("echo", tensor)
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back.detach().to(torch.complex64), tensor.detach().to(torch.complex64))
+
+
+def test_values_of_every_kind(engine: Engine) -> None:
+    value = {
+        1: (1, 2.5, None, True),
+        "set": {1, 2},
+        "bytes": b"\0\1",
+        "enum": Color.RED,
+        "config": Config("c", [1]),
+        "array": numpy.arange(3, dtype=numpy.int16),
+    }
+    back = engine.call("echo", value)
+    assert back.keys() == value.keys()
+    assert all(back[key] == value[key] for key in value if key != "array")
+    assert back["array"].dtype == numpy.int16
+    sample = engine.call("echo", Sample(torch.arange(4), 0.5))
+    assert isinstance(sample, Sample)
+    assert sample.tokens.tolist() == [0, 1, 2, 3]
+    bound = 10
+    assert engine.call("apply", lambda number: number + bound, 5) == 15, "closures go by value"
+
+
+@pytest.mark.parametrize("size", [100, 200_000, LARGE_BYTES])
+def test_what_arrives_belongs_to_the_receiver(engine: Engine, size: int) -> None:
+    array = numpy.full(size, 7, dtype=numpy.uint8)
+    assert engine.call("total", array) == 7 * size
+    filled = engine.call("fill", array, 9)
+    assert filled.sum() == 9 * size
+    assert array.sum() == 7 * size, "the sender's own is as it was"
+    filled[0] = 1
+    made = engine.call("make", size)
+    made[:] = 0
+    assert engine.call("make", size).sum() == 7 * size
+    tensor = torch.full((size,), 7, dtype=torch.uint8)
+    assert engine.call("fill", tensor, 9).sum() == 9 * size
+    assert tensor.sum() == 7 * size
+
+
+@pytest.mark.slow
+def test_classes_of_the_script_itself(run_driver: Callable[..., Driver]) -> None:
+    driver = run_driver(
+        """
+import dataclasses, msgspec
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 2
+
+
+class Setting(msgspec.Struct):
+    name: str
+
+
+class OwnError(Exception):
+    pass
+
+
+class Engine:
+    def __init__(self, start: Point) -> None:
+        self.point = start
+
+    def move(self, by: Point, setting: Setting) -> Point:
+        return Point(self.point.x + by.x, self.point.y + by.y)
+
+    def fail(self) -> None:
+        raise OwnError("mine")
+
+
+with make() as scheduler:
+    scheduler.create_workers(Job(role="a"))
+    asyncio.run(scheduler.create_engine("a/0", Engine, None, Point(1)))
+    moved = scheduler.call_engine("a/0", "move", None, Point(10, 20), Setting("s"))
+    try:
+        scheduler.call_engine("a/0", "fail")
+    except errors.EngineCallError as error:
+        cause = error.__cause__
+    tell(moved=[moved.x, moved.y], is_point=isinstance(moved, Point), is_own=isinstance(cause, OwnError))
+"""
+    )
+    assert driver.facts() == {"moved": [11, 22], "is_point": True, "is_own": True}
+    assert driver.wait() == 0, driver.errors()
+
+
+# --- results that stay --------------------------------------------------------------------------------------------------
+
+
+def test_a_result_that_stays_moves_from_worker_to_worker(engine: Engine, peer: Engine) -> None:
+    handle = engine.call("make", LARGE_BYTES, rpc_meta={"keep": True})
+    assert isinstance(handle, ResultHandle)
+    assert handle.worker_id == engine.worker_id
+    assert handle.nbytes >= LARGE_BYTES
+    assert "ndarray" in handle.summary
+    assert len(msgspec.json.encode([handle.id, handle.summary])) < 1000
+    before = _resident_bytes()
+    assert peer.call("total", handle) == 7 * LARGE_BYTES
+    assert peer.call("total", handle, handle) == 14 * LARGE_BYTES, "as often as wanted"
+    assert engine.call("total", handle) == 7 * LARGE_BYTES, "also where it was made"
+    inside = peer.call("echo", {"weights": [handle]})
+    assert inside["weights"][0].nbytes == LARGE_BYTES
+    del inside
+    if type(engine.scheduler).__name__ == "LocalScheduler":
+        assert _resident_bytes() - before < LARGE_BYTES + (16 << 20), "only what was echoed came here"
+    written = peer.call("fill", handle, 1)
+    assert written.sum() == LARGE_BYTES
+    assert engine.call("total", handle) == 7 * LARGE_BYTES, "a receiver's writes are its own"
+
+    engine.scheduler.release(handle)
+    engine.scheduler.release(handle)
+    for target in (engine, peer):
+        with pytest.raises(errors.HandleLostError, match=f"handle {handle.id} \\(made by {engine.worker_id}\\) is gone"):
+            target.call("total", handle)
+    with pytest.raises(errors.HandleLostError):
+        Engine.create(peer.scheduler, peer.worker_id, Counter, f"from-{handle.id}", handle)
+    assert engine.call("add") == 1
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_a_small_result_may_stay_too(engine: Engine, peer: Engine) -> None:
+    handle = engine.call("echo", {"a": [1, 2]}, rpc_meta={"keep": True})
+    assert peer.call("echo", handle) == {"a": [1, 2]}
+    assert engine.call("echo", None, rpc_meta={"keep": True}) is None, "nothing needs no handle"
+    asynchronous = engine.call("async_add", 3, rpc_meta={"keep": True})
+    assert peer.call("add", asynchronous) == 3
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_a_result_dies_with_its_worker(scheduler: Scheduler, role: str, peer: Engine) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    maker = Engine.create(scheduler, worker, Counter)
+    handle = maker.call("make", 1 << 20, rpc_meta={"keep": True})
+    assert peer.call("total", handle) == 7 << 20
+    pid = maker.call("pid")
+    os.kill(pid, signal.SIGKILL)
+    wait_gone({"maker": pid})
+    with pytest.raises((errors.HandleLostError, errors.WorkerFailedError)):
+        maker.call("add")
+    with pytest.raises(errors.HandleLostError) as caught:
+        peer.call("total", handle)
+    assert caught.value.worker_id == worker
+    scheduler.release(handle)
+    assert peer.call("add") == 1
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.not_on("inline", "the random state is the script's own")
+def test_seeds_come_from_seed_role_and_rank(scheduler: Scheduler, role: str) -> None:
+    def draw(name: str, replicas: int) -> list[Any]:
+        workers = scheduler.create_workers(Job(role=name, replicas=replicas))
+        engines = [Engine.create(scheduler, worker, "tests.contract.drawing.Drawing") for worker in workers]
+        drawn = [(*engine.call("drawn_first"), *engine.call("draw")) for engine in engines]
+        second = Engine.create(scheduler, workers[0], "tests.contract.drawing.Drawing", "second")
+        assert second.call("drawn_first") != drawn[0][:3], "a second engine does not repeat the first one's numbers"
+        scheduler.delete_workers(name)
+        return drawn
+
+    first = draw(f"{role}-a", 2)
+    again = draw(f"{role}-a", 2)
+    other_role = draw(f"{role}-b", 1)
+    assert first == again, "the same seed, role and rank"
+    for index in range(6):
+        numbers = {first[0][index], first[1][index], other_role[0][index]}
+        assert len(numbers) == 3, "ranks and roles differ, for each library"
+
+
+def test_a_worker_without_file_descriptors_left(scheduler: Scheduler, role: str) -> None:
+    """What cannot be mapped or sent for want of a descriptor fails alone; the worker lives."""
+    if type(scheduler).__name__ != "LocalScheduler":
+        pytest.skip("only local: its large buffers travel by descriptor")
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    engine.call("apply", _take_all_descriptors)
+    with pytest.raises(errors.ProtocolError, match="its arguments could not be taken"):
+        engine.call("total", numpy.ones(1 << 20))
+    with pytest.raises(errors.EngineCallError, match="Too many open files"):
+        engine.call("make", 1 << 20)
+    engine.call("apply", _give_descriptors_back)
+    assert engine.call("total", engine.call("make", 1 << 20)) == 7 << 20
+
+
+_TAKEN: list[int] = []
+
+
+def _take_all_descriptors() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    try:
+        while True:
+            _TAKEN.append(os.dup(1))
+    except OSError:
+        return
+
+
+def _give_descriptors_back() -> None:
+    while _TAKEN:
+        os.close(_TAKEN.pop())

@@ -1,0 +1,201 @@
+"""A local worker's socket: nobody but this run gets a word in, whatever they send, and however."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import ProtocolError
+from helmsman.api.scheduler import Job
+from helmsman.controller.local import LocalScheduler
+from helmsman.rpc_server import shm, wire
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.messages import Request, Verb
+from tests.contract.engines import Counter
+from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
+
+NUM_MESSAGES = 10_000
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalScheduler]:
+    with LocalScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(scheduler: LocalScheduler) -> Engine:
+    (worker,) = scheduler.create_workers(Job(role="target"))
+    return Engine.create(scheduler, worker, Counter)
+
+
+@pytest.fixture
+def path(scheduler: LocalScheduler) -> str:
+    """The worker's socket. Only a process that may read the run's folder can know it."""
+    assert scheduler._run_dir is not None
+    (socket_path,) = scheduler._run_dir.glob("*.sock")
+    return str(socket_path)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.file,)
+
+
+def _frames(target: str) -> list[bytes]:
+    """Genuine messages as they would follow a proof, some with a bomb inside."""
+    payload = shm.to_wire(encode(((Bomb(target),), {})))[0]
+    handles = shm.WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
+    requests = [Request(1, Verb.CALL, "target/0", "add"), Request(2, Verb.SHUTDOWN), Request(3, Verb.HEALTH)]
+    frames = [wire.encode_frame(wire.RequestFrame(request, each)) for request in requests for each in (payload, handles)]
+    welcome = b"#WELCOME#"
+    digests = [os.urandom(16), b"#CHALLENGE#" + os.urandom(20), pickle.dumps(Bomb(target)), welcome]
+    return [struct.pack("!i", len(each)) + each for each in frames + digests]
+
+
+def _mutated(message: bytes, rng: random.Random) -> bytes:
+    data = bytearray(message)
+    kind = rng.randrange(6)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(1, 400))
+    if kind == 1:
+        return bytes(data[: rng.randrange(len(data))])
+    if kind == 2:  # a length that cannot be, or that never comes
+        size = rng.choice([-1, -2, -(2**31), 2**31 - 1, 1 << 30, (1 << 30) + 1, 0])
+        return struct.pack("!i", size) + bytes(data[4:])
+    if kind == 3:  # Connection's escape for more than 2 GiB
+        return struct.pack("!iQ", -1, rng.choice([0, 5, 2**40, 2**63, 2**64 - 1])) + bytes(data[4:])
+    for _ in range(rng.randrange(1, 8)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def _send(path: str, messages: list[bytes]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(5)
+        try:
+            peer.connect(path)
+            for message in messages:
+                peer.sendall(message)
+        except (ConnectionError, TimeoutError, BlockingIOError):
+            return  # closed on us, or its queue is full of others like us: as it should be
+
+
+def test_bytes_that_are_no_message_of_ours(engine: Engine, path: str, tmp_path: Path) -> None:
+    target = tmp_path / "executed"
+    frames = _frames(str(target))
+    rng = random.Random(7)
+    messages = [_mutated(rng.choice(frames), rng) for _ in range(NUM_MESSAGES - 10 * len(frames))] + 10 * frames
+    rng.shuffle(messages)
+    batches = []
+    while messages:
+        size = rng.randrange(1, 8)
+        batches.append(messages[:size])
+        messages = messages[size:]
+    with held(engine, Gate(tmp_path), timeout=100) as running, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda batch: _send(path, batch), batches))
+        assert not running.done()
+        (status,) = engine.scheduler.status()
+        assert status.health is not None
+        assert status.health.running == "target/0.wait"
+        assert status.health.num_queued == 0
+    assert running.result(timeout=LIMIT_S) == 1
+    assert not target.exists(), "nothing was unpickled"
+    assert engine.call("add", 0) == 1
+
+
+def test_silent_peers_hold_nobody_up(engine: Engine, path: str) -> None:
+    peers = []
+    for _ in range(60):  # more than may be unproved at a time
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(0.2)
+        try:
+            peer.connect(path)
+        except (ConnectionError, TimeoutError, BlockingIOError):
+            peer.close()
+            continue
+        peers.append(peer)
+    assert engine.call("add", 0) >= 0, "the run's own connection is not theirs"
+    for peer in peers[::2]:
+        peer.sendall(b"\0")  # a slow one: one byte, and never another
+    wait_until(lambda: all(_is_closed(peer) for peer in peers), "each is cut off once its time to prove itself is over", 20.0)
+    assert engine.call("add", 0) >= 0
+
+
+def _is_closed(peer: socket.socket) -> bool:
+    peer.setblocking(False)
+    try:
+        while peer.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def test_a_peer_with_another_key(engine: Engine, path: str) -> None:
+    with pytest.raises(ProtocolError, match="did not prove|another key"):
+        wire.connect(path, b"x" * 32, 5.0)
+    assert engine.call("add", 0) >= 0
+
+
+def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
+    """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
+    proved = wire.connect(path, scheduler._key, 5.0)
+    with proved:
+        proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
+        proved.settimeout(LIMIT_S)
+        assert proved.recv(1) == b""
+    assert engine.call("add", 0) >= 0
+
+
+def test_the_socket_and_its_folder_belong_to_this_user_alone(path: str) -> None:
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode) == 0o700
+    assert os.stat(path).st_uid == os.getuid()
+
+
+@pytest.mark.root
+def test_another_user_cannot_connect(engine: Engine, path: str) -> None:
+    if os.getuid() != 0:
+        pytest.skip("not root: it takes root to become another user")
+    script = (
+        "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
+        "try: socket.socket(socket.AF_UNIX).connect(sys.argv[1])\n"
+        "except PermissionError: print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", script, path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "refused"
+    os.chmod(path, 0o777)
+    os.chmod(os.path.dirname(path), 0o711)
+    try:
+        listening = (
+            "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
+            "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(5)\n"
+            "try: print(len(s.recv(100)))\n"
+            "except ConnectionError: print(0)\n"
+        )
+        done = subprocess.run([sys.executable, "-I", "-c", listening, path], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "0", "even where files let it in, the kernel tells who it is, and it hears nothing"
+    finally:
+        os.chmod(path, 0o600)
+        os.chmod(os.path.dirname(path), 0o700)
+    assert engine.call("add", 0) >= 0
