@@ -1,0 +1,112 @@
+"""The guardian: it knows a family by its marks, tells how a process ended that is not its child, and ends what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helmsman.rpc_server import guardian
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="families are found through /proc")
+
+STAY = "import signal; print('up', flush=True); signal.pause()"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a process that stays; all are ended after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(script: str = STAY, **options: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _is_running(pid: int) -> bool:
+    row = guardian.process_table().get(pid)
+    return row is not None and row.state != "Z"
+
+
+def test_a_family_is_known_by_each_of_its_marks(start: Callable[..., subprocess.Popen[str]]) -> None:
+    tag = f"run/{os.urandom(4).hex()}"
+    marked = {**os.environ, guardian.TAG_VARIABLE: tag}
+    worker = start(
+        f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {STAY!r}]); print(c.pid, flush=True); c.wait()",
+        start_new_session=True,
+    )
+    (child,) = guardian.descendants(worker.pid, guardian.process_table())
+    tagged = start(env=marked, start_new_session=True)
+    stranger = start(env={**os.environ, guardian.TAG_VARIABLE: f"{tag}0"}, start_new_session=True)
+    known = start(start_new_session=True)
+    assert guardian.family(worker.pid, tag) == {child, tagged.pid}
+    assert guardian.family(worker.pid, tag, lambda table: {known.pid}) == {child, tagged.pid, known.pid}
+    worker.kill()
+    worker.wait()
+    assert guardian.family(worker.pid, tag) == {child, tagged.pid}, "the child's session tells, once its parent is gone"
+    assert guardian.end_family(worker.pid, tag) == set()
+    assert not _is_running(child)
+    assert not _is_running(tagged.pid)
+    assert _is_running(stranger.pid), "a tag that only begins alike is another's"
+    assert _is_running(known.pid)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("os.kill(os.getpid(), 9)", {"exit_code": None, "exit_signal": signal.SIGKILL}),
+        ("os._exit(7)", {"exit_code": 7, "exit_signal": None}),
+        ("sys.exit(0)", {"exit_code": 0, "exit_signal": None}),
+    ],
+)
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dict[str, int | None], is_reaped: bool) -> None:
+    if is_reaped and tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 15):
+        pytest.skip("the kernel is older than 6.15, which tells it only until the process is reaped")
+    log_path = str(tmp_path / "worker.log")
+    script = (
+        "import os, subprocess, sys; from helmsman.rpc_server.guardian import spawn_guardian; "
+        f"spawn_guardian('run/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert guardian.read_record(log_path) is None
+    if is_reaped:
+        process.communicate("\n")
+    else:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert guardian.wait_until(lambda: guardian.read_record(log_path) is not None, 10.0)
+    assert guardian.read_record(log_path) == expected
+    process.communicate()
+
+
+def test_statuses() -> None:
+    assert guardian.split_status(9) == (None, 9)
+    assert guardian.split_status(3 << 8) == (3, None)
+    assert guardian.read_record("/nowhere/at/all") is None
+    assert not guardian.wait_until(lambda: False, 0.02)
+
+
+def test_a_process_table_survives_strange_names(start: Callable[..., subprocess.Popen[str]]) -> None:
+    strange = start("open('/proc/self/comm', 'w').write(') R 1 (x'); print('up', flush=True); import signal; signal.pause()")
+    row = guardian.process_table()[strange.pid]
+    assert (row.pid, row.parent) == (strange.pid, os.getpid())
+    assert row.state in "SR"
