@@ -141,10 +141,10 @@ class Run:
         return self.tasks.score(task, self.tokenizer.decode(token_ids))
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether what is done every so many GRPO steps is due; also before training, between the phases and at the end."""
-        settings = self.settings
-        is_edge = step in (0, settings.sft_steps, settings.total_steps)
-        return is_edge or (step > settings.sft_steps and (step - settings.sft_steps) % every == 0)
+        """Whether what is done every so many steps of a phase is due; both phases end with it."""
+        sft_steps = self.settings.sft_steps
+        steps_of_phase = step - sft_steps if step > sft_steps else step
+        return steps_of_phase % every == 0 or step in (sft_steps, self.settings.total_steps)
 
     def save(self, step: int) -> None:
         """Write a checkpoint: a Hugging Face folder with tokenizer, and the optimizer's state."""
@@ -229,11 +229,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             run(settings, resume=resume)
     except Interrupted as interrupt:
-        print(
-            f"\nstopped by {interrupt}; everything was ended. Go on from the last checkpoint with:\n"
-            f"  python {sys.argv[0]} --out {settings.out} --resume",
-            file=sys.stderr,
-        )
+        print(f"\nstopped by {interrupt}; everything was ended.", file=sys.stderr)
+        if (Path(settings.out) / "settings.json").exists():
+            print(
+                f"Go on from the last checkpoint with:\n  python {sys.argv[0]} --out {settings.out} --resume", file=sys.stderr
+            )
         return interrupt.exit_code
     except HelmsmanError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

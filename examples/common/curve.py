@@ -26,12 +26,12 @@ def draw_curve(records: Sequence[Record], path: Path, summary: Summary) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     figure, axes = plt.subplots(figsize=(9.6, 5.4), dpi=150, layout="constrained")
-    sft_end, last = summary.sft_steps, records[-1].step
+    sft_end, last = summary.sft_steps, max(1, records[-1].step)
 
     sampled = [(record.step, record.reward) for record in records if record.reward is not None]
     if sampled:
         steps, rewards = [step for step, _ in sampled], [reward for _, reward in sampled]
-        axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, rewards, color=_BLUE, alpha=0.2, linewidth=1)
         axes.plot(steps, _smooth(rewards), color=_BLUE, linewidth=1.8, label="reward of sampled answers (training tasks)")
     points = [(record.step, record.held_out_accuracy) for record in records if record.held_out_accuracy is not None]
     axes.plot(
@@ -45,29 +45,29 @@ def draw_curve(records: Sequence[Record], path: Path, summary: Summary) -> None:
         label="accuracy on held-out tasks, greedy",
         zorder=3,
     )
-    marked = {points[0][0]: points[0][1], points[-1][0]: points[-1][1]}
-    marked.update((step, accuracy) for step, accuracy in points if step == sft_end)
-    for step, accuracy in marked.items():
+    accuracies = dict(points)
+    # Where two of them are the same step, the later one has the say.
+    labels = {sft_end: ((-9, 6), "right"), points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
+    for step, (offset, alignment) in labels.items():
         axes.annotate(
-            f"{accuracy:.1%}",
-            (step, accuracy),
-            xytext=(0, 10),
+            f"{accuracies[step]:.1%}",
+            (step, accuracies[step]),
+            xytext=offset,
             textcoords="offset points",
-            ha="center",
-            fontsize=10,
+            ha=alignment,
+            fontsize=11,
             fontweight="bold",
             color=_GREEN,
-            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
             zorder=4,
         )
     if 0 < sft_end < last:
-        axes.axvspan(0, sft_end, color=_GREY, alpha=0.08, linewidth=0)
+        axes.axvspan(-0.015 * last, sft_end, color=_GREY, alpha=0.08, linewidth=0)
         axes.axvline(sft_end, color=_GREY, linewidth=1, linestyle="--")
     for begin, end, name in ((0, sft_end, "supervised"), (sft_end, last, "GRPO: rewards alone")):
         if end > begin:
             axes.text((begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10)
 
-    axes.set_xlim(0, max(1.0, last * 1.03))
+    axes.set_xlim(-0.015 * last, 1.035 * last)
     axes.set_ylim(-0.02, 1.12)
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

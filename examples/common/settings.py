@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", "longest answer; what the known answers need when not given (with --model: 256)", type=int)
     add("--num-tasks", "tasks to generate", type=int)
     add("--num-held-out", "tasks to evaluate on, never trained on", type=int)
-    add("--eval-every", "GRPO steps between evaluations", type=int)
+    add("--eval-every", "steps between evaluations", type=int)
     add("--save-every", "steps between checkpoints", type=int)
     add("--seed", "of everything that is drawn", type=int)
     add("--out", "output folder")

@@ -62,7 +62,7 @@ class LiveView(View):
         self._status: list[WorkerStatus] = []
         self._started = time.monotonic()
         self._closing = threading.Event()
-        self._poller = threading.Thread(target=self._poll, name="view-status", daemon=True)
+        self._poller = threading.Thread(target=self._keep_polling, name="view-status", daemon=True)
         self._live = Live(console=console, get_renderable=self._page, refresh_per_second=4, transient=False)
 
     def open(self) -> None:
@@ -80,14 +80,18 @@ class LiveView(View):
         self._note = text
 
     def show(self, record: Record) -> None:
-        self._record = record
+        self._record, self._note = record, ""
         if record.held_out_accuracy is not None:
             self._held_out.append(record.held_out_accuracy)
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Ask the scheduler what every worker does."""
+        with contextlib.suppress(HelmsmanError):  # a scheduler that closes; the page keeps what it knew
+            self._status = self._scheduler.status()
+
+    def _keep_polling(self) -> None:
         while not self._closing.wait(_POLL_S):
-            with contextlib.suppress(HelmsmanError):  # a scheduler that closes; the page keeps what it knew
-                self._status = self._scheduler.status()
+            self.poll()
 
     def _page(self) -> RenderableType:
         return Panel(Group(self._progress(), self._figures(), self._workers()), title=self._title, border_style="blue")
