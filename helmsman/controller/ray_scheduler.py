@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 _ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
 _RAY_CALL_S = 2.0
 """Longest wait for a call of Ray's while things are taken down; it is milliseconds unless the cluster's head is gone."""
+_REMAINS_S = 1.5
+"""Longest wait for what a guardian records; milliseconds, but Ray's workers run at low priority, and it with them."""
 _PUT_IN_THREAD_BYTES = 1 << 20
 
 
@@ -251,7 +253,7 @@ class RayTransport(Transport):
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
         reference = reader.options(scheduling_strategy=placement.on_node(self.node_id)).remote(self.log_path)
         try:
-            async with asyncio.timeout(1.5):
+            async with asyncio.timeout(_REMAINS_S):
                 remains: tuple[dict[str, int | None] | None, str] = await reference
                 return remains
         except (TimeoutError, ray.exceptions.RayError) as error:
@@ -283,5 +285,5 @@ def _read_remains(log_path: str) -> tuple[dict[str, int | None] | None, str]:
     """The record of a worker's end, for which its guardian needs a moment, and its log's tail."""
     from helmsman.rpc_server.guardian import wait_until
 
-    wait_until(lambda: read_record(log_path) is not None, 0.8)
+    wait_until(lambda: read_record(log_path) is not None, _REMAINS_S)
     return read_record(log_path), tail_of(log_path)
