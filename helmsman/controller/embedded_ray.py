@@ -38,7 +38,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the script imported ray before us, which decided that
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        # As local workers have it; Ray's own default of 15 starves workers, and their guardians, beside anything else that runs.
+        # As local workers have it. The default of 15 starves workers, and their guardians, beside anything else that runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
 
     def init() -> None:
