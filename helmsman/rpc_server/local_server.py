@@ -21,6 +21,7 @@ from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, Verb, WorkerIdentity
+from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.wire import (
     MAX_FRAME_BYTES,
     PROOF_LIMIT_S,
@@ -178,6 +179,7 @@ def _shutdown(peer: socket.socket) -> None:
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes, num_threads: int) -> int:
     """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
     faulthandler.enable()
+    share_interpreter()
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     torch: Any = sys.modules.get("torch")
     if torch is not None:

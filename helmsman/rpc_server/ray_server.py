@@ -20,6 +20,7 @@ from helmsman.rpc_server import guardian
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
+from helmsman.rpc_server.threads import share_interpreter
 
 INLINE_BYTES = 64 * 1024
 """Payloads below this travel inside the message; Ray moves larger arguments through its object store from 100 KB on."""
@@ -114,6 +115,7 @@ class RayRPCServer:
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
         _redirect_output(identity.log_path)
         faulthandler.enable()
+        share_interpreter()
         # Unique per process: the guardian must not take a successor of the same name for the family of this one.
         tag = f"{identity.run_id}/{identity.worker_id}/{secrets.token_hex(4)}"
         os.environ[guardian.TAG_VARIABLE] = tag
