@@ -167,16 +167,14 @@ class Run:
         return step + 1
 
 
-def run(settings: Settings, *, resume: bool) -> None:
+def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: bool) -> None:
     """Start the workers, train, and write curve and summary."""
     started = time.monotonic()
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
     if not resume and clear(out):
-        sys.stdout.write(f"the earlier run in {out} is replaced\n")
+        print(f"the earlier run in {out} is replaced")
     write_json(out / "settings.json", settings)
-    tasks = load_tasks(settings)
-    tokenizer = make_tokenizer(settings.model, tasks)
     longest_prompt, longest_answer = longest(tasks, tokenizer)
     max_new_tokens = settings.max_new_tokens or longest_answer + 2
     max_len = longest_prompt + max_new_tokens
@@ -227,7 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, resume = parse(argv)
     try:
         with interruptible():
-            run(settings, resume=resume)
+            try:
+                tasks = load_tasks(settings)
+                tokenizer = make_tokenizer(settings.model, tasks)
+            except (ValueError, OSError) as error:
+                print(error, file=sys.stderr)
+                return 2
+            run(settings, tasks, tokenizer, resume=resume)
     except Interrupted as interrupt:
         print(f"\nstopped by {interrupt}; everything was ended.", file=sys.stderr)
         if (Path(settings.out) / "settings.json").exists():

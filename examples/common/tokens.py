@@ -50,10 +50,14 @@ def longest(tasks: TaskSet, tokenizer: Tokenizer) -> tuple[int, int]:
 
 
 def small_model(tokenizer: Tokenizer, max_len: int) -> dict[str, Any]:
-    """Configuration of a new model that learns short tasks within minutes on a processor core: 0.6 million parameters."""
+    """Configuration of a new model that learns short tasks within minutes on a processor core: 0.6 million parameters.
+
+    It is a llama because transformers reads such a folder with the tokenizer that lies there; with others, qwen2 among them, it
+    takes the one of the family in any case.
+    """
     assert isinstance(tokenizer, CharTokenizer)
     return {
-        "model_type": "qwen2",
+        "model_type": "llama",
         "vocab_size": tokenizer.vocab_size,
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -124,9 +128,10 @@ class FolderTokenizer:
     """The tokenizer of a local Hugging Face folder; its chat template, if it has one, is put around prompts."""
 
     def __init__(self, folder: str) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 
+        if not os.path.isdir(folder):
+            raise ValueError(f"there is no model folder {folder!r}; give a local one in the Hugging Face layout")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer in {folder!r} has no end token (eos_token), which answers need")

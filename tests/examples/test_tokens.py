@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from examples.common.settings import Settings
 from examples.common.tasks import load_tasks
-from examples.common.tokens import CharTokenizer, FolderTokenizer, longest, make_tokenizer
+from examples.common.tokens import CharTokenizer, FolderTokenizer, longest, make_tokenizer, small_model
 
 PROMPTS = ["Add the numbers 3, 4\nand 5.", "Add the numbers 10, 2\nand 7.", "Add the numbers 8, 6\nand 31."]
 
@@ -49,6 +50,7 @@ def test_transformers_loads_what_was_saved_and_encodes_the_same(tmp_path: Path) 
     pytest.importorskip("transformers")
     tokenizer = CharTokenizer(PROMPTS, ["12"])
     tokenizer.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(small_model(tokenizer, max_len=32)))  # it decides which class is loaded
 
     loaded = FolderTokenizer(str(tmp_path))
 
@@ -56,3 +58,8 @@ def test_transformers_loads_what_was_saved_and_encodes_the_same(tmp_path: Path) 
     assert loaded.encode_prompt(PROMPTS[0]) == tokenizer.encode_prompt(PROMPTS[0])
     assert loaded.encode_answer("12") == tokenizer.encode_answer("12")
     assert loaded.decode(tokenizer.encode_answer("4, 2")) == "4, 2"
+
+
+def test_a_model_folder_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no model folder 'nowhere'"):
+        FolderTokenizer("nowhere")
