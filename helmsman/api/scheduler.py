@@ -34,7 +34,7 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     env_vars: dict[str, str] = {}
     """Environment variables of the worker; they win over everything that is forwarded."""
     cmd: str | None = None
-    """Module to run as the worker's child instead of an engine (with fork); None for engines."""
+    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None for engines alone."""
     ray_placement_strategy: PlacementStrategy = "shared"
     """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose
     devices are left to the server that the worker launches."""

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from helmsman.api import errors
 from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import (
@@ -92,10 +94,17 @@ class SchedulerBase(Scheduler):
         try:
             role = run_sync(self._start_role(job))
             with self._book:
-                self._roles[job.role] = role
+                closed = self._closed
+                if not closed:
+                    self._roles[job.role] = role
         finally:
             with self._book:
                 self._starting.discard(job.role)
+        if closed:  # by another thread, which did not know of this role yet
+            run_sync(stop_roles([role], False, "create_workers", self.timeouts.shutdown_s))
+            self._require_open("create_workers")
+        commands = {f"{job.role}/{index}": job.spec(index).cmd for index in range(job.replicas)}
+        self._run_commands(job.role, {worker_id: command for worker_id, command in commands.items() if command})
         return role.worker_ids
 
     async def _start_role(self, job: Job) -> Role:
@@ -175,25 +184,27 @@ class SchedulerBase(Scheduler):
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         self._require_open("fork_workers")
         target = self._role(target_role)
-        ids = self.create_workers(
+        return self.create_workers(
             Job(
                 role=role,
                 replicas=len(target.clients),
-                tasks=target.job.tasks,
+                tasks=[msgspec.structs.replace(spec, cmd=command) for spec in target.job.tasks],
                 scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
             )
         )
-        if command is not None:
-            try:
-                run_sync(self._run_command(ids, command))
-            except BaseException:
-                self.delete_workers(role)
-                raise
-        return ids
 
-    async def _run_command(self, worker_ids: list[str], command: str) -> None:
+    def _run_commands(self, role: str, commands: Mapping[str, str]) -> None:
+        """Run a module beside each of these workers; when one does not start, the role goes."""
         engine = "helmsman.rpc_server.command.CommandEngine"
-        await await_all(self.create_engine(worker_id, engine, None, command) for worker_id in worker_ids)
+
+        async def run_all() -> None:
+            await await_all(self.create_engine(worker_id, engine, None, command) for worker_id, command in commands.items())
+
+        try:
+            run_sync(run_all())
+        except BaseException:
+            self.delete_workers(role)
+            raise
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.messages import Verb
+
+log = logging.getLogger(__name__)
 
 
 class Role:
@@ -80,7 +83,9 @@ async def _end_engines(role: Role, deadline: Deadline) -> None:
             return
         # Half of the time: a hung engine must leave enough to end its process in order.
         with contextlib.suppress(errors.CallError):
-            await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+            problems = await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+            for problem in problems:
+                log.warning("%s: %s", worker_id, problem)
 
     await asyncio.gather(*(end(*pair) for pair in zip(role.worker_ids, role.clients, strict=True)))
 

@@ -105,6 +105,19 @@ def test_a_command_beside_each_worker(scheduler: Scheduler, role: str) -> None:
     assert len(scheduler.get_workers(role)) == 2
 
 
+@pytest.mark.not_on("inline", "one process, which has no siblings")
+def test_a_command_of_the_spec(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cmd="http.server --bind 127.0.0.1 0")
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    pid = scheduler.call_engine(worker, "pid")
+    assert is_running(pid)
+    (fork,) = scheduler.fork_workers(f"{role}-fork", role)
+    with pytest.raises(errors.EngineNotFoundError):  # the target's command is its own
+        scheduler.call_engine(fork, "pid")
+    scheduler.delete_workers(role)
+    wait_gone({worker: pid})
+
+
 def test_environment_of_an_alias_is_that_of_its_target(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     (alias,) = scheduler.create_workers(_alias(f"{role}-alias", role, 1))

@@ -57,8 +57,9 @@ def run(data: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
 
 
 def test_schedulers_and_ranks_give_the_same_losses(sums: Path, tmp_path: Path) -> None:
-    """Within 2e-4: the arithmetic is the same, but the order in which floats are summed depends on which prompts share a batch and on
-    how many ranks share a step, and each optimizer step carries a rounding of 1e-7 on, amplified by Adam where a gradient is near 0."""
+    """Within 2e-4: the arithmetic is the same, but the order in which floats are summed depends on which prompts share a batch
+    and on how many ranks share a step, and each step carries a rounding of 1e-7 on, amplified by Adam near a gradient of 0.
+    """
     runs = {
         "inline": run(sums, tmp_path / "inline", "--scheduler", "inline", "--steps", "4"),
         "local": run(sums, tmp_path / "local", "--scheduler", "local", "--steps", "4"),
