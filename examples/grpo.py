@@ -171,7 +171,6 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: boo
     """Start the workers, train, and write curve and summary."""
     started = time.monotonic()
     out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
     if not resume and clear(out):
         print(f"the earlier run in {out} is replaced")
     write_json(out / "settings.json", settings)
@@ -228,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 tasks = load_tasks(settings)
                 tokenizer = make_tokenizer(settings.model, tasks)
+                Path(settings.out).mkdir(parents=True, exist_ok=True)
             except (ValueError, OSError) as error:
                 print(error, file=sys.stderr)
                 return 2

@@ -87,9 +87,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
     for name in ("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch", "num_held_out"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(settings, name)}; expected 1 or more")
+    for name in ("sft_steps", "steps"):
+        if getattr(settings, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(settings, name)}; expected 0 or more")
     if settings.data is not None and "task" in given:
         parser.error("--data takes the place of --task; give one of them")
     return settings, resume
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text!r} ({error})") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpus-per-worker", "cores that each worker is granted", type=float)
     add("--gpus-per-worker", "accelerators that each worker is granted", type=float)
     add("--task", "a dataset of reasoning-gym")
-    add("--task-params", "its parameters, as JSON", type=json.loads)
+    add("--task-params", 'its parameters as JSON, such as {"min_length": 5}', type=_json_object)
     add("--data", "JSONL file of {prompt, answer} instead of a task")
     add("--model", "local Hugging Face folder to start from; a small new model without it")
     add("--sft-steps", "supervised steps before GRPO (with --model: 0)", type=int)

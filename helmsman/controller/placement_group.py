@@ -141,9 +141,12 @@ async def reserve(
 ) -> list[Slot]:
     """Ask for all groups together and wait for them; returns each replica's slot, ranks sorted by node.
 
-    Raises: PlacementTimeoutError, with all groups removed by the unwinding of ``resources``.
+    Raises: PlacementTimeoutError, with all groups removed by the unwinding of ``resources``; at once, when roles of this very
+    run hold what is missing, since nobody else would free it.
     """
     groups: list[PlacementGroup] = []
+    if await asyncio.to_thread(_own_roles_are_in_the_way, requests):
+        raise await asyncio.to_thread(_busy, job, requests, groups, deadline)
     for request in requests:
         selector = request.labels if any(request.labels) else None
         group = create_placement_group(
@@ -184,12 +187,36 @@ def _slots(
     return [slots[replica] for replica in range(job.replicas)]
 
 
+def _own_roles_are_in_the_way(requests: Sequence[GroupRequest]) -> bool:
+    run = _run_of(requests[0].name)
+    held = [
+        bundle
+        for table in placement_group_table().values()
+        if table["state"] == "CREATED" and _run_of(table["name"]) == run
+        for bundle in table["bundles"].values()
+    ]
+    wanted = _sum([bundle for request in requests for bundle in request.bundles])
+    total: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return any(amount + _sum(held).get(name, 0.0) > total.get(name, 0.0) + 1e-6 for name, amount in wanted.items())
+
+
+def _run_of(group_name: str) -> str:
+    """'helmsman/RUN', of the name of one of our groups."""
+    return "/".join(group_name.split("/")[:2])
+
+
+def _holder(group_name: str, run: str) -> str:
+    role = group_name.removeprefix(f"{run}/")
+    return group_name if role == group_name else f"{role} of this run itself, which delete_workers frees"
+
+
 def _busy(
     job: Job, requests: Sequence[GroupRequest], groups: Sequence[PlacementGroup], deadline: Deadline
 ) -> errors.PlacementTimeoutError:
     ours = {group.id.hex() for group in groups}
+    run = _run_of(requests[0].name)
     holders = [
-        f"{table['name'] or group_id[:12]} ({_show(_sum(list(table['bundles'].values())))})"
+        f"{_holder(table['name'], run) or group_id[:12]} ({_show(_sum(list(table['bundles'].values())))})"
         for group_id, table in placement_group_table().items()
         if table["state"] == "CREATED" and group_id not in ours
     ]

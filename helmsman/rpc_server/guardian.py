@@ -151,8 +151,10 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
         struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
         try:
             fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        except ProcessLookupError:
+            info = bytearray(64)  # caught in the middle of being reaped: the next look finds it reaped
         except OSError:
-            return None
+            return None  # a kernel that does not know the question
         if struct.unpack_from("Q", info, 0)[0] & _PIDFD_INFO_EXIT:
             return int(struct.unpack_from("i", info, 60)[0])
         if time.monotonic() > deadline:
@@ -190,20 +192,14 @@ def read_record(log_path: str) -> dict[str, int | None] | None:
         return None
 
 
-def watch(worker_pid: int, tag: str, log_path: str, forks_fd: int) -> None:
+def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, forks_fd: int) -> None:
     """Wait for a process to end, record how, and end its family. The guardian's whole life.
 
     Args:
         forks_fd: where the worker and its forks tell the pids of their forks.
     """
-    try:
-        pidfd = os.pidfd_open(worker_pid)
-    except ProcessLookupError:
-        status = None
-        forks: set[Process] = set()
-    else:
-        forks = _collect_forks(pidfd, forks_fd)
-        status = exit_status_of(worker_pid, pidfd)
+    forks = _collect_forks(pidfd, forks_fd)
+    status = exit_status_of(worker_pid, pidfd)
     code, number = split_status(status) if status is not None else (None, None)
     temporary = f"{record_path(log_path)}.{os.getpid()}"
     try:
@@ -267,6 +263,7 @@ def _tell_fork(fd: int) -> None:
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
+    _pidfd = os.pidfd_open(int(sys.argv[1]))  # before the worker goes on, so that its end cannot come first
     if os.fork():
         os._exit(0)  # an orphan from here on: a Ray worker that ends in order kills its direct children before it does
-    watch(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.stdin.fileno())
+    watch(int(sys.argv[1]), _pidfd, sys.argv[2], sys.argv[3], sys.stdin.fileno())

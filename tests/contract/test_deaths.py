@@ -131,12 +131,18 @@ def test_a_worker_dies_while_idle(scheduler: Scheduler, role: str) -> None:
     assert {s.worker_id: s for s in scheduler.status()}[worker].state is WorkerState.FAILED
 
 
+def _is_stopped(pid: int) -> bool:
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_a_worker_that_is_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
     """SIGSTOP is the shape of a machine that swaps: nothing answers, nothing died, and the same call comes back."""
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _is_stopped(pid), "all its threads have stopped")
     try:
         with pytest.raises(errors.CallTimeoutError) as caught:
             scheduler.get_workers(role, timeout=0.3)

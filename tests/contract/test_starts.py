@@ -135,21 +135,34 @@ def test_what_ray_can_never_give(
 
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
-def test_what_others_hold_is_said_with_its_holder(
-    backend: str, scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_run_itself_holds_is_said_with_its_holder(backend: str, scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
     groups = _held_by_groups() if backend == "ray" else {}
-    monkeypatch.setattr(scheduler, "timeouts", Timeouts(start_s=0.5))
-    with pytest.raises(errors.PlacementTimeoutError) as caught:
+    with pytest.raises(errors.PlacementTimeoutError) as caught:  # at once: nobody else would free what this run holds
         scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))
-    monkeypatch.undo()
     assert f"{role}-holder" in caught.value.holders
     assert "2" in caught.value.free
     if backend == "ray":
         wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its group is removed")
     scheduler.delete_workers(f"{role}-holder")
     assert len(scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))) == 3
+
+
+def test_what_others_hold_is_waited_for_until_the_deadline(backend: str, scheduler: Scheduler, role: str) -> None:
+    if backend != "ray":
+        pytest.skip(f"{backend}: its machine's devices are its own to hand out")
+    other = make_scheduler("ray", timeouts=Timeouts(start_s=0.5))  # another run in the cluster of the shared one
+    with other:
+        scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
+        groups = _held_by_groups()
+        with pytest.raises(errors.PlacementTimeoutError) as caught:
+            other.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))
+        assert caught.value.elapsed_s >= 0.5
+        assert f"{role}-holder" in caught.value.holders
+        wait_until(lambda: _held_by_groups().keys() == groups.keys(), "its group is removed")
+        scheduler.delete_workers(f"{role}-holder")
+        other.timeouts = Timeouts()  # Ray gives a pending group what has become free within a second
+        assert len(other.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=1)]))) == 3
 
 
 # --- devices ------------------------------------------------------------------------------------------------------------

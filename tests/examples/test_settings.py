@@ -45,7 +45,7 @@ def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--rollout-workers", "0"], "--rollout-workers is 0; expected 1 or more"),
         (["--data", "tasks.jsonl", "--task", "chain_sum"], "--data takes the place of --task"),
         (["--scheduler", "slurm"], "invalid choice: 'slurm'"),
-        (["--task-params", "{"], "invalid loads value"),
+        (["--task-params", "{"], "not a JSON object"),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],
 )
