@@ -8,7 +8,7 @@ from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from helmsman.api.errors import HelmsmanError, WorkerFailedError
+from helmsman.api.errors import GroupCallError, HelmsmanError, SchedulerClosedError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
@@ -221,7 +221,16 @@ class RolloutController(RoleController):
         running = [ticket.request.request_id for ticket in tickets if ticket.future.running()]
         if running:
             what = f"{self.role}: abort of {len(running)} requests that nobody waits for"
-            observe(asyncio.create_task(self._abort(running)), what)
+            observe(asyncio.create_task(self._abort_if_open(running)), what)
+
+    async def _abort_if_open(self, request_ids: Collection[str]) -> None:
+        try:
+            await self._abort(request_ids)
+        except SchedulerClosedError:
+            return  # the requests have ended with their workers
+        except GroupCallError as error:
+            if not all(isinstance(each, SchedulerClosedError) for each in error.errors.values()):
+                raise
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
