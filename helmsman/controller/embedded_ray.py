@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import os
 import secrets
@@ -12,11 +14,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from helmsman.controller.loop import run_sync
+from helmsman.controller.loop import submit
+from helmsman.rpc_server.guardian import descendants, process_table
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+_INTERRUPTED_START_S = 4.0
+"""How long a start that an interrupt has made pointless may still come to its own end; Ray cannot be broken off midway."""
+_END_S = 3.0
+"""How long Ray may then take to shut down."""
 
 
 def choose_authentication() -> None:
@@ -41,7 +49,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
         # As local workers have it. The default of 15 starves workers, and their guardians, beside anything else that runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
 
-    def init() -> None:
+    async def init() -> None:
         _starting.active = True
         try:
             ray.init(
@@ -55,16 +63,32 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
         finally:
             _starting.active = False
 
-    if threading.current_thread() is threading.main_thread():
-        before = signal.getsignal(signal.SIGTERM)
-        init()
-        signal.signal(signal.SIGTERM, before)  # Ray's own handler would end the script without its clean-up
-    else:
-        # An embedded cluster ends with the thread that started it; the background loop's lives as long as the process.
-        async def init_there() -> None:
-            init()
+    others = descendants(os.getpid(), process_table())
+    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
+    # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
+    starting = submit(init())
+    try:
+        starting.result()
+    except BaseException:
+        concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
+        _end_half_started(others)
+        raise
 
-        run_sync(init_there())
+
+def _end_half_started(others: set[int]) -> None:
+    """End what a start has left, apart from the processes that were there before it.
+
+    Ray ends its own, but not the raylet's children, which would stay for a minute or two.
+    """
+    import ray
+
+    started = descendants(os.getpid(), process_table()) - others
+    ending = threading.Thread(target=ray.shutdown, name="helmsman-ray", daemon=True)
+    ending.start()
+    ending.join(_END_S)
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class _Starting(threading.local):
