@@ -73,6 +73,9 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
         _end_half_started(others)
         raise
+    finally:
+        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
 
 
 def _end_half_started(others: set[int]) -> None:
