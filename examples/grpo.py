@@ -12,7 +12,9 @@ examples/common/.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shlex
 import statistics
 import sys
 import time
@@ -24,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is ru
 
 from examples.common.curve import draw_curve
 from examples.common.interrupts import Interrupted, interruptible
-from examples.common.record import Checkpoints, MetricsLog, Record, clear, summarize, write_json
+from examples.common.record import Checkpoints, MetricsLog, Record, clear, only_run_in, summarize, write_json
 from examples.common.settings import Settings, parse
 from examples.common.tasks import Task, TaskSet, load_tasks
 from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_model
@@ -167,13 +169,34 @@ class Run:
         return step + 1
 
 
+def prepare(settings: Settings, *, resume: bool) -> None:
+    """Make the output folder ready, before anything is started.
+
+    Raises: ValueError, OSError when it cannot be, or the run that is in it cannot be resumed.
+    """
+    out = Path(settings.out)
+    found = Checkpoints(out / "checkpoints", num_kept=3).latest()
+    if not resume:
+        if clear(out):
+            print(f"the earlier run in {out} is replaced")
+    elif found is not None:
+        step, _ = found
+        if step > settings.total_steps:
+            raise ValueError(
+                f"the run in {out} is at step {step} already; expected --steps {step - settings.sft_steps} or more, besides "
+                f"{settings.sft_steps} supervised ones"
+            )
+        if [record.step for record in MetricsLog(out / "metrics.jsonl").read()][: step + 1] != list(range(step + 1)):
+            raise ValueError(
+                f"{out / 'metrics.jsonl'} lacks steps before the checkpoint of step {step}; start anew without --resume"
+            )
+    write_json(out / "settings.json", settings)
+
+
 def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: bool) -> None:
     """Start the workers, train, and write curve and summary."""
     started = time.monotonic()
     out = Path(settings.out)
-    if not resume and clear(out):
-        print(f"the earlier run in {out} is replaced")
-    write_json(out / "settings.json", settings)
     longest_prompt, longest_answer = longest(tasks, tokenizer)
     max_new_tokens = settings.max_new_tokens or longest_answer + 2
     max_len = longest_prompt + max_new_tokens
@@ -223,26 +246,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the example; returns the exit code."""
     settings, resume = parse(argv)
     try:
-        with interruptible():
+        with interruptible(), contextlib.ExitStack() as held:
             try:
                 tasks = load_tasks(settings)
                 tokenizer = make_tokenizer(settings.model, tasks)
-                Path(settings.out).mkdir(parents=True, exist_ok=True)
+                out = Path(settings.out)
+                out.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_run_in(out))
+                prepare(settings, resume=resume)
             except (ValueError, OSError) as error:
                 print(error, file=sys.stderr)
                 return 2
             run(settings, tasks, tokenizer, resume=resume)
     except Interrupted as interrupt:
         print(f"\nstopped by {interrupt}; everything was ended.", file=sys.stderr)
-        if (Path(settings.out) / "settings.json").exists():
-            print(
-                f"Go on from the last checkpoint with:\n  python {sys.argv[0]} --out {settings.out} --resume", file=sys.stderr
-            )
+        print(how_to_go_on(settings), end="", file=sys.stderr)
         return interrupt.exit_code
-    except HelmsmanError as error:
+    except (HelmsmanError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(how_to_go_on(settings), end="", file=sys.stderr)
         return 1
     return 0
+
+
+def how_to_go_on(settings: Settings) -> str:
+    """What to type after a run that was cut short; nothing when it has not saved anything."""
+    if Checkpoints(Path(settings.out) / "checkpoints", num_kept=3).latest() is None:
+        return ""
+    return f"Go on from the last checkpoint with:\n  python {sys.argv[0]} --out {shlex.quote(settings.out)} --resume\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as an exception, so that everything ends through its context manager."""
+"""Ctrl-C, SIGTERM and a terminal that closes as an exception, so that everything ends through its context manager."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise Interrupted in the main thread at the first SIGINT or SIGTERM of the block.
+    """Raise Interrupted in the main thread at the first SIGINT, SIGTERM or SIGHUP of the block.
 
-    Later signals are ignored: an impatient second Ctrl-C must not cut the clean-up short. To be entered in the main thread.
+    Later signals are ignored: an impatient second Ctrl-C must not cut the clean-up short. So are those that the process was
+    started to ignore, as nohup has it. To be entered in the main thread.
     """
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
     def stop(signum: int, _: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             signal.signal(number, signal.SIG_IGN)
         raise Interrupted(signum)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in heeded:
         signal.signal(number, stop)
     # Not put back at the end: what comes after the block is the interpreter's exit, which a late signal must not cut short.
     yield

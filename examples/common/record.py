@@ -8,10 +8,11 @@ summary.json        written at the end
 
 from __future__ import annotations
 
-import os
+import contextlib
+import fcntl
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,12 +110,15 @@ class MetricsLog:
             file.write(line)
 
     def read(self) -> list[Record]:
-        """All records. A last line that a crash cut short is left out."""
+        """All records. A last line that a crash cut short is left out. Raises ValueError when it is no such file."""
         if not self._path.exists():
             return []
         data = self._path.read_bytes()
         complete = data[: data.rfind(b"\n") + 1]
-        return [msgspec.json.decode(line, type=Record) for line in complete.splitlines()]
+        try:
+            return [msgspec.json.decode(line, type=Record) for line in complete.splitlines()]
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self._path} is not the record of a run: {error}") from error
 
     def rewind(self, step: int) -> list[Record]:
         """Drop the records after ``step``, which a resumed run does again; returns those that stay."""
@@ -151,28 +155,52 @@ class Checkpoints:
         return path
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint."""
-        link = self._folder / "latest"
-        match = self._NAME.fullmatch(os.readlink(link)) if link.is_symlink() else None
-        if match is None or not link.is_dir():
-            return None
-        return int(match[1]), link.resolve()
+        """Step and folder of the newest checkpoint; ``latest`` is for people, as a copied folder may have lost the link."""
+        steps = self._steps()
+        return (steps[-1], (self._folder / f"step-{steps[-1]:06d}").resolve()) if steps else None
 
     def _steps(self) -> list[int]:
+        if not self._folder.is_dir():
+            return []
         matches = (self._NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
 
 def clear(out: Path) -> bool:
-    """Remove what an earlier run left in the output folder, and nothing else; returns whether there was something."""
-    files = [out / name for name in ("metrics.jsonl", "settings.json", "summary.json", "curve.png")]
+    """Remove what an earlier run left in the output folder, and nothing else; returns whether there was something.
+
+    Raises: FileExistsError when the folder has things of these names, but was not an output folder.
+    """
+    mark = out / "settings.json"
+    files = [out / name for name in ("metrics.jsonl", "summary.json", "curve.png")]
     folders = [out / "checkpoints", out / "logs"]
-    found = any(path.exists() for path in files + folders)
-    for path in files:
-        path.unlink(missing_ok=True)
+    found = [path.name for path in files + folders if path.exists()]
+    if not mark.exists():
+        if found:
+            raise FileExistsError(
+                f"{out} has {', '.join(found)} but no {mark.name}, so it is not the output of an earlier run and is left as it "
+                "is; give another --out"
+            )
+        return False
     for path in folders:
         shutil.rmtree(path, ignore_errors=True)
-    return found
+    for path in [*files, mark]:  # the mark last, so that a clearing that was cut short can be done again
+        path.unlink(missing_ok=True)
+    return True
+
+
+@contextlib.contextmanager
+def only_run_in(out: Path) -> Iterator[None]:
+    """Keep every other run out of the output folder for the block, and no longer than this process lives.
+
+    Raises: BlockingIOError when there is one.
+    """
+    with open(out / ".lock", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"another run writes to {out}; end it first, or give another --out") from error
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

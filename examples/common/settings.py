@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,11 @@ _FREE_ON_RESUME = {
     "out",
 }
 """What may differ from the run that is resumed; everything else decides what the steps before were."""
+_LEAST = {
+    **dict.fromkeys(("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch"), 1),
+    **dict.fromkeys(("num_tasks", "num_held_out", "eval_every", "save_every", "max_new_tokens"), 1),
+    **dict.fromkeys(("sft_steps", "steps", "sft_lr", "lr", "temperature", "cpus_per_worker", "gpus_per_worker", "seed"), 0),
+}
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
@@ -76,23 +81,33 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
         path = Path(given.get("out", Settings().out)) / "settings.json"
         if not path.exists():
             parser.error(f"there is no run to resume in {path.parent}: it has no {path.name}")
-        layers = json.loads(path.read_bytes())
-        for name in given.keys() - _FREE_ON_RESUME:
+        try:
+            layers = msgspec.structs.asdict(msgspec.json.decode(path.read_bytes(), type=Settings))
+        except (msgspec.DecodeError, OSError) as error:
+            parser.error(f"{path} cannot be read ({error}); start anew without --resume")
+        for name in sorted(given.keys() - _FREE_ON_RESUME):
             if given[name] != layers[name]:
-                flag = name.replace("_", "-")
-                parser.error(f"--{flag} is {layers[name]!r} in the run to resume; leave it out, or start anew without --resume")
+                parser.error(
+                    f"{_flag(name)} is {layers[name]!r} in the run to resume; leave it out, or start anew without --resume"
+                )
     settings = msgspec.convert({**layers, **given}, Settings)
     if not resume and "task_params" not in given:
         settings = msgspec.structs.replace(settings, task_params=TASK_PARAMS.get(settings.task, {}))
-    for name in ("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch", "num_held_out"):
-        if getattr(settings, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(settings, name)}; expected 1 or more")
-    for name in ("sft_steps", "steps"):
-        if getattr(settings, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(settings, name)}; expected 0 or more")
+    for name, least in _LEAST.items():
+        value = getattr(settings, name)
+        if value is not None and not least <= value < math.inf:  # not so for nan either
+            parser.error(f"{_flag(name)} is {value}; expected {least} or more")
+    if settings.seed >= 2**32:
+        parser.error(f"--seed is {settings.seed}; expected less than 2**32")
+    if settings.scheduler == "inline" and settings.train_workers > 1:
+        parser.error("--scheduler inline has one process and so one rank; leave --train-workers out, or use --scheduler local")
     if settings.data is not None and "task" in given:
         parser.error("--data takes the place of --task; give one of them")
     return settings, resume
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -107,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a language model by GRPO on tasks with verifiers: a short supervised phase, then reinforcement "
         "learning, with trainers and rollout workers driven from this one script.",
         argument_default=argparse.SUPPRESS,
+        usage="%(prog)s [flags]; --help lists them",
     )
     defaults = Settings()
 

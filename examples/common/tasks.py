@@ -5,6 +5,7 @@ Both come as a TaskSet whose held-out tasks are never trained on.
 
 from __future__ import annotations
 
+import codecs
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,8 @@ def reasoning_gym_tasks(name: str, params: Mapping[str, Any], *, num_tasks: int,
     """
     import reasoning_gym
 
+    if taken := params.keys() & {"seed", "size"}:
+        raise ValueError(f"the task parameters have {', '.join(sorted(taken))}; these come from --seed and --num-tasks")
     try:
         # Spread seeds: the dataset draws task i from seed + i, so neighbouring seeds would share nearly all their tasks.
         dataset = reasoning_gym.create_dataset(name, seed=seed * 1_000_003 + 1, size=num_tasks, **params)
@@ -105,11 +108,11 @@ def jsonl_tasks(path: str | Path, *, num_held_out: int, seed: int) -> TaskSet:
         OSError: The file cannot be read.
     """
     tasks = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             try:
                 pair = msgspec.json.decode(line, type=_Line)
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
                 raise ValueError(f'{path}, line {number}: {exc}; expected {{"prompt": "...", "answer": "..."}}') from exc
             tasks.append(Task(pair.prompt, pair.answer))
     train, held_out = split(tasks, num_held_out, seed)

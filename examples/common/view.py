@@ -74,7 +74,8 @@ class LiveView(View):
         """Stop asking and leave the last page on the screen."""
         self._closing.set()
         self._poller.join(timeout=2.0)
-        self._live.stop()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._live.stop()
 
     def note(self, text: str) -> None:
         self._note = text
@@ -92,6 +93,7 @@ class LiveView(View):
     def _keep_polling(self) -> None:
         while not self._closing.wait(_POLL_S):
             self.poll()
+        self.poll()  # the page that stays tells how it ended
 
     def _page(self) -> RenderableType:
         return Panel(Group(self._progress(), self._figures(), self._workers()), title=self._title, border_style="blue")
@@ -124,8 +126,7 @@ class LiveView(View):
                 f"{record.tokens_per_s:,.0f}",
                 str(record.weight_version),
             )
-        table.add_row(Text(self._note, style="italic dim"))
-        return table
+        return Group(table, Text(self._note, style="italic dim"))
 
     def _workers(self) -> RenderableType:
         table = Table(expand=True, box=None, header_style="dim", pad_edge=False)

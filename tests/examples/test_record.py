@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.record import Checkpoints, MetricsLog, Record, clear, summarize
+from examples.common.record import Checkpoints, MetricsLog, Record, clear, only_run_in, summarize, write_json
 from examples.common.settings import Settings
 
 
@@ -90,7 +90,39 @@ def test_a_checkpoint_is_replaced_by_one_of_the_same_step(tmp_path: Path) -> Non
     assert not list((tmp_path / "step-000001").iterdir())
 
 
+def test_a_lost_link_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    checkpoints.save(1, fill)
+    checkpoints.save(2, fill)
+    (tmp_path / "latest").unlink()
+
+    assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
+
+
+def test_clear_leaves_a_folder_that_no_run_has_written(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+
+    with pytest.raises(FileExistsError, match="has logs but no settings.json"):
+        clear(tmp_path)
+    assert (tmp_path / "logs").is_dir()
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    with only_run_in(tmp_path), pytest.raises(BlockingIOError, match="another run writes to"), only_run_in(tmp_path):
+        pass
+    with only_run_in(tmp_path):
+        pass
+
+
+def test_a_record_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+
+    with pytest.raises(ValueError, match="metrics.jsonl is not the record of a run"):
+        MetricsLog(tmp_path / "metrics.jsonl").read()
+
+
 def test_clear_removes_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+    write_json(tmp_path / "settings.json", Settings())
     filled(tmp_path / "metrics.jsonl", 0)
     Checkpoints(tmp_path / "checkpoints", num_kept=1).save(1, fill)
     (tmp_path / "notes.txt").write_text("mine")

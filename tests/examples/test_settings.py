@@ -44,6 +44,14 @@ def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path) -> None:
     [
         (["--rollout-workers", "0"], "--rollout-workers is 0; expected 1 or more"),
         (["--data", "tasks.jsonl", "--task", "chain_sum"], "--data takes the place of --task"),
+        (["--steps", "-1"], "--steps is -1; expected 0 or more"),
+        (["--lr", "nan"], "--lr is nan; expected 0 or more"),
+        (["--save-every", "0"], "--save-every is 0; expected 1 or more"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; expected 1 or more"),
+        (["--cpus-per-worker", "inf"], "--cpus-per-worker is inf; expected 0 or more"),
+        (["--seed", "4294967296"], "expected less than 2**32"),
+        (["--scheduler", "inline", "--train-workers", "2"], "use --scheduler local"),
+        (["--task-params", "[1]"], "not a JSON object"),
         (["--scheduler", "slurm"], "invalid choice: 'slurm'"),
         (["--task-params", "{"], "not a JSON object"),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
@@ -53,6 +61,14 @@ def test_what_makes_no_sense_is_said(arguments: list[str], message: str, capsys:
     with pytest.raises(SystemExit, match="2"):
         parse(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_resume_says_when_the_settings_of_the_run_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "settings.json").write_text("{")
+
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--out", str(tmp_path), "--resume"])
+    assert "settings.json cannot be read" in capsys.readouterr().err
 
 
 def test_resume_refuses_what_the_steps_before_were_not_made_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,56 @@
+"""What makes no sense is said in a line by the script, before anything is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.common.record import Checkpoints, MetricsLog, Record, write_json
+from examples.common.settings import Settings
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+def refused(*flags: object) -> str:
+    command = [sys.executable, str(SCRIPT), "--scheduler", "inline", *map(str, flags)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert len(ran.stderr.splitlines()) == 1, ran.stderr
+    return ran.stderr
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(b'{"prompt": "%d", "answer": "a"}\n' % number for number in range(20, 30)))
+    return path
+
+
+def test_data_that_is_no_text(data: Path, tmp_path: Path) -> None:
+    data.write_bytes(b"\xff\xfe\n")
+    assert f"{data}, line 1: " in refused("--data", data, "--out", tmp_path / "out")
+
+
+def test_an_output_folder_that_cannot_be(data: Path, tmp_path: Path) -> None:
+    assert str(data) in refused("--data", data, "--num-held-out", 2, "--out", data / "out")
+
+
+def test_a_model_folder_without_a_model(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    said = refused("--data", data, "--num-held-out", 2, "--model", tmp_path / "model", "--out", tmp_path / "out")
+    assert f"'{tmp_path / 'model'}' has no tokenizer" in said
+
+
+def test_a_run_that_cannot_be_resumed(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    write_json(out / "settings.json", Settings(data=str(data), num_held_out=2, sft_steps=1, steps=3, scheduler="inline"))
+    Checkpoints(out / "checkpoints", num_kept=1).save(4, lambda folder: folder.mkdir())
+
+    assert "is at step 4 already; expected --steps 3 or more" in refused("--out", out, "--resume", "--steps", 2)
+    MetricsLog(out / "metrics.jsonl").append(Record(step=0, phase="eval"))
+    assert "lacks steps before the checkpoint of step 4" in refused("--out", out, "--resume")
