@@ -33,6 +33,7 @@ from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_mod
 from examples.common.view import View, open_view
 from helmsman import HelmsmanError, Job, RolloutController, SamplingParams, SchedulingSpec, TrainController, make_scheduler
 from helmsman.api.advantages import group_advantages
+from helmsman.api.errors import EngineCallError, GroupCallError
 
 
 class Run:
@@ -164,7 +165,12 @@ class Run:
             self.metrics.rewind(-1)
             return 0
         step, folder = found
-        self.trainer.load(str(folder))
+        try:
+            self.trainer.load(str(folder))
+        except (EngineCallError, GroupCallError) as error:
+            cause = error.first if isinstance(error, GroupCallError) else error
+            reason = cause.remote_message if isinstance(cause, EngineCallError) else str(cause)
+            raise OSError(f"{folder} cannot be read: {reason}\nRemove it to go on from the one before it.") from error
         self.metrics.rewind(step)
         return step + 1
 
@@ -177,6 +183,8 @@ def prepare(settings: Settings, *, resume: bool) -> None:
     out = Path(settings.out)
     found = Checkpoints(out / "checkpoints", num_kept=3).latest()
     if not resume:
+        if settings.model and Path(settings.model).resolve().is_relative_to((out / "checkpoints").resolve()):
+            raise ValueError(f"--model {settings.model} lies in the run that this one would replace; give another --out")
         if clear(out):
             print(f"the earlier run in {out} is replaced")
     elif found is not None:

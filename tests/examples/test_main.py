@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from examples.common.record import Checkpoints, MetricsLog, Record, write_json
 from examples.common.settings import Settings
+from examples.common.tokens import CharTokenizer, small_model
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 
@@ -43,6 +45,20 @@ def test_a_model_folder_without_a_model(data: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     said = refused("--data", data, "--num-held-out", 2, "--model", tmp_path / "model", "--out", tmp_path / "out")
     assert f"'{tmp_path / 'model'}' has no tokenizer" in said
+
+
+def test_a_model_of_the_run_that_would_be_replaced(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    tokenizer = CharTokenizer(["20", "21"], ["a"])
+    saved = Checkpoints(out / "checkpoints", num_kept=1).save(1, lambda folder: folder.mkdir())
+    tokenizer.save(saved)
+    (saved / "config.json").write_text(json.dumps(small_model(tokenizer, max_len=8)))
+    write_json(out / "settings.json", Settings())
+
+    said = refused("--data", data, "--num-held-out", 2, "--model", out / "checkpoints" / "latest", "--out", out)
+    assert "lies in the run that this one would replace" in said
+    assert saved.is_dir()
 
 
 def test_a_run_that_cannot_be_resumed(data: Path, tmp_path: Path) -> None:
