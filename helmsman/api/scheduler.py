@@ -17,6 +17,7 @@ import msgspec
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
+NodePacking = Literal["pack", "spread", "strict_spread"]
 StrategyType = Literal["separation", "colocation"]
 
 
@@ -41,9 +42,17 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     resources: dict[str, float] = {}
     """Extra custom resources by name."""
     node_labels: dict[str, str] = {}
-    """Labels that the worker's node must carry."""
+    """Labels that the worker's node must carry. A value may also be '!x', 'in(x, y)' or '!in(x, y)', as Ray's selectors have
+    it."""
     accelerator_type: str | None = None
     """Accelerator model that the worker's node must have, as Ray names it."""
+    nodelist: Sequence[str] = ()
+    """Addresses or host names of the only nodes that may be used; empty for all."""
+    exclude: Sequence[str] = ()
+    """Addresses or host names of nodes that must not be used."""
+    node_packing: NodePacking = "pack"
+    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two of
+    the job's bundles on one node."""
 
 
 class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +115,10 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """Ports on which the worker itself listens; empty where it needs none."""
     engine_ports: list[str] = []
     """Ports leased to its engine."""
+    node_id: str = ""
+    """The scheduler's name for its node, which tells nodes of one address apart."""
+    devices: list[str] = []
+    """Physical ids of the accelerators of its node that it may use."""
 
 
 class WorkerState(Enum):

@@ -1,0 +1,27 @@
+"""What a cluster has and what of it is free, at one moment."""
+
+from __future__ import annotations
+
+import msgspec
+
+Resources = dict[str, float]
+"""By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """One node."""
+
+    node_id: str
+    address: str
+    hostname: str = ""
+    total: Resources
+    available: Resources
+    labels: dict[str, str] = {}
+    free_devices: tuple[str, ...] | None = None
+    """Ids of its free accelerators, in order; None where that is not known."""
+
+
+class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All nodes that live, in the order in which neighbours are neighbours."""
+
+    nodes: tuple[NodeState, ...]

@@ -1,0 +1,90 @@
+"""Which workers and devices of its target each replica of a colocated job gets. Pure, for plans and for starts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from helmsman.api.errors import InvalidSpecError
+from helmsman.api.plan import PlannedWorker
+from helmsman.api.scheduler import Job
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one replica gets of its target."""
+
+    targets: tuple[int, ...]
+    """Ranks of the target's workers whose devices it uses; it reuses, or is forked beside, the first of them."""
+    node_id: str
+    node: str
+    num_devices: int
+    devices: tuple[str, ...]
+
+
+def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
+    """Lay the job's replicas over the target's workers, neighbours together, every worker in just as many shares as any other.
+
+    Replicas may be as many as the target's workers, or a divisor of them (each gets the devices of a run of neighbours, which
+    must be on one node), or with fork a multiple (each gets an equal part of one worker's devices).
+
+    Raises: InvalidSpecError.
+    """
+    fork, name = job.scheduling_strategy.fork, job.scheduling_strategy.target
+    per_replica, rest = divmod(len(target), job.replicas)
+    if per_replica and not rest:
+        shares = [_of_neighbours(job, target, index * per_replica, per_replica) for index in range(job.replicas)]
+    elif fork and job.replicas % len(target) == 0:
+        parts = job.replicas // len(target)
+        shares = [_part(job, target, index // parts, index % parts, parts) for index in range(job.replicas)]
+    else:
+        raise InvalidSpecError(
+            role=job.role,
+            field="replicas",
+            value=job.replicas,
+            expected=f"a divisor {'or a multiple ' if fork else ''}of the {len(target)} workers of {name!r} that it is colocated "
+            "with",
+        )
+    for index, share in enumerate(shares):
+        wanted = job.spec(index).gpu
+        if wanted not in (0, share.num_devices) and (fork or wanted > share.num_devices):
+            raise InvalidSpecError(
+                role=job.role,
+                field=f"gpu of replica {index}",
+                value=wanted,
+                expected=f"{share.num_devices}, which is its share of the devices of {name!r}, or 0 for just that",
+            )
+    return shares
+
+
+def _of_neighbours(job: Job, target: Sequence[PlannedWorker], first: int, count: int) -> Share:
+    members = target[first : first + count]
+    if not job.scheduling_strategy.fork:
+        members = members[:1]
+    nodes = dict.fromkeys(worker.node for worker in members)
+    if len({worker.node_id for worker in members}) > 1:
+        raise InvalidSpecError(
+            role=job.role,
+            field="replicas",
+            value=job.replicas,
+            expected=f"a number that keeps each replica on one node: replica {first // count} would share devices with "
+            f"{members[0].worker_id} to {members[-1].worker_id}, which are on {', '.join(nodes)}",
+        )
+    devices = tuple(dict.fromkeys(device for worker in members for device in worker.devices))
+    num_devices = len(devices) or sum(worker.num_devices for worker in members)
+    ranks = tuple(range(first, first + len(members)))
+    return Share(ranks, members[0].node_id, members[0].node, num_devices, devices)
+
+
+def _part(job: Job, target: Sequence[PlannedWorker], rank: int, part: int, parts: int) -> Share:
+    worker = target[rank]
+    size, rest = divmod(worker.num_devices, parts)
+    if rest:
+        raise InvalidSpecError(
+            role=job.role,
+            field="replicas",
+            value=job.replicas,
+            expected=f"a number that divides the {worker.num_devices} devices of {worker.worker_id} evenly; {parts} replicas would "
+            "share them",
+        )
+    return Share((rank,), worker.node_id, worker.node, size, worker.devices[part * size : (part + 1) * size])
