@@ -42,8 +42,8 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
             role=job.role,
             field="replicas",
             value=job.replicas,
-            expected=f"a divisor {'or a multiple ' if fork else ''}of the {len(target)} workers of {name!r} that it is colocated "
-            "with",
+            expected=f"a divisor {'or a multiple ' if fork else ''}of the {len(target)} workers of {name!r} that it is "
+            "colocated with",
         )
     for index, share in enumerate(shares):
         wanted = job.spec(index).gpu
@@ -84,7 +84,7 @@ def _part(job: Job, target: Sequence[PlannedWorker], rank: int, part: int, parts
             role=job.role,
             field="replicas",
             value=job.replicas,
-            expected=f"a number that divides the {worker.num_devices} devices of {worker.worker_id} evenly; {parts} replicas would "
-            "share them",
+            expected=f"a number that divides the {worker.num_devices} devices of {worker.worker_id} evenly; {parts} replicas "
+            "would share them",
         )
     return Share((rank,), worker.node_id, worker.node, size, worker.devices[part * size : (part + 1) * size])
