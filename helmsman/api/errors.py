@@ -12,7 +12,10 @@ HelmsmanError
 │   └── EngineNotFoundError
 ├── BackendError
 │   ├── BackendNotInstalledError (ImportError)
-│   └── UnknownBackendError (ValueError)
+│   ├── UnknownBackendError (ValueError)
+│   ├── AmbiguousAddressError (ValueError)
+│   ├── ClusterNotFoundError (ConnectionError)
+│   └── NodesMissingError (TimeoutError)
 ├── StartError                            nothing of the job remains when one of these is raised
 │   ├── PlacementInfeasibleError
 │   ├── PlacementTimeoutError (TimeoutError)
@@ -209,6 +212,49 @@ class UnknownBackendError(BackendError, ValueError):
     def __init__(self, *, backend: str, known: Sequence[str]) -> None:
         super().__init__(
             f"there is no scheduler {backend!r}; choose one of: {', '.join(known)}.", backend=backend, known=tuple(known)
+        )
+
+
+class AmbiguousAddressError(BackendError, ValueError):
+    """More than one cluster could be meant."""
+
+    candidates: tuple[str, ...]
+
+    def __init__(self, *, asked: str, candidates: Sequence[str], step: str) -> None:
+        super().__init__(
+            f"{asked} could mean more than one Ray cluster: {'; '.join(candidates)}. {step}.",
+            asked=asked,
+            candidates=tuple(candidates),
+        )
+
+
+class ClusterNotFoundError(BackendError, ConnectionError):
+    """No cluster where one is asked for."""
+
+    def __init__(self, *, asked: str, reason: str) -> None:
+        super().__init__(
+            f"there is no Ray cluster at {asked!r}: {reason}. Start one and give its address as address= or in RAY_ADDRESS, or use "
+            "address='local' for an embedded one.",
+            asked=asked,
+            reason=reason,
+        )
+
+
+class NodesMissingError(BackendError, TimeoutError):
+    """Fewer nodes have joined the cluster than the script expects."""
+
+    num_expected: int
+    present: tuple[str, ...]
+
+    def __init__(self, *, num_expected: int, present: Sequence[str], elapsed_s: float, limit_s: float) -> None:
+        super().__init__(
+            f"{num_expected} nodes are expected and {len(present)} have joined within {elapsed_s:.1f} s (limit {limit_s:.1f} s, "
+            f"Timeouts.start_s); present: {', '.join(present) or 'none'}. Look at the log of the nodes that are not in this list, "
+            "or lower num_nodes.",
+            num_expected=num_expected,
+            present=tuple(present),
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
         )
 
 

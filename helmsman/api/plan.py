@@ -64,3 +64,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A place for every rank of every role."""
 
     roles: tuple[PlannedRole, ...]
+
+
+class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
+    """Why jobs cannot be placed."""
+
+    role: str
+    requested: str = ""
+    best_node: str = ""
+    observed: str = ""
+    missing: dict[str, float] = {}
+    change: str = ""

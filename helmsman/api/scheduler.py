@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
+from helmsman.api.plan import Plan
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
 NodePacking = Literal["pack", "spread", "strict_spread"]
@@ -216,10 +217,22 @@ class Scheduler(abc.ABC):
         """Accelerators on each node of the cluster (the most that any node has); 0 without accelerators."""
 
     @abc.abstractmethod
-    def create_workers(self, job: Job) -> list[str]:
-        """Start the job's workers and return their ids; on an error nothing of the job remains.
+    def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
+        """Start the workers of a job, or of several jobs together, and return their ids in the order of the jobs.
 
-        Raises: JobError (the job makes no sense, or its role exists), StartError (it could not start).
+        Several jobs start together or not at all; on an error nothing of any of them remains. They are placed together, so two
+        controllers that each need what the other has half of cannot starve each other. A colocated job may name another of them
+        as its target.
+
+        Raises: JobError (a job makes no sense, or its role exists), StartError (it could not start).
+        """
+
+    @abc.abstractmethod
+    def plan(self, jobs: Job | Sequence[Job]) -> Plan:
+        """Where ``create_workers(jobs)`` would put every rank now; starts nothing. ``print(plan.table())`` shows it.
+
+        Raises: JobError; PlacementInfeasibleError (never on this cluster, with the smallest change that would fit);
+        PlacementTimeoutError (not now, with who holds what is missing).
         """
 
     @abc.abstractmethod

@@ -1,6 +1,6 @@
 """What all schedulers share: the book of roles, the way of a call, starts as transactions, teardown.
 
-A backend says how processes come to be: it fills ``_launch`` (and ``_sweep`` and ``n_gpus_per_node``), nothing else.
+A backend says what there is (``_snapshot``), takes it (``_reserve``) and starts processes there (``_launch``), nothing else.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import atexit
 import contextlib
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import (
     Job,
@@ -29,10 +30,15 @@ from helmsman.api.scheduler import (
     WorkerState,
     WorkerStatus,
 )
+from helmsman.controller.admission import busy, require_feasible
 from helmsman.controller.client import WorkerClient, encode_arguments
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
+from helmsman.controller.colocation import tile
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.loop import await_all, run_async, run_sync
-from helmsman.controller.running import Role, stop_roles, tile
+from helmsman.controller.places import Place
+from helmsman.controller.planner import plan_jobs
+from helmsman.controller.running import Role, stop_roles
 from helmsman.rpc_server.codec import decode
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
 
@@ -64,14 +70,35 @@ class SchedulerBase(Scheduler):
     # --- hooks ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def _snapshot(self) -> ClusterSnapshot:
+        """What there is and what of it is free. Blocks for one look at a cluster at most."""
+
+    def _as_planned_for(self, job: Job) -> Job:
+        """The job without what this backend does not count."""
+        return job
+
+    def _holders(self, jobs: Sequence[Job]) -> str:
+        """Who holds what the jobs ask for, for people."""
+        return "others"
+
+    @abc.abstractmethod
+    async def _reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        """Take what all of these jobs need, or nothing; returns the place of each replica in rank order, by role.
+
+        What is taken for a job is pushed on its role's stack as it is taken. Raises: PlacementInfeasibleError,
+        PlacementTimeoutError.
+        """
+
+    @abc.abstractmethod
     async def _launch(
-        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[WorkerClient]:
-        """Start a process per replica and return clients that can reach them, in rank order.
+        """Start a process at each of these places and return clients that can reach them, in rank order.
 
         Everything acquired is pushed on ``resources`` as it is acquired, so that unwinding it ends the processes at once and
-        frees what they held. With ``siblings``, replica i goes to the node and devices of ``siblings[i]``.
-        Raises: StartError.
+        frees what they held. A place of a sibling (``Place.shared``) has devices that its target holds. Raises: StartError.
         """
 
     def _guard_platform(self) -> contextlib.ExitStack:
@@ -83,42 +110,79 @@ class SchedulerBase(Scheduler):
 
     # --- roles ------------------------------------------------------------------------------------------------------
 
-    def create_workers(self, job: Job) -> list[str]:
-        job.validate()
+    def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
+        jobs = self._valid_jobs(job)
         self._require_open("create_workers")
         with self._book:
-            if job.role in self._roles or job.role in self._starting:
-                running = self._roles.get(job.role)
-                raise errors.RoleExistsError(role=job.role, num_workers=len(running.clients) if running else job.replicas)
-            self._starting.add(job.role)
+            for each in jobs:
+                if each.role in self._roles or each.role in self._starting:
+                    running = self._roles.get(each.role)
+                    raise errors.RoleExistsError(role=each.role, num_workers=len(running.clients) if running else each.replicas)
+            self._starting.update(each.role for each in jobs)
         try:
-            role = run_sync(self._start_role(job))
+            roles = run_sync(self._start_roles(jobs))
             with self._book:
                 closed = self._closed
                 if not closed:
-                    self._roles[job.role] = role
+                    self._roles.update((role.name, role) for role in roles)
         finally:
             with self._book:
-                self._starting.discard(job.role)
-        if closed:  # by another thread, which did not know of this role yet
-            run_sync(stop_roles([role], False, "create_workers", self.timeouts.shutdown_s))
+                self._starting.difference_update(each.role for each in jobs)
+        if closed:  # by another thread, which did not know of these roles yet
+            run_sync(stop_roles(roles, False, "create_workers", self.timeouts.shutdown_s))
             self._require_open("create_workers")
-        commands = {f"{job.role}/{index}": job.spec(index).cmd for index in range(job.replicas)}
-        self._run_commands(job.role, {worker_id: command for worker_id, command in commands.items() if command})
-        return role.worker_ids
+        self._run_commands(roles)
+        return [worker_id for role in roles for worker_id in role.worker_ids]
 
-    async def _start_role(self, job: Job) -> Role:
+    @staticmethod
+    def _valid_jobs(job: Job | Sequence[Job]) -> list[Job]:
+        jobs = [job] if isinstance(job, Job) else list(job)
+        for index, each in enumerate(jobs):
+            each.validate()
+            if each.role in {other.role for other in jobs[:index]}:
+                raise errors.InvalidSpecError(
+                    role=each.role, field="role", value=each.role, expected="a name of its own among the jobs of one start"
+                )
+        return jobs
+
+    async def _start_roles(self, jobs: Sequence[Job]) -> list[Role]:
+        """Start all of these roles, or none."""
         deadline = Deadline(self.timeouts.start_s)
-        strategy = job.scheduling_strategy
-        siblings = None
-        if strategy.type == "colocation":
-            siblings = tile(job, self._role(str(strategy.target)).clients)
-            if not strategy.fork:
-                return Role(job, siblings, contextlib.AsyncExitStack(), reuses=True)
-        async with contextlib.AsyncExitStack() as resources:
-            clients = await self._launch(job, siblings, deadline, resources)
+        started: dict[str, Role] = {}
+
+        async def start(job: Job, places: Sequence[Place]) -> None:
+            clients = await self._launch(job, places, deadline, stacks[job.role])
             await await_all(self._prepare(job, index, client, deadline) for index, client in enumerate(clients))
-            return Role(job, clients, resources.pop_all(), reuses=False)
+            started[job.role] = Role(job, clients, stacks[job.role], reuses=False)
+
+        async with contextlib.AsyncExitStack() as resources:
+            stacks = {job.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
+            separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
+            places = await self._reserve(separate, deadline, stacks) if separate else {}
+            await await_all(start(job, places[job.role]) for job in separate)
+            for job in self._targets_first(jobs):
+                target = started.get(str(job.scheduling_strategy.target)) or self._role(str(job.scheduling_strategy.target))
+                shares = tile(job, target.workers)
+                if job.scheduling_strategy.fork:
+                    await start(job, [Place.beside(share, target.accelerator) for share in shares])
+                else:
+                    clients = [target.clients[share.targets[0]] for share in shares]
+                    started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
+            for role in started.values():
+                role.resources = stacks[role.name].pop_all()
+        return [started[job.role] for job in jobs]
+
+    @staticmethod
+    def _targets_first(jobs: Sequence[Job]) -> list[Job]:
+        """The colocated jobs, each after its target where that is among them; what is left of a circle comes last."""
+        waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
+        ordered: list[Job] = []
+        while waiting:
+            names = {job.role for job in waiting}
+            ready = [job for job in waiting if job.scheduling_strategy.target not in names] or waiting
+            ordered += ready
+            waiting = [job for job in waiting if job not in ready]
+        return ordered
 
     async def _prepare(self, job: Job, index: int, client: WorkerClient, deadline: Deadline) -> None:
         """Configure a new worker and have it lease its ports, before anybody else may see it."""
@@ -158,7 +222,13 @@ class SchedulerBase(Scheduler):
 
         run_sync(answered())
         return [
-            Worker(id=worker_id, ip=client.node, engine_ports=list(client.engine_ports))
+            Worker(
+                id=worker_id,
+                ip=client.node,
+                engine_ports=list(client.engine_ports),
+                node_id=client.place.node_id,
+                devices=list(client.place.devices),
+            )
             for worker_id, client in zip(entry.worker_ids, entry.clients, strict=True)
         ]
 
@@ -188,14 +258,20 @@ class SchedulerBase(Scheduler):
             Job(
                 role=role,
                 replicas=len(target.clients),
-                tasks=[msgspec.structs.replace(spec, cmd=command) for spec in target.job.tasks],
+                tasks=[msgspec.structs.replace(spec, cmd=command, gpu=0) for spec in target.job.tasks],
                 scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
             )
         )
 
-    def _run_commands(self, role: str, commands: Mapping[str, str]) -> None:
-        """Run a module beside each of these workers; when one does not start, the role goes."""
+    def _run_commands(self, roles: Sequence[Role]) -> None:
+        """Run a module beside each worker whose spec says so; when one does not start, all of these roles go."""
         engine = "helmsman.rpc_server.command.CommandEngine"
+        commands = {
+            worker_id: command
+            for role in roles
+            for index, worker_id in enumerate(role.worker_ids)
+            if (command := role.job.spec(index).cmd)
+        }
 
         async def run_all() -> None:
             await await_all(self.create_engine(worker_id, engine, None, command) for worker_id, command in commands.items())
@@ -203,8 +279,32 @@ class SchedulerBase(Scheduler):
         try:
             run_sync(run_all())
         except BaseException:
-            self.delete_workers(role)
+            for role in reversed(roles):
+                with contextlib.suppress(errors.RoleNotFoundError):  # it went with its target
+                    self.delete_workers(role.name)
             raise
+
+    # --- plans ------------------------------------------------------------------------------------------------------
+
+    def plan(self, jobs: Job | Sequence[Job]) -> Plan:
+        valid = self._valid_jobs(jobs)
+        self._require_open("plan")
+        return self._plan(valid)
+
+    def _plan(self, jobs: Sequence[Job]) -> Plan:
+        """A place for every rank in what is free now. Raises PlacementInfeasibleError, or PlacementTimeoutError when others
+        hold what would do."""
+        snapshot = self._snapshot()
+        asked = [self._as_planned_for(job) for job in jobs]
+        outcome = plan_jobs(snapshot, asked, running=self._planned_roles())
+        if isinstance(outcome, Plan):
+            return outcome
+        require_feasible(snapshot, asked, self._planned_roles())
+        raise busy(asked, snapshot, self._holders(asked), Deadline(0.0))
+
+    def _planned_roles(self) -> list[PlannedRole]:
+        """The roles that run, as a plan has them."""
+        return [role.as_planned() for role in list(self._roles.values())]
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

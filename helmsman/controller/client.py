@@ -14,6 +14,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.controller.places import Place
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, dotted
 
@@ -61,10 +62,10 @@ class WorkerClient:
     """One worker, as the scheduler calls it. All methods run on the background loop."""
 
     def __init__(
-        self, worker_id: str, node: str, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
+        self, worker_id: str, place: Place, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
     ) -> None:
         self.worker_id = worker_id
-        self.node = node
+        self.place = place
         self.pid = pid
         self.log_path = log_path
         self.transport = transport
@@ -79,6 +80,11 @@ class WorkerClient:
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
+
+    @property
+    def node(self) -> str:
+        """Address of its node."""
+        return self.place.node
 
     # --- engine work ------------------------------------------------------------------------------------------------
 

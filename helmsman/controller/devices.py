@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from helmsman.api import errors
 from helmsman.api.platform_kinds import PLATFORMS
 
 _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
@@ -51,55 +50,18 @@ class DevicePool:
         self.ids = tuple(ids)
         self._held: dict[str, tuple[str, ...]] = {}
 
-    def grant(self, role: str, demand: Mapping[str, float]) -> list[tuple[str, ...]]:
-        """Give each worker its devices, all workers or none.
-
-        Args:
-            demand: devices by worker id.
-        Raises: InvalidSpecError (a fraction), PlacementInfeasibleError (more than there are), PlacementTimeoutError (held by
-        others).
-        """
-        for number in demand.values():
-            if number != int(number):
-                raise errors.InvalidSpecError(
-                    role=role, field="gpu", value=number, expected="a whole number; colocate roles to share a device"
-                )
-        total = int(sum(demand.values()))
-        if total > len(self.ids):
-            raise errors.PlacementInfeasibleError(
-                role=role,
-                requested=f"{total} accelerators for {len(demand)} workers",
-                observed=f"{len(self.ids)} on this machine ({self.kind}: {','.join(self.ids) or 'none'})",
-                shortfall=f"{total - len(self.ids)} accelerators",
-                setting="SchedulingSpec.gpu or Job.replicas",
-            )
+    def free_ids(self) -> tuple[str, ...]:
+        """Devices that nobody holds, in order."""
         taken = {device for ids in self._held.values() for device in ids}
-        free = [device for device in self.ids if device not in taken]
-        if total > len(free):
-            holders = "; ".join(f"{worker}: {','.join(ids)}" for worker, ids in self._held.items() if ids)
-            raise errors.PlacementTimeoutError(
-                role=role,
-                requested=f"{total} accelerators",
-                free=f"{len(free)} of {len(self.ids)}",
-                holders=f"this script's own workers ({holders})",
-                elapsed_s=0.0,
-                limit_s=0.0,
-            )
-        granted = []
-        for worker_id, number in demand.items():
-            ids, free = tuple(free[: int(number)]), free[int(number) :]
-            self._held[worker_id] = ids
-            granted.append(ids)
-        return granted
+        return tuple(device for device in self.ids if device not in taken)
 
-    def held_by(self, worker_id: str) -> tuple[str, ...]:
-        """Devices of a worker; none for one that asked for none."""
-        return self._held.get(worker_id, ())
+    def hold(self, worker_id: str, ids: Sequence[str]) -> None:
+        """Let a worker have these devices, which are free."""
+        self._held[worker_id] = tuple(ids)
 
-    def share(self, worker_id: str, with_id: str) -> tuple[str, ...]:
-        """Let a sibling process use another worker's devices too."""
-        self._held[worker_id] = self.held_by(with_id)
-        return self._held[worker_id]
+    def holders(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Who holds devices, and which."""
+        return [(worker_id, ids) for worker_id, ids in self._held.items() if ids]
 
     def free(self, worker_ids: Sequence[str]) -> None:
         """Take back what these workers hold."""

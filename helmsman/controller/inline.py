@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,15 @@ from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
+from helmsman.controller.one_machine import on_one_machine, one_machine
+from helmsman.controller.places import Place
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, Request
+
+_ADDRESS = "127.0.0.1"
 
 
 class InlineScheduler(SchedulerBase):
@@ -49,18 +54,29 @@ class InlineScheduler(SchedulerBase):
     def _guard_platform(self) -> contextlib.ExitStack:
         return allow_in_this_process()
 
+    def _snapshot(self) -> ClusterSnapshot:
+        return one_machine(_ADDRESS, "GPU", (), ())
+
+    def _as_planned_for(self, job: Job) -> Job:
+        return on_one_machine(job, gpu=0)
+
+    async def _reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        return {job.role: [Place(node=_ADDRESS, node_id=_ADDRESS)] * job.replicas for job in jobs}
+
     async def _launch(
-        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[WorkerClient]:
         clients = []
-        for index in range(job.replicas):
-            identity = msgspec.structs.replace(self._identity(job, index, "127.0.0.1"), log_path="")
+        for index, place in enumerate(places):
+            identity = msgspec.structs.replace(self._identity(job, index, place.node), log_path="")
             host = EngineHost(identity, self._store, seeding=False)
             os.environ.update(job.spec(index).env_vars)
             host.engine_thread.start(identity.worker_id)
             resources.callback(host.close)
             transport = _InlineTransport(host)
-            clients.append(WorkerClient(identity.worker_id, identity.node, os.getpid(), "", transport, self.timeouts))
+            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.timeouts))
         return clients
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:

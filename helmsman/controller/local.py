@@ -10,16 +10,20 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
+from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
 from helmsman.controller.loop import await_all
+from helmsman.controller.one_machine import on_one_machine, one_machine
+from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
 from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
@@ -63,24 +67,36 @@ class LocalScheduler(SchedulerBase):
     def n_gpus_per_node(self) -> int:
         return len(self._devices.ids)
 
+    def _snapshot(self) -> ClusterSnapshot:
+        pool = self._devices
+        return one_machine(_ADDRESS, PLATFORMS[pool.kind].ray_resource, pool.ids, pool.free_ids())
+
+    def _as_planned_for(self, job: Job) -> Job:
+        return on_one_machine(job)
+
+    def _holders(self, jobs: Sequence[Job]) -> str:
+        held = "; ".join(f"{worker}: {','.join(ids)}" for worker, ids in self._devices.holders())
+        return f"this script's own workers ({held}), which delete_workers frees"
+
+    async def _reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        places: dict[str, list[Place]] = {}
+        for role in self._plan(jobs).roles:
+            resources[role.role].callback(self._devices.free, [worker.worker_id for worker in role.workers])
+            places[role.role] = []
+            for worker in role.workers:
+                self._devices.hold(worker.worker_id, worker.devices)
+                places[role.role].append(Place.planned(worker, role.accelerator))
+        return places
+
     async def _launch(
-        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[WorkerClient]:
-        devices = self._grant(job, siblings, resources)
         server, run_dir = await self._ensure_server()
         return await await_all(
-            self._start_worker(job, index, devices[index], server, run_dir, deadline, resources)
-            for index in range(job.replicas)
+            self._start_worker(job, index, place, server, run_dir, deadline, resources) for index, place in enumerate(places)
         )
-
-    def _grant(
-        self, job: Job, siblings: list[WorkerClient] | None, resources: contextlib.AsyncExitStack
-    ) -> list[tuple[str, ...]]:
-        demand = {f"{job.role}/{index}": job.spec(index).gpu for index in range(job.replicas)}
-        resources.callback(self._devices.free, list(demand))
-        if siblings is not None:
-            return [self._devices.share(id_, with_.worker_id) for id_, with_ in zip(demand, siblings, strict=True)]
-        return self._devices.grant(job.role, demand)
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
@@ -97,7 +113,7 @@ class LocalScheduler(SchedulerBase):
         self,
         job: Job,
         index: int,
-        devices: tuple[str, ...],
+        place: Place,
         server: ForkServer,
         run_dir: Path,
         deadline: Deadline,
@@ -106,7 +122,7 @@ class LocalScheduler(SchedulerBase):
         identity = self._identity(job, index, _ADDRESS)
         spec = job.spec(index)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
-        env = {**os.environ, **self._devices.environment(devices), **spec.env_vars}
+        env = {**os.environ, **self._devices.environment(place.devices), **spec.env_vars}
         order = Spawn(identity, path, self._key, env, max(1, int(spec.cpu)))
         try:
             async with asyncio.timeout(deadline.remaining_s):
@@ -123,7 +139,7 @@ class LocalScheduler(SchedulerBase):
                 log_path=identity.log_path,
                 log_tail=tail_of(identity.log_path),
             ) from error
-        return WorkerClient(identity.worker_id, _ADDRESS, pid, identity.log_path, transport, self.timeouts)
+        return WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
 
     async def _sweep(self) -> None:
         if self._server is not None:

@@ -1,10 +1,20 @@
-"""Ray placement groups: what a job asks for, whether the cluster could ever give it, and waiting for it under one deadline."""
+"""Plans turned into Ray placement groups, together or not at all, under one deadline.
+
+A plan is made of what is free, and each bundle is asked for on the node that the plan gives it, so Ray has nothing to decide
+and grants within milliseconds. What it does not grant was taken by somebody else meanwhile: everything is given back, and the
+next try is made from a new look at the cluster after a random pause. So nobody holds a half of what he needs while he waits for
+the other half, and two controllers that want the same nodes cannot block each other for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -13,223 +23,199 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.placement_group import placement_group as create_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from helmsman.api import errors
-from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
+from helmsman.api.scheduler import Job
+from helmsman.controller import ray_state
+from helmsman.controller.admission import busy, require_feasible
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, Resources
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.embedded_ray import bounded
+from helmsman.controller.loop import in_thread
+from helmsman.controller.places import Place, device_order
+from helmsman.controller.planner import plan_jobs
+from helmsman.controller.ray_holders import describe_holders, is_held_by_run
 
-Resources = dict[str, float]
-
-_POLL_S = 0.02
+_NODE_ID_LABEL = "ray.io/node-id"
+_POLL_S = (0.005, 0.1)
+"""First and longest pause between two looks at groups that were asked for."""
+_STALLED_S = 1.0
+"""Without one more group created for so long, what the plan counted on has been taken by somebody else."""
+_PAUSE_S = (0.05, 0.5)
+"""First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
 _REMOVE_S = 2.0
-_TINY_CPU = 0.001
-"""A bundle may not be empty: what a worker reserves that asks for nothing."""
 
 
-class GroupRequest(msgspec.Struct, frozen=True):
-    """A placement group to ask for, and the replicas that go into it."""
-
-    name: str
-    bundles: list[Resources]
-    strategy: str
-    replicas: list[int]
-    """Replica of each bundle for a shared group; the one replica of the group otherwise."""
-    labels: list[dict[str, str]]
-
-
-class Slot(msgspec.Struct, frozen=True):
-    """Where a replica goes."""
+class Slot(Place, frozen=True, kw_only=True):
+    """A bundle of a placement group, for one worker."""
 
     group: Any
     bundle_index: int
-    node_id: str
+    resources: Resources
+    """What the worker takes of the bundle; memory in bytes. The devices of a deferred instance are left to its server."""
+    bundles: tuple[tuple[str, int], ...]
+    """(address of the node, number of devices) of each bundle of the instance."""
+    deferred: bool
 
 
-def accelerator_resource(nodes: Sequence[dict[str, Any]]) -> str:
-    """Name under which this cluster counts its accelerators; GPU where it has none."""
-    names = [info.ray_resource for info in PLATFORMS.values() if info.visibility_env_var]
-    return next((name for name in names if any(node["Resources"].get(name) for node in nodes)), names[0])
+class _Request(msgspec.Struct, frozen=True):
+    role: PlannedRole
+    instance: PlannedInstance
+    group: PlacementGroup
 
 
-def bundle_of(spec: SchedulingSpec, accelerator: str) -> Resources:
-    """What Ray has to reserve for one worker. Memory in bytes."""
-    wanted = {"CPU": spec.cpu, accelerator: spec.gpu, "memory": spec.mem * 1e9, **spec.resources}
-    if spec.accelerator_type:
-        wanted[f"accelerator_type:{spec.accelerator_type}"] = _TINY_CPU
-    return {name: amount for name, amount in wanted.items() if amount} or {"CPU": _TINY_CPU}
+async def admit(
+    jobs: Sequence[Job], prefix: str, deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+) -> dict[str, list[Slot]]:
+    """Placement groups for all of these jobs: slots in rank order, by role.
 
-
-def plan_groups(job: Job, accelerator: str, per_node: int, prefix: str) -> list[GroupRequest]:
-    """The groups of a job: one for all workers (shared), one for each (separate), or one for each with its devices split over
-    nodes (deferred)."""
-    strategy = job.spec(0).ray_placement_strategy
-    specs = [job.spec(index) for index in range(job.replicas)]
-    if strategy == "shared":
-        bundles = [bundle_of(spec, accelerator) for spec in specs]
-        labels = [dict(spec.node_labels) for spec in specs]
-        return [GroupRequest(f"{prefix}/{job.role}", bundles, "PACK", list(range(job.replicas)), labels)]
-    requests = []
-    for index, spec in enumerate(specs):
-        bundles, kind = [bundle_of(spec, accelerator)], "STRICT_PACK"
-        if strategy == "deferred" and per_node and spec.gpu > per_node:
-            whole, rest = divmod(int(spec.gpu), per_node)
-            parts = [per_node] * whole + ([rest] if rest else [])
-            first = bundle_of(msgspec.structs.replace(spec, gpu=parts[0]), accelerator)
-            bundles, kind = [first, *({accelerator: float(part), "CPU": _TINY_CPU} for part in parts[1:])], "PACK"
-        labels = [dict(spec.node_labels)] * len(bundles)
-        requests.append(GroupRequest(f"{prefix}/{job.role}/{index}", bundles, kind, [index], labels))
-    return requests
-
-
-def require_feasible(job: Job, requests: Sequence[GroupRequest], nodes: Sequence[dict[str, Any]]) -> None:
-    """Raise PlacementInfeasibleError when the cluster, even empty, could not hold the groups."""
-    for request in requests:
-        for bundle in request.bundles:
-            missing, best = min((_shortfall(bundle, node["Resources"]), _node_name(node)) for node in nodes)
-            if missing:
-                total = next(node["Resources"] for node in nodes if _node_name(node) == best)
-                raise errors.PlacementInfeasibleError(
-                    role=job.role,
-                    requested=f"a worker with {_show(bundle)}",
-                    observed=f"at most {_show({name: total.get(name, 0.0) for name in bundle})} on the best-fitting of "
-                    f"{len(nodes)} nodes, {best}",
-                    shortfall=_show(dict(missing)),
-                    setting=_setting(missing[0][0]),
-                )
-    wanted = _sum([bundle for request in requests for bundle in request.bundles])
-    cluster = _sum([node["Resources"] for node in nodes])
-    missing = _shortfall(wanted, cluster)
-    if missing:
-        raise errors.PlacementInfeasibleError(
-            role=job.role,
-            requested=f"{_show(wanted)} for {job.replicas} workers together",
-            observed=f"{_show({name: cluster.get(name, 0.0) for name in wanted})} on {len(nodes)} nodes together",
-            shortfall=_show(dict(missing)),
-            setting=f"Job.replicas or {_setting(missing[0][0])}",
-        )
-
-
-def _shortfall(wanted: Resources, available: Resources) -> list[tuple[str, float]]:
-    short = [(name, amount - available.get(name, 0.0)) for name, amount in wanted.items()]
-    return sorted(((name, by) for name, by in short if by > 1e-6), key=lambda part: -part[1])
-
-
-def _sum(parts: Sequence[Resources]) -> Resources:
-    total: Resources = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
-
-
-def _node_name(node: dict[str, Any]) -> str:
-    return str(node["NodeManagerAddress"])
-
-
-def _setting(resource: str) -> str:
-    fields = {"CPU": "cpu", "memory": "mem", **{info.ray_resource: "gpu" for info in PLATFORMS.values() if info.name != "cpu"}}
-    return f"SchedulingSpec.{fields.get(resource, 'resources')}"
-
-
-def _show(resources: Resources) -> str:
-    return ", ".join(f"{amount / 1e9:g} GB memory" if n == "memory" else f"{amount:g} {n}" for n, amount in resources.items())
-
-
-async def reserve(
-    job: Job, requests: Sequence[GroupRequest], deadline: Deadline, resources: contextlib.AsyncExitStack
-) -> list[Slot]:
-    """Ask for all groups together and wait for them; returns each replica's slot, ranks sorted by node.
-
-    Raises: PlacementTimeoutError, with all groups removed by the unwinding of ``resources``; at once, when roles of this very
-    run hold what is missing, since nobody else would free it.
+    Args:
+        prefix: 'helmsman/RUN', with which the names of the run's groups begin.
+        resources: of each role, where the removal of its groups is pushed.
+    Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once when roles of this very run
+    hold what is missing, since nobody else would free that. Nothing of the jobs is left then.
     """
-    groups: list[PlacementGroup] = []
-    if await asyncio.to_thread(_own_roles_are_in_the_way, requests):
-        raise await asyncio.to_thread(_busy, job, requests, groups, deadline)
-    for request in requests:
-        selector = request.labels if any(request.labels) else None
-        group = create_placement_group(
-            request.bundles, strategy=request.strategy, name=request.name, bundle_label_selector=selector
-        )
-        groups.append(group)
-        resources.push_async_callback(_remove, group)
-    # The table and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
+    lost: set[str] = set()
+    for attempt in itertools.count():
+        snapshot = _without(await in_thread(ray_state.snapshot), lost)
+        outcome = await in_thread(plan_jobs, snapshot, jobs)
+        if isinstance(outcome, Plan):
+            slots, refused = await _request(outcome, jobs, prefix, deadline, resources)
+            if not refused:
+                return slots
+            lost |= await in_thread(_silent_nodes, refused)
+        else:
+            await in_thread(require_feasible, snapshot, jobs, ())
+        own = not isinstance(outcome, Plan) and await in_thread(is_held_by_run, prefix, snapshot, jobs)
+        if own or deadline.passed:
+            raise busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline)
+        mean_s = min(_PAUSE_S[0] * 2 ** min(attempt, 10), _PAUSE_S[1])
+        await asyncio.sleep(min(mean_s * (0.5 + random.random()), max(deadline.remaining_s, 0.0)))
+    raise AssertionError("unreachable")
+
+
+def _without(snapshot: ClusterSnapshot, lost: set[str]) -> ClusterSnapshot:
+    if not lost:
+        return snapshot
+    return ClusterSnapshot(nodes=tuple(node for node in snapshot.nodes if node.node_id not in lost))
+
+
+async def _request(
+    plan: Plan, jobs: Sequence[Job], prefix: str, deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+) -> tuple[dict[str, list[Slot]], set[str]]:
+    """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes that did not grant theirs."""
+    requests: list[_Request] = []
+
+    def ask() -> None:
+        for role in plan.roles:
+            for instance in role.instances:
+                requests.append(_Request(role, instance, _create(role, instance, prefix)))  # noqa: PERF401 - kept as they come
+
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(_remove, requests)
+        asking = asyncio.ensure_future(asyncio.to_thread(ask))
+        try:
+            await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asking  # or what it asks for next would stay
+            raise
+        waiting = await _await_created(requests, deadline)
+        if waiting:
+            return {}, {bundle.node_id for request in waiting for bundle in request.instance.bundles}
+        undo.pop_all()
+    strategies = {job.role: job.spec(0).ray_placement_strategy for job in jobs}
+    slots: dict[str, list[Slot]] = {}
+    for role in plan.roles:
+        own = [request for request in requests if request.role is role]
+        resources[role.role].push_async_callback(_remove, own)
+        slots[role.role] = [slot for request in own for slot in _slots(request, strategies[role.role] == "deferred")]
+    return slots, set()
+
+
+def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> PlacementGroup:
+    name = f"{prefix}/{role.role}" if len(role.instances) == 1 else f"{prefix}/{role.role}/{instance.index}"
+    pinned = [{_NODE_ID_LABEL: bundle.node_id} for bundle in instance.bundles]
+    bundles = [bundle.resources for bundle in instance.bundles]
+    group: PlacementGroup = create_placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=pinned)
+    return group
+
+
+async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> list[_Request]:
+    """Wait until all groups are created; returns those that are not when nothing more comes.
+
+    One look at the table for all groups and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
+    """
+    waiting, since, pause_s = list(requests), time.monotonic(), _POLL_S[0]
     while True:
-        tables = [await asyncio.to_thread(placement_group_table, group) for group in groups]
-        if all(table["state"] == "CREATED" for table in tables):
-            break
-        if deadline.passed:
-            raise await asyncio.to_thread(_busy, job, requests, groups, deadline)
-        await asyncio.sleep(_POLL_S)
-    return _slots(job, requests, groups, tables)
+        states = await in_thread(ray_state.group_states, [request.group.id.hex() for request in waiting])
+        left = [request for request in waiting if states[request.group.id.hex()] != "CREATED"]
+        if len(left) < len(waiting):
+            waiting, since, pause_s = left, time.monotonic(), _POLL_S[0]
+        if not left or deadline.passed or time.monotonic() - since > _STALLED_S:
+            return left
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S[1])
 
 
-async def _remove(group: PlacementGroup) -> None:
+def _slots(request: _Request, deferred: bool) -> list[Slot]:
+    slots = []
+    for worker in request.instance.workers:
+        taken = dict(request.instance.bundles[worker.bundle].resources)
+        if deferred:
+            taken.pop(request.role.accelerator, None)
+        slots.append(
+            Slot(
+                node_id=worker.node_id,
+                node=worker.node,
+                num_devices=worker.num_devices,
+                accelerator=request.role.accelerator if worker.num_devices else "",
+                group=request.group,
+                bundle_index=worker.bundle,
+                resources=taken,
+                deferred=deferred,
+                bundles=tuple(
+                    (bundle.node, int(bundle.resources.get(request.role.accelerator, 0))) for bundle in request.instance.bundles
+                ),
+            )
+        )
+    return slots
+
+
+async def devices_of(slot: Slot) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(address, ids of the devices) of each bundle of a deferred instance.
+
+    Which devices a bundle has is fixed when it is created, but only a task that takes them is told; these take them for a
+    moment.
+    """
+    asked = []
+    for index, (_, num_devices) in enumerate(slot.bundles):
+        options: dict[str, Any] = {"num_gpus": num_devices} if slot.accelerator == "GPU" else {}
+        if not options and num_devices:
+            options = {"resources": {slot.accelerator: num_devices}}
+        strategy = PlacementGroupSchedulingStrategy(slot.group, index)
+        task = ray.remote(num_cpus=0, max_retries=0)(_granted_here).options(scheduling_strategy=strategy, **options)
+        asked.append(task.remote(slot.accelerator))
+    granted: list[list[str]] = await asyncio.gather(*asked)
+    return tuple((node, tuple(sorted(ids, key=device_order))) for (node, _), ids in zip(slot.bundles, granted, strict=True))
+
+
+def _granted_here(accelerator: str) -> list[str]:
+    return list(ray.get_runtime_context().get_accelerator_ids().get(accelerator, []))
+
+
+async def _remove(requests: Sequence[_Request]) -> None:
+    def remove() -> None:
+        for request in requests:
+            remove_placement_group(request.group)
+
     with contextlib.suppress(TimeoutError):
-        await bounded(remove_placement_group, group, limit_s=_REMOVE_S)
+        await bounded(remove, limit_s=_REMOVE_S + 0.01 * len(requests))
 
 
-def _slots(
-    job: Job, requests: Sequence[GroupRequest], groups: Sequence[PlacementGroup], tables: Sequence[dict[str, Any]]
-) -> list[Slot]:
-    slots: dict[int, Slot] = {}
-    for request, group, table in zip(requests, groups, tables, strict=True):
-        nodes: dict[int, str] = table["bundles_to_node_id"]
-        if len(request.replicas) == 1:
-            slots[request.replicas[0]] = Slot(group, 0, nodes[0])
-            continue
-        # PACK promises no order of bundles over nodes; ranks of one node shall be neighbours. Only like bundles may be
-        # exchanged.
-        order = sorted(nodes, key=lambda bundle: (nodes[bundle], bundle)) if len(job.tasks) == 1 else sorted(nodes)
-        for replica, bundle in zip(request.replicas, order, strict=True):
-            slots[replica] = Slot(group, bundle, nodes[bundle])
-    return [slots[replica] for replica in range(job.replicas)]
-
-
-def _own_roles_are_in_the_way(requests: Sequence[GroupRequest]) -> bool:
-    run = _run_of(requests[0].name)
-    held = [
-        bundle
-        for table in placement_group_table().values()
-        if table["state"] == "CREATED" and _run_of(table["name"]) == run
-        for bundle in table["bundles"].values()
-    ]
-    wanted = _sum([bundle for request in requests for bundle in request.bundles])
-    total: Resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return any(amount + _sum(held).get(name, 0.0) > total.get(name, 0.0) + 1e-6 for name, amount in wanted.items())
-
-
-def _run_of(group_name: str) -> str:
-    """'helmsman/RUN', of the name of one of our groups."""
-    return "/".join(group_name.split("/")[:2])
-
-
-def _holder(group_name: str, run: str) -> str:
-    role = group_name.removeprefix(f"{run}/")
-    return group_name if role == group_name else f"{role} of this run itself, which delete_workers frees"
-
-
-def _busy(
-    job: Job, requests: Sequence[GroupRequest], groups: Sequence[PlacementGroup], deadline: Deadline
-) -> errors.PlacementTimeoutError:
-    ours = {group.id.hex() for group in groups}
-    run = _run_of(requests[0].name)
-    holders = [
-        f"{_holder(table['name'], run) or group_id[:12]} ({_show(_sum(list(table['bundles'].values())))})"
-        for group_id, table in placement_group_table().items()
-        if table["state"] == "CREATED" and group_id not in ours
-    ]
-    wanted = _sum([bundle for request in requests for bundle in request.bundles])
-    free: Resources = ray.available_resources()  # type: ignore[no-untyped-call]
-    return errors.PlacementTimeoutError(
-        role=job.role,
-        requested=_show(wanted),
-        free=_show({name: free.get(name, 0.0) for name in wanted}),
-        holders=", ".join(holders) or "tasks and actors outside placement groups",
-        elapsed_s=deadline.elapsed_s,
-        limit_s=deadline.limit_s,
-    )
+def _silent_nodes(node_ids: set[str]) -> set[str]:
+    """Those whose raylet does not answer, although the head may believe in them for a while."""
+    with ThreadPoolExecutor(16) as pool:
+        losses = dict(zip(node_ids, pool.map(ray_state.loss_of_node, node_ids), strict=True))
+    return {node_id for node_id, loss in losses.items() if loss is not None}
 
 
 def get_placement_group_master_ip_and_port(placement_group: PlacementGroup, bundle_index: int = 0) -> tuple[str, int]:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-import os
 import secrets
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Timeouts
+from helmsman.controller.admission import ACCELERATORS, show
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState, Resources
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import visibility
 from helmsman.controller.embedded_ray import bounded, choose_authentication, connect, end_embedded_ray
-from helmsman.controller.loop import in_thread
+from helmsman.controller.loop import await_all, in_thread
+from helmsman.controller.places import Place, device_order, in_device_order
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.guardian import read_record
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
 
 choose_authentication()
 
@@ -29,7 +36,10 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from helmsman.controller import placement_group as placement
+    from helmsman.controller import ray_state
     from helmsman.controller.placement_group import get_placement_group_master_ip_and_port
+    from helmsman.controller.ray_address import choose_address
+    from helmsman.controller.ray_holders import describe_holders
     from helmsman.rpc_server.ray_server import Greeting, RayRPCServer, pack, unpack_reply
 except ImportError as error:
     if error.name is not None and error.name.partition(".")[0] != "ray":
@@ -40,6 +50,11 @@ except ImportError as error:
 
 __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
 
+T = TypeVar("T")
+
+INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
+"""In a worker of a deferred job: [[address, [device id, ...]], ...] for each node of its instance, its own first."""
+
 log = logging.getLogger(__name__)
 
 _ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
@@ -48,6 +63,7 @@ _RAY_CALL_S = 2.0
 _REMAINS_S = 1.5
 """Longest wait for what a guardian records; milliseconds, but Ray's workers run at low priority, and it with them."""
 _PUT_IN_THREAD_BYTES = 1 << 20
+_NODES_POLL_S = 0.2
 
 
 class RayScheduler(SchedulerBase):
@@ -57,8 +73,11 @@ class RayScheduler(SchedulerBase):
     starts an embedded one, which ends with this scheduler, and with this process in any case.
 
     Args:
-        address: a cluster's address, or 'local' for an embedded one in any case.
+        address: a cluster's address, 'auto' for the one cluster of this machine, or 'local' for an embedded one in any case.
         num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on the machine when None.
+        num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do when None.
+
+    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError.
     """
 
     def __init__(
@@ -71,121 +90,141 @@ class RayScheduler(SchedulerBase):
         num_cpus: int | None = None,
         num_gpus: int | None = None,
         resources: dict[str, float] | None = None,
+        num_nodes: int | None = None,
     ) -> None:
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            address = address or os.environ.get("RAY_ADDRESS") or "local"
+        address = choose_address(address)
+        self._owns_ray = address is not None
+        if address is not None:
             sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
             connect(address, self.run_id, sizes)
-        self._nodes = _alive_nodes()
-        self._accelerator = placement.accelerator_resource(self._nodes)
+        self._prefix = f"helmsman/{self.run_id}"
         self._here = ray.get_runtime_context().get_node_id()
+        if num_nodes is not None:
+            self._await_nodes(num_nodes)
+
+    def _await_nodes(self, num_nodes: int) -> None:
+        deadline = Deadline(self.timeouts.start_s)
+        while len(nodes := ray_state.snapshot().nodes) < num_nodes:
+            if deadline.passed:
+                present = [f"{node.hostname or node.address} ({show(_devices(node))})" for node in nodes]
+                self.close()
+                raise errors.NodesMissingError(
+                    num_expected=num_nodes, present=present, elapsed_s=deadline.elapsed_s, limit_s=deadline.limit_s
+                )
+            time.sleep(min(_NODES_POLL_S, max(deadline.remaining_s, 0.0)))
 
     @property
     def n_gpus_per_node(self) -> int:
-        return int(max((node["Resources"].get(self._accelerator, 0) for node in self._nodes), default=0))
+        return int(max(node.total.get(name, 0.0) for node in ray_state.snapshot().nodes for name in ACCELERATORS))
+
+    def _snapshot(self) -> ClusterSnapshot:
+        return ray_state.snapshot()
+
+    def _holders(self, jobs: Sequence[Job]) -> str:
+        return describe_holders(self._prefix, jobs)
+
+    async def _reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        return await placement.admit(jobs, self._prefix, deadline, resources)
 
     async def _launch(
-        self, job: Job, siblings: list[WorkerClient] | None, deadline: Deadline, resources: contextlib.AsyncExitStack
+        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[WorkerClient]:
-        actors = self._sibling_actors(job, siblings) if siblings else await self._placed_actors(job, deadline, resources)
-        workers = [
-            RayTransport(actor, f"{job.role}/{index}", self._log_path(job, index), self._here)
-            for index, actor in enumerate(actors)
-        ]
-        for worker in workers:
-            resources.push_async_callback(worker.kill)
-        greetings = await asyncio.gather(
-            *(self._greet(job, index, worker, deadline) for index, worker in enumerate(workers)), return_exceptions=True
+        workers = [RayTransport(self._actor(job, place), place, self._here) for place in places]
+        resources.push_async_callback(_kill_all, workers)
+        greetings = await await_all(
+            self._answer(job, index, worker, worker.greet(), deadline) for index, worker in enumerate(workers)
         )
-        for failure in greetings:
-            if isinstance(failure, BaseException):
-                raise failure
+        granted = await await_all(
+            self._granted(job, index, worker, greeting, deadline)
+            for index, (worker, greeting) in enumerate(zip(workers, greetings, strict=True))
+        )
+        order = in_device_order(job, granted)
+        identities = [self._identity(job, index, granted[origin].node) for index, origin in enumerate(order)]
         clients = []
-        for index, (worker, greeting) in enumerate(zip(workers, greetings, strict=True)):
-            assert isinstance(greeting, Greeting)
+        for index, origin in enumerate(order):
+            identity = identities[index]
             client = WorkerClient(
-                f"{job.role}/{index}", self._address_of(greeting.node_id), greeting.pid, worker.log_path, worker, self.timeouts
+                identity.worker_id,
+                granted[origin],
+                greetings[origin].pid,
+                identity.log_path,
+                workers[origin],
+                self.timeouts,
             )
-            client.environment = self._device_environment(greeting, siblings[index] if siblings else None)
+            client.environment = self._device_environment(greetings[origin], granted[origin])
             clients.append(client)
+        await await_all(
+            self._answer(job, index, workers[origin], workers[origin].adopt(identities[index]), deadline)
+            for index, origin in enumerate(order)
+        )
         return clients
 
-    async def _placed_actors(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> list[Any]:
-        self._nodes = await asyncio.to_thread(_alive_nodes)
-        requests = placement.plan_groups(job, self._accelerator, self.n_gpus_per_node, f"helmsman/{self.run_id}")
-        placement.require_feasible(job, requests, self._nodes)
-        slots = await placement.reserve(job, requests, deadline, resources)
-        actors = []
-        for index, slot in enumerate(slots):
-            spec = job.spec(index)
-            bundle = placement.bundle_of(spec, self._accelerator)
-            if spec.ray_placement_strategy == "deferred":
-                bundle.pop(self._accelerator, None)  # left to the server that the worker launches
+    def _actor(self, job: Job, place: Place) -> Any:
+        options: dict[str, Any]
+        if isinstance(place, placement.Slot):
+            wanted = dict(place.resources)
             options = {
-                "num_cpus": bundle.pop("CPU", 0),
-                "num_gpus": bundle.pop("GPU", 0),
-                "memory": bundle.pop("memory", None),
-                "resources": bundle or None,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index),
+                "num_cpus": wanted.pop("CPU", 0),
+                "num_gpus": wanted.pop("GPU", 0),
+                "memory": wanted.pop("memory", None),
+                "resources": wanted or None,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.bundle_index),
             }
-            actors.append(self._actor(job, index, self._address_of(slot.node_id), options))
-        return actors
-
-    def _sibling_actors(self, job: Job, siblings: list[WorkerClient]) -> list[Any]:
-        actors = []
-        for index, sibling in enumerate(siblings):
-            assert isinstance(sibling.transport, RayTransport)
-            # Ray is asked for nothing: the devices are the sibling's, and their ids are set explicitly.
-            options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": placement.on_node(sibling.transport.node_id)}
-            actors.append(self._actor(job, index, sibling.node, options))
-        return actors
-
-    def _actor(self, job: Job, index: int, node: str, options: dict[str, Any]) -> Any:
+        else:
+            # Ray is asked for nothing: the devices are another worker's, and their ids are set explicitly.
+            options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": placement.on_node(place.node_id)}
         return (
             ray.remote(**_ACTOR_OPTIONS)(RayRPCServer)
             .options(
-                name=f"{job.role}/{index}/{secrets.token_hex(4)}",
+                name=f"{job.role}/{secrets.token_hex(4)}",
                 namespace=f"helmsman-{self.run_id}",
                 max_restarts=0,
                 max_task_retries=0,
                 max_concurrency=10_000,
                 **options,
             )
-            .remote(self._identity(job, index, node))
+            .remote()
         )
 
-    async def _greet(self, job: Job, index: int, worker: RayTransport, deadline: Deadline) -> Greeting:
+    async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:
+        """What a worker that starts answers. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(deadline.remaining_s):
-                return await worker.greet()
+                return await answer
         except TimeoutError:
-            reason = f"its actor did not answer within {deadline.limit_s:g} s (Timeouts.start_s)"
-        except TransportLostError as error:
+            reason = f"its actor did not answer within {deadline.limit_s:g} s (Timeouts.start_s); {await worker.pending()}"
+        except (TransportLostError, errors.ProtocolError) as error:
             reason = str(error)
         raise errors.WorkerStartError(
             role=job.role,
             worker_id=f"{job.role}/{index}",
-            node=self._address_of(worker.node_id) if worker.node_id else "unknown",
+            node=worker.place.node,
             reason=reason,
             log_path=worker.log_path,
             log_tail=tail_of(worker.log_path),
         )
 
-    def _device_environment(self, greeting: Greeting, sibling: WorkerClient | None) -> dict[str, str]:
-        """The masks of a worker: Ray has set those of granted devices; a sibling copies, one without devices sees none."""
-        if sibling is not None:
-            return dict(sibling.environment)
-        ids = greeting.devices.get(self._accelerator, [])
-        kind = "npu" if self._accelerator == "NPU" else "cuda"
-        return visibility(kind, ids)
+    async def _granted(self, job: Job, index: int, worker: RayTransport, greeting: Greeting, deadline: Deadline) -> Place:
+        """The worker's place with the ids of its devices, which Ray has chosen."""
+        place = worker.place
+        if place.shared or not place.num_devices:
+            return place
+        if not (isinstance(place, placement.Slot) and place.deferred):
+            ids = greeting.devices.get(place.accelerator, [])
+            return msgspec.structs.replace(place, devices=tuple(sorted(ids, key=device_order)))
+        bundles = await self._answer(job, index, worker, placement.devices_of(place), deadline)
+        return msgspec.structs.replace(place, devices=bundles[0][1], instance_devices=bundles)
 
-    def _log_path(self, job: Job, index: int) -> str:
-        return self._identity(job, index, "").log_path
-
-    def _address_of(self, node_id: str) -> str:
-        return next((str(node["NodeManagerAddress"]) for node in self._nodes if node["NodeID"] == node_id), node_id)
+    def _device_environment(self, greeting: Greeting, place: Place) -> dict[str, str]:
+        """The masks of a worker: the devices of its place and no others."""
+        kind = "npu" if place.accelerator == "NPU" else "cuda"
+        environment = visibility(kind, place.devices)
+        if place.instance_devices:
+            environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps([[node, list(ids)] for node, ids in place.instance_devices])
+        return environment
 
     async def _sweep(self) -> None:
         if self._owns_ray:
@@ -195,13 +234,14 @@ class RayScheduler(SchedulerBase):
 class RayTransport(Transport):
     """Requests as actor tasks, each sent once (no task retries, no restarts)."""
 
-    def __init__(self, actor: Any, worker_id: str, log_path: str, here: str) -> None:
+    def __init__(self, actor: Any, place: Place, here: str) -> None:
         self._actor = actor
-        self._worker_id = worker_id
-        self.log_path = log_path
-        self.node_id = ""
+        self.place = place
         self._here = here
+        self._worker_id = "a worker that starts"
+        self.log_path = ""
         self._reason: BaseException | None = None
+        self._killed = False
         self._turn = asyncio.Lock()
         self._num_sent = 0
         """Engine work sent; Ray starts the tasks of an async actor in any order, so each bears its number."""
@@ -209,8 +249,17 @@ class RayTransport(Transport):
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
         greeting: Greeting = await self._await(self._actor.greet.remote())
-        self.node_id = greeting.node_id
         return greeting
+
+    async def adopt(self, identity: WorkerIdentity) -> None:
+        """Make it this worker. Raises TransportLostError."""
+        self._worker_id, self.log_path = identity.worker_id, identity.log_path
+        await self._await(self._actor.adopt.remote(identity))
+
+    async def pending(self) -> str:
+        """Why its actor may not have started, as far as Ray tells."""
+        state = await in_thread(ray_state.actor_state, self._actor._actor_id.hex())
+        return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
         method = getattr(self._actor, request.verb.value)
@@ -235,8 +284,8 @@ class RayTransport(Transport):
             raise TransportLostError(_reason_text(error)) from error
 
     async def ending(self) -> Ending:
-        if self.node_id and self.node_id != self._here and not await in_thread(_is_alive, self.node_id):
-            return Ending("was lost with its node")
+        if self.place.node_id != self._here and (loss := await in_thread(ray_state.loss_of_node, self.place.node_id)):
+            return Ending(f"was lost with its node: {loss}")
         record, tail = await self._remains()
         if record is None:
             cause = describe_exit(None, None)
@@ -248,10 +297,10 @@ class RayTransport(Transport):
 
     async def _remains(self) -> tuple[dict[str, int | None] | None, str]:
         """What the worker's guardian recorded and the end of its log, read on the worker's node."""
-        if self.node_id in ("", self._here):
+        if self.place.node_id == self._here:
             return await in_thread(_read_remains, self.log_path)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
-        reference = reader.options(scheduling_strategy=placement.on_node(self.node_id)).remote(self.log_path)
+        reference = reader.options(scheduling_strategy=placement.on_node(self.place.node_id)).remote(self.log_path)
         try:
             async with asyncio.timeout(_REMAINS_S):
                 remains: tuple[dict[str, int | None] | None, str] = await reference
@@ -261,24 +310,26 @@ class RayTransport(Transport):
             return None, ""
 
     async def kill(self) -> None:
+        if self._killed:
+            return
         with contextlib.suppress(TimeoutError):
             await bounded(lambda: ray.kill(self._actor, no_restart=True), limit_s=_RAY_CALL_S)
         with contextlib.suppress(TransportLostError, TimeoutError):
             async with asyncio.timeout(3.0):
                 await self._await(self._actor.greet.remote())  # fails as soon as the actor is known to be dead
+        self._killed = True
+
+
+async def _kill_all(workers: Sequence[RayTransport]) -> None:
+    await asyncio.gather(*(worker.kill() for worker in workers))
+
+
+def _devices(node: NodeState) -> Resources:
+    return {name: amount for name, amount in node.total.items() if name in ACCELERATORS} or {"CPU": node.total.get("CPU", 0.0)}
 
 
 def _reason_text(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
-
-
-def _alive_nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node for node in nodes if node["Alive"]]
-
-
-def _is_alive(node_id: str) -> bool:
-    return any(node["NodeID"] == node_id for node in _alive_nodes())
 
 
 def _read_remains(log_path: str) -> tuple[dict[str, int | None] | None, str]:

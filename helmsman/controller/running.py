@@ -7,6 +7,7 @@ import contextlib
 import logging
 
 from helmsman.api import errors
+from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
 from helmsman.api.scheduler import Job
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.deadline import Deadline
@@ -37,18 +38,24 @@ class Role:
         """Ids of its workers in rank order."""
         return [f"{self.name}/{index}" for index in range(len(self.clients))]
 
+    @property
+    def workers(self) -> list[PlannedWorker]:
+        """Where its workers are, in rank order."""
+        return [client.place.as_planned(id_) for id_, client in zip(self.worker_ids, self.clients, strict=True)]
 
-def tile(job: Job, target: list[WorkerClient]) -> list[WorkerClient]:
-    """The target's worker of each replica: one each, or the first of every equal share."""
-    share, rest = divmod(len(target), job.replicas)
-    if rest or not share:
-        raise errors.InvalidSpecError(
-            role=job.role,
-            field="replicas",
-            value=job.replicas,
-            expected=f"a divisor of the {len(target)} workers of {job.scheduling_strategy.target!r} that it is colocated with",
+    @property
+    def accelerator(self) -> str:
+        """Ray's resource of its workers' devices; empty where they have none."""
+        return self.clients[0].place.accelerator
+
+    def as_planned(self) -> PlannedRole:
+        """The role as a plan has it; what its placement groups hold is counted by the cluster itself."""
+        return PlannedRole(
+            role=self.name,
+            accelerator=self.accelerator,
+            target=self.job.scheduling_strategy.target,
+            instances=(PlannedInstance(index=0, bundles=(), workers=tuple(self.workers)),),
         )
-    return [target[index * share] for index in range(job.replicas)]
 
 
 async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, limit_s: float) -> None:
@@ -59,14 +66,17 @@ async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, li
     for role in doomed:
         if role.reuses:
             continue
-        first = role.clients[1:] if reverse_order else role.clients
-        await asyncio.gather(*(_ask_to_end(client, deadline) for client in first))
-        if reverse_order:
-            await _ask_to_end(role.clients[0], deadline)
-        try:
+        waves = [role.clients[1:], role.clients[:1]] if reverse_order else [role.clients]
+        for wave in waves:
+            await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave))
+            outcomes = await asyncio.gather(*(client.transport.kill() for client in wave), return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, errors.ShutdownIncompleteError):
+                    remaining += outcome.remaining
+                elif outcome is not None:
+                    raise outcome
+        with contextlib.suppress(errors.ShutdownIncompleteError):  # of a process that is counted above
             await role.resources.aclose()
-        except errors.ShutdownIncompleteError as error:
-            remaining += error.remaining
     if remaining:
         raise errors.ShutdownIncompleteError(
             operation=operation,

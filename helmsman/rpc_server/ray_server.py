@@ -110,7 +110,20 @@ class RayRPCServer:
     """A worker. Control verbs have a concurrency group of their own; engine work waits here for the host's threads, so a
     running call delays neither."""
 
-    def __init__(self, identity: WorkerIdentity) -> None:
+    def __init__(self) -> None:
+        self._num_begun = 0
+        self._early: dict[int, Callable[[], None]] = {}
+        """Engine work that arrived before its turn, by number."""
+
+    @_control
+    async def greet(self) -> Greeting:
+        """Say where this is, and which devices Ray has granted."""
+        context = ray.get_runtime_context()
+        return Greeting(os.getpid(), context.get_node_id(), context.get_accelerator_ids())
+
+    @_control
+    async def adopt(self, identity: WorkerIdentity) -> None:
+        """Become this worker. Only now, since ranks are given in the order of devices, which Ray decides."""
         Path(identity.log_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
         _redirect_output(identity.log_path)
@@ -122,9 +135,6 @@ class RayRPCServer:
         guardian.spawn_guardian(tag, identity.log_path)
         self._host = EngineHost(identity, RayHandleStore())
         self._host.engine_thread.start("engine")
-        self._num_begun = 0
-        self._early: dict[int, Callable[[], None]] = {}
-        """Engine work that arrived before its turn, by number."""
 
     async def _ask(self, message: bytes, payload: Payload | None) -> Packed:
         frame = _decode_request(message)
@@ -149,12 +159,6 @@ class RayRPCServer:
         while (next_ := self._early.pop(self._num_begun, None)) is not None:
             self._num_begun += 1
             next_()
-
-    @_control
-    async def greet(self) -> Greeting:
-        """Say who and where this is."""
-        context = ray.get_runtime_context()
-        return Greeting(os.getpid(), context.get_node_id(), context.get_accelerator_ids())
 
     async def create_engine(self, message: bytes, payload: Payload | None) -> Packed:
         """Verb.CREATE_ENGINE."""

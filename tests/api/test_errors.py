@@ -90,6 +90,23 @@ ROWS = [
         "Install it with: pip install 'helmsman[ray]'",
     ),
     Row(errors.UnknownBackendError(backend="slurm", known=["local", "ray"]), ("'slurm'",), "choose one of: local, ray"),
+    Row(
+        errors.AmbiguousAddressError(
+            asked="address 'auto'", candidates=["10.0.0.1:6379", "10.0.0.1:6380"], step="Give the address of the one you mean"
+        ),
+        ("'auto'", "10.0.0.1:6379", "10.0.0.1:6380"),
+        "Give the address of the one you mean",
+    ),
+    Row(
+        errors.ClusterNotFoundError(asked="auto", reason="no Ray runs on this machine"),
+        ("'auto'", "no Ray runs on this machine"),
+        "or use address='local' for an embedded one",
+    ),
+    Row(
+        errors.NodesMissingError(num_expected=8, present=["gpu-0 (8 GPU)", "gpu-1 (8 GPU)"], elapsed_s=300.2, limit_s=300.0),
+        ("8 nodes", "2 have joined", "gpu-0 (8 GPU)", "gpu-1 (8 GPU)", "300.2 s", "Timeouts.start_s"),
+        "Look at the log of the nodes that are not in this list, or lower num_nodes",
+    ),
     Row(errors.StartError("role 'train' did not start", role="train"), ("train",), ""),
     Row(
         errors.PlacementInfeasibleError(
@@ -280,6 +297,9 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("EngineNotFoundError", LookupError),
         ("BackendNotInstalledError", ImportError),
         ("UnknownBackendError", ValueError),
+        ("AmbiguousAddressError", ValueError),
+        ("ClusterNotFoundError", ConnectionError),
+        ("NodesMissingError", TimeoutError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),

@@ -1,0 +1,44 @@
+"""Which Ray cluster is meant. A wrong guess would put the run into a stranger's cluster, so there is no guessing."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+from ray._private import services
+
+from helmsman.api.errors import AmbiguousAddressError, ClusterNotFoundError
+
+
+def choose_address(address: str | None) -> str | None:
+    """The address to connect to, 'local' for an embedded cluster; None to stay with the one this process is connected to.
+
+    Args:
+        address: as the script gave it; RAY_ADDRESS when None, and 'local' without that. 'auto' means the one cluster that runs
+            on this machine.
+    Raises: AmbiguousAddressError, ClusterNotFoundError.
+    """
+    wanted = address or os.environ.get("RAY_ADDRESS") or "local"
+    if wanted == "auto":
+        wanted = _the_one_on_this_machine()
+    if not ray.is_initialized():
+        return wanted
+    connected = ray.get_runtime_context().gcs_address
+    if address is not None and wanted != connected:
+        raise AmbiguousAddressError(
+            asked=f"address={address!r}",
+            candidates=[f"{connected}, to which this process is connected already", f"{wanted}, which is asked for"],
+            step="Leave the address out to use the connected cluster, or call ray.shutdown() first",
+        )
+    return None
+
+
+def _the_one_on_this_machine() -> str:
+    found: list[str] = sorted(services._find_address_from_flag("--gcs-address"))
+    if not found:
+        raise ClusterNotFoundError(asked="auto", reason="no Ray runs on this machine")
+    if len(found) > 1:
+        raise AmbiguousAddressError(
+            asked="address 'auto'", candidates=found, step="Give the address of the one you mean, as address= or in RAY_ADDRESS"
+        )
+    return found[0]

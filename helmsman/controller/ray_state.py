@@ -1,0 +1,156 @@
+"""What a Ray cluster is and who holds what of it: the one place that reads Ray's tables.
+
+Ray's public state API needs a dashboard, which an embedded cluster does not have; the tables behind it are read here, each with
+one request to the cluster's head, whatever the number of nodes or groups.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import ray
+from ray._private.state import state
+from ray.core.generated import gcs_pb2
+
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState, Resources
+
+_RAYLET_ANSWERS_S = 1.0
+_GPU_DOMAIN = "ray.io/gpu-domain"
+_tables: Any = gcs_pb2
+_GroupState = _tables.PlacementGroupTableData
+_ActorState = _tables.ActorTableData
+_DERIVED = re.compile(r"^node:|^bundle_group_|_group_(\d+_)?[0-9a-f]{20,}$|^object_store_memory$")
+"""Resources that Ray makes of others; nobody asks for them by name."""
+
+
+class GroupRow(msgspec.Struct, frozen=True):
+    """A placement group of any job of the cluster."""
+
+    id: str
+    name: str
+    state: str
+    """PENDING, PREPARED, CREATED, REMOVED or RESCHEDULING."""
+    job_id: str
+    bundles: list[tuple[str, Resources]]
+    """(node id, resources) of each bundle, in its order; '' as node while it has none."""
+
+
+class ActorRow(msgspec.Struct, frozen=True):
+    """A living actor that holds resources outside placement groups."""
+
+    name: str
+    """Its name, or its class."""
+    node_id: str
+    job_id: str
+    pid: int
+    resources: Resources
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Rows of ray.nodes() for the nodes that live, without those that are being drained."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    draining: Mapping[str, int] = state.get_draining_nodes()
+    return [node for node in nodes if node["Alive"] and node["NodeID"] not in draining]
+
+
+def snapshot() -> ClusterSnapshot:
+    """The cluster as the head sees it now, which is up to 0.1 s behind what its nodes do; neighbours stand together."""
+    available: Mapping[str, Resources] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    nodes = [
+        NodeState(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            hostname=node["NodeManagerHostname"],
+            total=_own(node["Resources"]),
+            available=_own(available.get(node["NodeID"], {})),
+            labels=dict(node["Labels"]),
+        )
+        for node in alive_nodes()
+    ]
+    return ClusterSnapshot(nodes=tuple(sorted(nodes, key=_neighbourhood)))
+
+
+def _own(resources: Mapping[str, float]) -> Resources:
+    return {name: amount for name, amount in resources.items() if not _DERIVED.search(name)}
+
+
+def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
+    # Text and numbers alternate in what split returns, so 'node-9' stands before 'node-10'.
+    parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", node.address)]
+    return node.labels.get(_GPU_DOMAIN, ""), parts, node.node_id
+
+
+def group_rows() -> list[GroupRow]:
+    """All placement groups that are not removed."""
+    rows = map(_GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table())
+    return [
+        GroupRow(
+            id=row.placement_group_id.hex(),
+            name=row.name,
+            state=_GroupState.PlacementGroupState.Name(row.state),
+            job_id=row.creator_job_id.hex(),
+            bundles=[(bundle.node_id.hex(), dict(bundle.unit_resources)) for bundle in _in_order(row.bundles)],
+        )
+        for row in rows
+        if row.state != _GroupState.REMOVED
+    ]
+
+
+def group_states(ids: Collection[str]) -> dict[str, str]:
+    """State of each of these groups; one that was removed, or is not known, is REMOVED."""
+    found = dict.fromkeys(ids, "REMOVED")
+    for data in state._connect_and_get_accessor().get_placement_group_table():
+        row = _GroupState.FromString(data)
+        if (group_id := row.placement_group_id.hex()) in found:
+            found[group_id] = _GroupState.PlacementGroupState.Name(row.state)
+    return found
+
+
+def _in_order(bundles: Iterable[Any]) -> list[Any]:
+    return sorted(bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
+
+
+def actor_rows() -> list[ActorRow]:
+    """Living actors of all jobs that hold resources outside placement groups."""
+    found = []
+    for data in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+        row = _ActorState.FromString(data)
+        resources = {name: amount for name, amount in row.required_resources.items() if amount and not _DERIVED.search(name)}
+        if resources and not row.placement_group_id.strip(b"\xff"):
+            name = row.name or row.class_name
+            found.append(ActorRow(name, row.address.node_id.hex(), row.job_id.hex(), row.pid, resources))
+    return found
+
+
+def actor_state(actor_id: str) -> str:
+    """State of an actor, such as PENDING_CREATION; '' when Ray does not know it."""
+    data = state._connect_and_get_accessor().get_actor_info(ray.ActorID.from_hex(actor_id))
+    return _ActorState.ActorState.Name(_ActorState.FromString(data).state) if data else ""
+
+
+def jobs() -> dict[str, str]:
+    """What each job of the cluster is, for people: its driver's pid, address and command line."""
+    return {
+        job["JobID"]: f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}: {job['Entrypoint'][:120]})"
+        for job in state.job_table()  # type: ignore[no-untyped-call]
+    }
+
+
+def loss_of_node(node_id: str) -> str | None:
+    """Why a node counts as lost, as part of a sentence; None while its raylet runs.
+
+    The head learns of a raylet's death within seconds, of a vanished host's within its health checks' limit; the raylet's own
+    port tells at once.
+    """
+    row = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)  # type: ignore[no-untyped-call]
+    if row is None or not row["Alive"]:
+        return "Ray has declared the node dead"
+    try:
+        with socket.create_connection((row["NodeManagerAddress"], row["NodeManagerPort"]), _RAYLET_ANSWERS_S):
+            return None
+    except OSError as error:
+        return f"the node's raylet does not answer ({error})"

@@ -1,0 +1,7 @@
+"""Temporary."""
+
+from typing import Any
+
+
+def explain(shortfall: Any, *args: Any, **kwargs: Any) -> Any:
+    return shortfall

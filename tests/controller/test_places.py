@@ -1,0 +1,36 @@
+"""Ranks in the order of devices."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.controller.places import Place, device_order, in_device_order
+
+
+def test_device_ids_sort_as_numbers_and_names_come_after_them() -> None:
+    ids = ["10", "GPU-b", "9", "GPU-a", "0"]
+    assert sorted(ids, key=device_order) == ["0", "9", "10", "GPU-a", "GPU-b"]
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
+def test_only_ranks_of_one_node_and_one_spec_are_exchanged(
+    replicas: int, num_nodes: int, alike: bool, rng: random.Random
+) -> None:
+    tasks = [SchedulingSpec(gpu=1, mem=0 if alike else index % 2) for index in range(replicas)]
+    job = Job(role="r", replicas=replicas, tasks=tasks)
+    ids = [str(index) for index in range(16)]
+    rng.shuffle(ids)
+    places = [Place(node_id=f"n{rng.randrange(num_nodes)}", node="n", devices=(ids[index],)) for index in range(replicas)]
+    order = in_device_order(job, places)
+    assert sorted(order) == list(range(replicas))
+    for rank, origin in enumerate(order):
+        assert places[rank].node_id == places[origin].node_id
+        assert tasks[rank] == tasks[origin]
+    if alike:
+        for node in {place.node_id for place in places}:
+            on_node = [places[origin].devices[0] for origin in order if places[origin].node_id == node]
+            assert on_node == sorted(on_node, key=int)

@@ -1,0 +1,160 @@
+"""Siblings and aliases on every kind of target, on nodes of both kinds of accelerators and on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Worker
+from helmsman.controller.ray_scheduler import RayScheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, wait_gone
+from tests.multinode.conftest import Nodes, gpu_node, npu_node
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+MASKS = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
+STRATEGIES = ["shared", "separate", "deferred"]
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """Two nodes of each kind, told apart by a label; gpu counts whatever the chosen nodes have."""
+    return start_nodes(
+        *[gpu_node(labels={"kind": "GPU"}) for _ in range(2)], *[npu_node(labels={"kind": "NPU"}) for _ in range(2)]
+    )
+
+
+@pytest.fixture(scope="module")
+def module_run(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler]:
+    """One run for the whole matrix."""
+    with RayScheduler(log_dir=tmp_path_factory.mktemp("logs")) as run:
+        yield run
+
+
+@pytest.fixture
+def run(module_run: RayScheduler) -> Iterator[RayScheduler]:
+    """That run, without workers at the end of the test."""
+    yield module_run
+    module_run.delete_workers()
+
+
+def _target(kind: str, strategy: Any, replicas: int, gpu: int) -> Job:
+    labels = {"kind": kind} if kind != "CPU" else {}
+    spec = SchedulingSpec(cpu=1, gpu=gpu if kind != "CPU" else 0, ray_placement_strategy=strategy, node_labels=labels)
+    return Job(role="target", replicas=replicas, tasks=[spec])
+
+
+def _beside(replicas: int, fork: bool, **fields: Any) -> Job:
+    strategy = SchedulingStrategy(type="colocation", target="target", fork=fork)
+    return Job(role="sibling", replicas=replicas, tasks=[SchedulingSpec(cpu=1, **fields)], scheduling_strategy=strategy)
+
+
+def _seen(run: RayScheduler, workers: list[Worker], kind: str, name: str) -> list[tuple[str, ...]]:
+    """What an engine in each worker sees of the devices of a kind; no other kind may be seen."""
+    found = []
+    for worker in workers:
+        masks = Engine.create(run, worker.id, Counter, name).call("environ", *MASKS.values())
+        own = masks.pop(MASKS[kind]) if kind != "CPU" else ""
+        assert set(masks.values()) <= {""}
+        found.append(tuple(own.split(",")) if own else ())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["GPU", "NPU", "CPU"])
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "reuse"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sibling_has_the_devices_of_its_target(run: RayScheduler, strategy: str, fork: bool, kind: str) -> None:
+    run.create_workers(_target(kind, strategy, replicas=2, gpu=4))
+    run.create_workers(_beside(2, fork))
+    target, siblings = run.get_workers("target"), run.get_workers("sibling")
+    assert [(worker.node_id, worker.devices) for worker in siblings] == [(worker.node_id, worker.devices) for worker in target]
+    seen = _seen(run, siblings, kind, "there")
+    assert seen == [tuple(worker.devices) for worker in target] == _seen(run, target, kind, "here")
+    assert [len(ids) for ids in seen] == [0 if kind == "CPU" else 4] * 2
+    pids = [
+        {run.call_engine(worker.id, "pid", name) for worker in each} for each, name in ((target, "here"), (siblings, "there"))
+    ]
+    assert (pids[0] == pids[1]) is not fork
+    run.delete_workers("sibling")
+    assert [run.call_engine(worker.id, "add", "here") for worker in target] == [1, 1], "the target lives on"
+
+
+@pytest.mark.parametrize("kind", ["GPU", "NPU", "CPU"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_fork_that_fails_midway_leaves_its_target_serving(run: RayScheduler, strategy: str, kind: str) -> None:
+    run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
+    engines = [Engine.create(run, f"target/{index}", Counter) for index in range(2)]
+    failing = Job(
+        role="sibling",
+        replicas=2,
+        tasks=[SchedulingSpec(), SchedulingSpec(port_count=100_000)],
+        scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True),
+    )
+    with pytest.raises(errors.WorkerStartError, match="sibling/1"):
+        run.create_workers(failing)
+    assert [engine.call("add") for engine in engines] == [1, 1]
+    assert len(run.status()) == 2
+    assert run.create_workers(_beside(2, fork=True)) == ["sibling/0", "sibling/1"], "the next one starts"
+
+
+@pytest.mark.parametrize("kind", ["GPU", "NPU"])
+def test_one_server_over_the_devices_of_four_trainers(run: RayScheduler, kind: str) -> None:
+    run.create_workers(_target(kind, "shared", replicas=16, gpu=1))
+    run.create_workers(_beside(4, fork=True, gpu=4))
+    target, servers = run.get_workers("target"), run.get_workers("sibling")
+    for index, server in enumerate(servers):
+        share = target[4 * index : 4 * index + 4]
+        assert {worker.node_id for worker in share} == {server.node_id}
+        assert server.devices == [worker.devices[0] for worker in share]
+    assert _seen(run, servers, kind, "server") == [tuple(server.devices) for server in servers]
+    run.delete_workers("sibling")
+    assert len(run.get_workers("target")) == 16
+    run.create_workers(_beside(2, fork=True))
+    assert [len(worker.devices) for worker in run.get_workers("sibling")] == [8, 8]
+    with pytest.raises(errors.InvalidSpecError, match=r"keeps each replica on one node.*target/0 to target/15"):
+        run.create_workers(
+            Job(role="over", scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True))
+        )
+    with pytest.raises(errors.InvalidSpecError, match="a divisor or a multiple of the 16 workers"):
+        run.create_workers(
+            Job(role="odd", replicas=3, scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True))
+        )
+
+
+def test_four_trainers_over_the_devices_of_one_server(run: RayScheduler) -> None:
+    run.create_workers(_target("GPU", "separate", replicas=2, gpu=4))
+    run.create_workers(_beside(8, fork=True, gpu=1))
+    target, siblings = run.get_workers("target"), run.get_workers("sibling")
+    assert [worker.devices for worker in siblings] == [[device] for worker in target for device in worker.devices]
+    with pytest.raises(errors.InvalidSpecError, match=r"gpu of replica 0 is 2; expected 1"):
+        run.create_workers(
+            Job(
+                role="greedy",
+                replicas=8,
+                tasks=[SchedulingSpec(gpu=2)],
+                scheduling_strategy=SchedulingStrategy(type="colocation", target="target", fork=True),
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", ["GPU", "CPU"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_module_beside_each_worker(run: RayScheduler, strategy: str, kind: str) -> None:
+    run.create_workers(_target(kind, strategy, replicas=2, gpu=2))
+    ids = run.fork_workers("server", "target", command="http.server --bind 127.0.0.1 {port}")
+    pids = {worker_id: run.call_engine(worker_id, "pid") for worker_id in ids}
+    ports = [worker.engine_ports[0] for worker in run.get_workers("server")]
+    assert len(set(ports)) == 2
+    for pid, worker in zip(pids.values(), run.get_workers("target"), strict=True):
+        with open(f"/proc/{pid}/environ") as file:
+            environment = dict(each.split("=", 1) for each in file.read().split("\0") if "=" in each)
+        assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(worker.devices)
+        with open(f"/proc/{pid}/cmdline") as file:
+            assert file.read().split("\0")[-2] in ports
+    run.delete_workers("server")
+    wait_gone(pids)
+    assert len(run.get_workers("target")) == 2

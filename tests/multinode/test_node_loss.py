@@ -1,0 +1,58 @@
+"""A node that dies under a running job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, SchedulingSpec, WorkerState
+from helmsman.controller.ray_scheduler import RayScheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, Gate, wait_until
+from tests.multinode.conftest import Nodes, gpu_node
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """Two nodes that live on; tests add those that they kill."""
+    return start_nodes(gpu_node(num_gpus=2), gpu_node(num_gpus=2))
+
+
+def test_the_workers_of_a_lost_node_fail_and_the_others_go_on(nodes: Nodes, run: RayScheduler, gate: Gate) -> None:
+    doomed = nodes.add(**gpu_node(num_gpus=2))
+    run.create_workers(Job(role="rollout", replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")]))
+    run.create_workers(Job(role="train", replicas=1, tasks=[SchedulingSpec(cpu=1, gpu=0)]))
+    (lost,) = [worker for worker in run.get_workers("rollout") if worker.node_id == doomed.node_id]
+    engines = {worker.id: Engine.create(run, worker.id, Counter) for worker in run.get_workers("rollout")}
+    held = engines[lost.id].begin("wait", *gate.files)
+    gate.wait_started()
+    nodes.cluster.remove_node(doomed, allow_graceful=False)
+
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        held.result(60)
+    assert "lost with its node" in str(caught.value)
+    assert lost.ip in str(caught.value)
+    assert "wait" in str(caught.value)
+    assert [engine.call("add", 1) for id_, engine in engines.items() if id_ != lost.id] == [1, 1], "the others go on"
+    states = {status.worker_id: status.state for status in run.status()}
+    assert {id_ for id_, state in states.items() if state is WorkerState.FAILED} == {lost.id}
+    with pytest.raises(errors.WorkerFailedError, match="lost with its node"):
+        engines[lost.id].call("add", 1)
+
+    run.delete_workers()
+    wait_until(
+        lambda: all(resources.get("GPU", 2.0) == 2.0 for resources in nodes.free().values()), "the other nodes are free again"
+    )
+    run.create_workers(Job(role="again", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
+    assert {worker.node_id for worker in run.get_workers("again")}.isdisjoint({doomed.node_id})
+
+
+def test_a_node_that_the_head_still_believes_in_is_not_waited_for(nodes: Nodes, run: RayScheduler) -> None:
+    doomed = nodes.add(**gpu_node(num_gpus=2, num_cpus=64))
+    doomed.kill_raylet()  # the head notices after some seconds
+    spec = SchedulingSpec(cpu=0, gpu=1)
+    assert len(run.create_workers(Job(role="train", replicas=4, tasks=[spec]))) == 4
+    assert doomed.node_id not in {worker.node_id for worker in run.get_workers("train")}
+    nodes.cluster.remove_node(doomed, allow_graceful=False)

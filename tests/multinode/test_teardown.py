@@ -1,0 +1,87 @@
+"""The end of roles with a dead and a hung worker among the living."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, SchedulingSpec, Timeouts
+from helmsman.controller.ray_scheduler import RayScheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, wait_gone, wait_until
+from tests.multinode.conftest import Nodes, gpu_node
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """Two nodes."""
+    return start_nodes(gpu_node(), gpu_node())
+
+
+class Told(Counter):
+    """Tells a file when it is destroyed."""
+
+    def tell(self, path: str, name: str) -> None:
+        """Where to tell it, and as whom."""
+        self.told = path, name
+
+    def destroy(self) -> None:
+        """Append a line."""
+        with open(self.told[0], "a") as file:
+            file.write(f"{self.told[1]}\n")
+
+
+@pytest.mark.parametrize("reverse_order", [False, True])
+def test_one_dead_and_one_hung_worker_hold_up_nobody(
+    make_run: Callable[..., RayScheduler], tmp_path: Path, reverse_order: bool
+) -> None:
+    run = make_run(timeouts=Timeouts(start_s=90.0, shutdown_s=4.0))
+    spec = SchedulingSpec(cpu=1, gpu=1, node_packing="spread")
+    ids = run.create_workers(Job(role="train", replicas=5, tasks=[spec]))
+    told = tmp_path / "told"
+    engines = [Engine.create(run, worker_id, Told) for worker_id in ids]
+    pids = {engine.worker_id: engine.call("pid") for engine in engines}
+    for engine in engines:
+        engine.call("tell", str(told), engine.worker_id)
+    os.kill(pids["train/1"], signal.SIGKILL)
+    with pytest.raises(errors.WorkerFailedError, match="SIGKILL"):
+        wait_until(lambda: engines[1].call("add") == 0, "it fails")
+    os.kill(pids["train/3"], signal.SIGSTOP)
+
+    run.delete_workers("train", reverse_order=reverse_order)
+    wait_gone(pids)
+    assert sorted(told.read_text().split()) == ["train/0", "train/2", "train/4"], "all that could be destroyed were"
+    run.delete_workers()  # once more, with nothing there
+    with pytest.raises(errors.RoleNotFoundError):
+        run.delete_workers("train")
+    run.close()
+    run.close()
+
+
+def test_rank_zero_goes_last_in_reverse_order(run: RayScheduler) -> None:
+    ids = run.create_workers(Job(role="train", replicas=4, tasks=[SchedulingSpec(cpu=1)]))
+    pids = {worker_id: Engine.create(run, worker_id, Counter).call("pid") for worker_id in ids}
+    living = {os.pidfd_open(pid): worker_id for worker_id, pid in pids.items()}
+    ended: list[str] = []
+
+    def watch() -> None:
+        while living:
+            for pidfd in select.select(list(living), [], [])[0]:
+                ended.append(living.pop(pidfd))
+                os.close(pidfd)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    run.delete_workers("train", reverse_order=True)
+    watching.join(30)
+    assert sorted(ended) == ids
+    assert ended[-1] == "train/0"

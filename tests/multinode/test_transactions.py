@@ -1,0 +1,177 @@
+"""Several jobs and several controllers: all of a start or nothing of it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Timeouts
+from helmsman.controller.ray_scheduler import RayScheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, wait_until
+from tests.multinode.conftest import Nodes, gpu_node
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """Eight nodes of eight GPUs."""
+    return start_nodes(*[gpu_node() for _ in range(8)])
+
+
+def _job(role: str, replicas: int, gpu: int, strategy: Any = "separate", **fields: Any) -> Job:
+    spec = SchedulingSpec(cpu=0, gpu=gpu, ray_placement_strategy=strategy, **fields)
+    return Job(role=role, replicas=replicas, tasks=[spec])
+
+
+def _groups() -> list[str]:
+    from helmsman.controller import ray_state
+
+    return [row.name for row in ray_state.group_rows()]
+
+
+def test_jobs_start_together(run: RayScheduler) -> None:
+    colocated = SchedulingStrategy(type="colocation", target="train", fork=True)
+    jobs = [
+        Job(role="rollout", replicas=1, tasks=[SchedulingSpec(cpu=0)], scheduling_strategy=colocated),
+        _job("train", 2, 1, "shared"),
+        _job("reference", 1, 2),
+    ]
+    ids = run.create_workers(jobs)
+    assert ids == ["rollout/0", "train/0", "train/1", "reference/0"]
+    (rollout,), train = run.get_workers("rollout"), run.get_workers("train")
+    assert rollout.devices == [device for worker in train for device in worker.devices]
+    run.delete_workers("train")
+    with pytest.raises(errors.RoleNotFoundError):
+        run.get_workers("rollout")
+
+
+def test_one_job_that_cannot_start_keeps_the_others_from_starting(run: RayScheduler) -> None:
+    failing = _job("second", 2, 1, env_vars={}, port_count=100_000)
+    with pytest.raises(errors.WorkerStartError, match="second"):
+        run.create_workers([_job("first", 2, 1), failing])
+    assert run.status() == []
+    assert _groups() == []
+    for wrong, expected in (
+        ([_job("same", 1, 1), _job("same", 1, 1)], "a name of its own"),
+        (
+            [_job("new", 1, 1), Job(role="lost", scheduling_strategy=SchedulingStrategy(type="colocation", target="nobody"))],
+            "nobody",
+        ),
+    ):
+        with pytest.raises(errors.HelmsmanError, match=expected):
+            run.create_workers(wrong)
+        assert run.status() == []
+    assert _groups() == []
+
+
+def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., RayScheduler]) -> None:
+    import ray
+
+    holder, other = make_run(), make_run(timeouts=Timeouts(start_s=0.5))
+    holder.create_workers([_job("trainer", 6, 8)])
+    stranger = ray.remote(num_gpus=8, num_cpus=0)(Counter).options(name="stranger").remote()
+    ray.get(stranger.add.remote(1))
+    with pytest.raises(errors.PlacementTimeoutError) as caught:
+        other.create_workers([_job("one", 1, 8), _job("two", 1, 8)])
+    assert caught.value.elapsed_s >= 0.5
+    for fact in (
+        "'one and two'",
+        "requested 16 GPU",
+        "free now 8 GPU",
+        f"helmsman/{holder.run_id}/trainer/0",
+        "(8 GPU)",
+        "actor stranger",
+        "pid",
+        "limit 0.5 s",
+        "Timeouts.start_s",
+    ):
+        assert fact in str(caught.value)
+    assert not [name for name in _groups() if other.run_id in name], "its groups are removed"
+    ray.kill(stranger)
+
+
+def test_what_is_freed_is_taken(make_run: Callable[..., RayScheduler]) -> None:
+    holder, other = make_run(), make_run()
+    holder.create_workers(_job("holder", 8, 8))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.create_workers, _job("waits", 2, 8))
+        holder.delete_workers()
+        assert waiting.result(60) == ["waits/0", "waits/1"]
+
+
+def test_two_runs_with_the_same_role_names_never_meet(make_run: Callable[..., RayScheduler]) -> None:
+    one, two = make_run(), make_run()
+    for run in (one, two):
+        run.create_workers(_job("actor", 1, 1))
+    engines = [Engine.create(run, "actor/0", Counter) for run in (one, two)]
+    assert engines[0].call("add", 5) == 5
+    assert engines[1].call("add", 7) == 7
+    one.delete_workers()
+    assert engines[1].call("add", 1) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sixty_four_groups_at_once(make_run: Callable[..., RayScheduler]) -> None:
+    """Two controllers that want 64 nodes' worth of groups together, and there is room for one of them at a time."""
+    runs = [make_run(timeouts=Timeouts(start_s=240.0)) for _ in range(2)]
+
+    def start_and_end(run: RayScheduler) -> int:
+        started = len(run.create_workers(_job("rollout", 32, 2)))
+        run.delete_workers()
+        return started
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert [each.result(280) for each in [pool.submit(start_and_end, run) for run in runs]] == [32, 32]
+    assert _groups() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, make_run: Callable[..., RayScheduler]) -> None:
+    """Each round both admit jobs of a random shape at once, up to all 64 devices each; groups alone, without workers."""
+    import contextlib
+
+    from helmsman.controller.deadline import Deadline
+    from helmsman.controller.loop import submit
+    from helmsman.controller.placement_group import admit
+
+    random_ = random.Random(20)
+    outcomes: dict[str, int] = {"placed": 0, "refused": 0}
+
+    async def admit_and_free(run: RayScheduler, jobs: list[Job]) -> str:
+        async with contextlib.AsyncExitStack() as stack:
+            stacks = {job.role: await stack.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
+            try:
+                slots = await admit(jobs, run._prefix, Deadline(20.0), stacks)
+            except errors.StartError as error:
+                assert isinstance(error, errors.PlacementTimeoutError), error
+                return "refused"
+            assert {role: len(found) for role, found in slots.items()} == {job.role: job.replicas for job in jobs}
+            return "placed"
+
+    runs = [make_run(), make_run()]
+    free = nodes.free()
+    for _ in range(200):
+        asked = []
+        for _run in runs:
+            gpu = random_.choice([1, 2, 4, 8])
+            first = random_.randint(1, 64 // gpu)
+            rest = 64 - first * gpu
+            jobs = [_job("first", first, gpu, random_.choice(["shared", "separate", "deferred"]))]
+            if rest >= 2 and random_.random() < 0.7:
+                jobs.append(_job("second", random_.randint(1, rest // 2), 2, "separate"))
+            asked.append(jobs)
+        waiting = [submit(admit_and_free(run, jobs)) for run, jobs in zip(runs, asked, strict=True)]
+        for each in waiting:
+            outcomes[each.result(60)] += 1
+        assert _groups() == []
+    wait_until(lambda: nodes.free() == free, "everything is free again")
+    assert outcomes["placed"] == 400, outcomes
