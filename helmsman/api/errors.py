@@ -233,8 +233,8 @@ class ClusterNotFoundError(BackendError, ConnectionError):
 
     def __init__(self, *, asked: str, reason: str) -> None:
         super().__init__(
-            f"there is no Ray cluster at {asked!r}: {reason}. Start one and give its address as address= or in RAY_ADDRESS, or use "
-            "address='local' for an embedded one.",
+            f"there is no Ray cluster at {asked!r}: {reason}. Start one and give its address as address= or in RAY_ADDRESS, or "
+            "use address='local' for an embedded one.",
             asked=asked,
             reason=reason,
         )
@@ -248,9 +248,9 @@ class NodesMissingError(BackendError, TimeoutError):
 
     def __init__(self, *, num_expected: int, present: Sequence[str], elapsed_s: float, limit_s: float) -> None:
         super().__init__(
-            f"{num_expected} nodes are expected and {len(present)} have joined within {elapsed_s:.1f} s (limit {limit_s:.1f} s, "
-            f"Timeouts.start_s); present: {', '.join(present) or 'none'}. Look at the log of the nodes that are not in this list, "
-            "or lower num_nodes.",
+            f"{num_expected} nodes are expected and {len(present)} have joined within {elapsed_s:.1f} s (limit {limit_s:.1f} "
+            f"s, Timeouts.start_s); present: {', '.join(present) or 'none'}. Look at the log of the nodes that are not in this "
+            "list, or lower num_nodes.",
             num_expected=num_expected,
             present=tuple(present),
             elapsed_s=elapsed_s,

@@ -52,8 +52,8 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     exclude: Sequence[str] = ()
     """Addresses or host names of nodes that must not be used."""
     node_packing: NodePacking = "pack"
-    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two of
-    the job's bundles on one node."""
+    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two
+    of the job's bundles on one node."""
 
 
 class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
