@@ -268,19 +268,24 @@ class StartError(HelmsmanError):
 
 
 class PlacementInfeasibleError(StartError):
-    """The cluster, even empty, has not what the job asks for."""
+    """The cluster, even empty, has not what the jobs ask for."""
 
     requested: str
     observed: str
+    shortfall: str
+    change: str
+    best_node: str
 
-    def __init__(self, *, role: str, requested: str, observed: str, shortfall: str, setting: str) -> None:
+    def __init__(self, *, role: str, requested: str, observed: str, shortfall: str, change: str, best_node: str = "") -> None:
         super().__init__(
             f"role {role!r} cannot be placed on this cluster, now or later: requested {requested}; observed {observed}; "
-            f"short of {shortfall}. Change {setting}, or add nodes.",
+            f"short of {shortfall}. {change}.",
             role=role,
             requested=requested,
             observed=observed,
             shortfall=shortfall,
+            change=change,
+            best_node=best_node,
         )
 
 

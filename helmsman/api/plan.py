@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -65,13 +67,79 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     roles: tuple[PlannedRole, ...]
 
+    def table(self) -> str:
+        """A line for each instance, or for the ranks of a shared role on one node: role, ranks, node, devices, ports."""
+        rows = [("role", "ranks", "node", "devices", "ports")]
+        for role in self.roles:
+            beside = f" (beside {role.target})" if role.target else ""
+            for instance in role.instances:
+                rows += [(role.role + beside, *_row(role, instance, run)) for run in _runs(instance)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _runs(instance: PlannedInstance) -> list[list[PlannedWorker]]:
+    """Neighbouring ranks of one node."""
+    runs: list[list[PlannedWorker]] = []
+    for worker in instance.workers:
+        if runs and runs[-1][-1].node_id == worker.node_id:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    return runs
+
+
+def _row(role: PlannedRole, instance: PlannedInstance, run: list[PlannedWorker]) -> tuple[str, str, str, str]:
+    first, last = (run[index].worker_id.rpartition("/")[2] for index in (0, -1))
+    ranks = first if len(run) == 1 else f"{first}-{last}"
+    ports = sum(worker.num_ports for worker in run)
+    if len(instance.bundles) > 1 and len(instance.workers) == 1:  # an instance that spans nodes
+        devices = " + ".join(_ids(bundle.devices, bundle.resources.get(role.accelerator, 0)) for bundle in instance.bundles)
+        return ranks, " + ".join(bundle.node for bundle in instance.bundles), devices, _count(ports)
+    ids = tuple(device for worker in run for device in worker.devices)
+    return ranks, run[0].node, _ids(ids, sum(worker.num_devices for worker in run)), _count(ports)
+
+
+def _ids(ids: tuple[str, ...], num_devices: float) -> str:
+    """'0-3,6', or how many where nobody can tell which."""
+    if not ids:
+        return f"{num_devices:g} of those free" if num_devices else "-"
+    if not all(map(str.isdecimal, ids)):
+        return ",".join(ids)
+    runs: list[list[int]] = []
+    for number in map(int, ids):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _count(ports: int) -> str:
+    return f"{ports}" if ports else "-"
+
+
+ShortfallKind = Literal["selector", "bundle", "together", "pieces"]
+
 
 class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
-    """Why jobs cannot be placed."""
+    """Why jobs do not fit into what there is."""
 
     role: str
-    requested: str = ""
+    """The role, or 'a and b' where jobs fit only without each other."""
+    kind: ShortfallKind
+    """selector: no node is allowed; bundle: one worker is larger than what any node has; together: all are more than there is;
+    pieces: it would do in sum, but not as it lies."""
+    requested: str
+    observed: str
     best_node: str = ""
-    observed: str = ""
-    missing: dict[str, float] = {}
+    """The best-fitting node, of a bundle."""
+    missing: dict[str, float]
+    """By Ray's names; memory in bytes."""
+    missing_text: str
     change: str = ""
+    """The smallest change that would fit, verified by planning with it; empty as long as nobody has looked for it."""
+
+    def __str__(self) -> str:
+        change = f" {self.change}." if self.change else ""
+        return f"{self.role}: requested {self.requested}; observed {self.observed}; short of {self.missing_text}.{change}"

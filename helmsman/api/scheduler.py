@@ -90,6 +90,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             for field in ("cpu", "gpu", "mem", "port_count"):
                 if getattr(spec, field) < 0:
                     raise InvalidSpecError(role=self.role, field=field, value=getattr(spec, field), expected="0 or more")
+            if spec.gpu != int(spec.gpu):
+                raise InvalidSpecError(
+                    role=self.role, field="gpu", value=spec.gpu, expected="a whole number; colocate roles to share a device"
+                )
         strategy = self.scheduling_strategy
         if strategy.type == "colocation" and not strategy.target:
             raise InvalidSpecError(

@@ -6,33 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from helmsman.api import errors
 from helmsman.api.plan import PlannedRole, Shortfall
-from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, Resources
+from helmsman.controller.advice import advise
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.planner import plan_jobs
-from helmsman.controller.shortfall import explain
-
-ACCELERATORS = tuple(info.ray_resource for info in PLATFORMS.values() if info.visibility_env_var)
-"""Ray's names of what SchedulingSpec.gpu counts."""
+from helmsman.controller.resources import ACCELERATORS, Resources, show, total_of
 
 
 def require_feasible(snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Sequence[PlannedRole]) -> None:
     """Raise PlacementInfeasibleError when the cluster, even empty, could not hold all of these jobs."""
     outcome = plan_jobs(snapshot, jobs, running=running, of="total")
     if isinstance(outcome, Shortfall):
-        raise infeasible(explain(outcome, snapshot, jobs, running=running))
-
-
-def infeasible(shortfall: Shortfall) -> errors.PlacementInfeasibleError:
-    """The error of a shortfall of the whole cluster."""
-    return errors.PlacementInfeasibleError(
-        role=shortfall.role,
-        requested=shortfall.requested,
-        observed=shortfall.observed,
-        shortfall=str(shortfall.missing),
-        setting=shortfall.change,
-    )
+        told = advise(outcome, snapshot, jobs, running)
+        raise errors.PlacementInfeasibleError(
+            role=told.role,
+            requested=told.requested,
+            observed=told.observed,
+            shortfall=told.missing_text,
+            change=told.change,
+            best_node=told.best_node,
+        )
 
 
 def busy(jobs: Sequence[Job], snapshot: ClusterSnapshot, holders: str, deadline: Deadline) -> errors.PlacementTimeoutError:
@@ -64,20 +58,3 @@ def asked_for(jobs: Iterable[Job]) -> Resources:
                 {**dict.fromkeys(ACCELERATORS, spec.gpu), "CPU": spec.cpu, "memory": spec.mem * 1e9, **spec.resources}
             )
     return {name: amount for name, amount in total_of(wanted).items() if amount}
-
-
-def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
-    """The sum of resources by name."""
-    total: Resources = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
-
-
-def show(resources: Mapping[str, float]) -> str:
-    """Resources for people: '8 GPU, 64 CPU, 100 GB memory'."""
-    order = sorted(resources, key=lambda name: (name not in ACCELERATORS, name == "memory"))
-    return ", ".join(
-        f"{resources[name] / 1e9:.4g} GB memory" if name == "memory" else f"{resources[name]:g} {name}" for name in order
-    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-Resources = dict[str, float]
-"""By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""
+from helmsman.controller.resources import Resources
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,13 +27,14 @@ from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
 from helmsman.api.scheduler import Job
 from helmsman.controller import ray_state
 from helmsman.controller.admission import busy, require_feasible
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, Resources
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place, device_order
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.ray_holders import describe_holders, is_held_by_run
+from helmsman.controller.resources import Resources
 
 _NODE_ID_LABEL = "ray.io/node-id"
 _POLL_S = (0.005, 0.1)

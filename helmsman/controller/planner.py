@@ -1,74 +1,183 @@
-"""Temporary: a greedy planner, until the real one is there."""
+"""From a snapshot of a cluster and jobs to a place for every rank, or the reason why there is none. Pure: no Ray, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from helmsman.api.errors import RoleNotFoundError
 from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole, PlannedWorker, Shortfall
 from helmsman.api.scheduler import Job
-from helmsman.controller.cluster_snapshot import ClusterSnapshot
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
+from helmsman.controller.colocation import tile
+from helmsman.controller.demand import Demand, Way, ways
+from helmsman.controller.packing import Packing, Placed, orders
+from helmsman.controller.resources import ACCELERATORS, Resources
+from helmsman.controller.shortfall import shortfall_of
+
+Of = Literal["available", "total"]
 
 
 def plan_jobs(
-    snapshot: ClusterSnapshot,
-    jobs: Sequence[Job],
-    *,
-    running: Sequence[PlannedRole] = (),
-    of: Literal["available", "total"] = "available",
+    snapshot: ClusterSnapshot, jobs: Sequence[Job], *, running: Sequence[PlannedRole] = (), of: Of = "available"
 ) -> Plan | Shortfall:
-    kind = next((k for k in ("GPU", "NPU") if any(n.total.get(k) for n in snapshot.nodes)), "GPU")
-    free = {n.node_id: dict(n.available if of == "available" else n.total) for n in snapshot.nodes}
-    nodes = {n.node_id: n for n in snapshot.nodes}
-    ids = {
-        n.node_id: list(n.free_devices) if n.free_devices is not None else [str(i) for i in range(int(n.total.get(kind, 0)))]
-        for n in snapshot.nodes
-    }
-    roles = []
-    for job in sorted(jobs, key=lambda j: -j.spec(0).gpu):
-        instances, bundles, workers = [], [], []
-        for index in range(job.replicas):
-            spec = job.spec(index)
-            per = int(max((n.total.get(kind, 0) for n in snapshot.nodes), default=0))
-            parts = [spec.gpu]
-            if spec.ray_placement_strategy == "deferred" and per and spec.gpu > per:
-                parts = [float(per)] * int(spec.gpu // per)
-            mine = []
-            for k, part in enumerate(parts):
-                want = {"CPU": spec.cpu if k == 0 else 0.001, kind: part, "memory": spec.mem * 1e9, **spec.resources}
-                want = {a: b for a, b in want.items() if b} or {"CPU": 0.001}
-                order = list(nodes)
-                if not part:
-                    order.sort(key=lambda i: nodes[i].total.get(kind, 0))
-                for i in order:
-                    labels = spec.node_labels
-                    if any(nodes[i].labels.get(a) != b for a, b in labels.items()):
-                        continue
-                    if any(b.node_id == i for b in mine):
-                        continue
-                    if all(free[i].get(a, 0) >= b for a, b in want.items()):
-                        break
-                else:
-                    return Shortfall(role=job.role)
-                for a, b in want.items():
-                    free[i][a] -= b
-                dev = tuple(ids[i][: int(part)])
-                del ids[i][: int(part)]
-                mine.append(PlannedBundle(node_id=i, node=nodes[i].address, resources=want, devices=dev))
-            w = PlannedWorker(
-                worker_id=f"{job.role}/{index}",
-                node_id=mine[0].node_id,
-                node=mine[0].node,
-                bundle=index if spec.ray_placement_strategy == "shared" else 0,
-                num_devices=int(parts[0]),
-                devices=mine[0].devices,
+    """A place for every rank of all of these jobs together.
+
+    Single-node instances never straddle; ranks stand in the order of nodes and devices, as far as their specs are equal; no
+    device is given twice; whole nodes are left free where they can be.
+
+    Args:
+        running: roles that jobs may be colocated with, besides each other.
+        of: what is free now, or the whole cluster as if it were empty.
+    Returns: the plan, or why there is none.
+    Raises: RoleNotFoundError (a target that is neither among the jobs nor running), InvalidSpecError (a colocation that does
+    not tile).
+    """
+    separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
+    free = [dict(node.available if of == "available" else node.total) for node in snapshot.nodes]
+    found = _find(snapshot.nodes, free, separate)
+    if found is None:
+        return shortfall_of(snapshot.nodes, free, separate)
+    way, placed = found
+    roles = {role.role: role for role in _roles(snapshot.nodes, free, separate, way, placed)}
+    known = {role.role: role for role in running} | roles
+    waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
+    while waiting:
+        job = next((job for job in waiting if job.scheduling_strategy.target in known), waiting[0])
+        roles[job.role] = known[job.role] = _beside(job, known)
+        waiting.remove(job)
+    return Plan(roles=tuple(roles[job.role] for job in jobs))
+
+
+def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> tuple[Way, Placed] | None:
+    unsettled: list[tuple[Packing, Way]] = []
+    for way in ways(jobs, nodes):
+        packing = Packing(nodes, free, way.demands)
+        if not packing.fits_in_sum(way.demands):
+            continue
+        for order in orders(jobs, way, len(nodes)):
+            if (placed := packing.lay(jobs, way, order)) is not None:
+                return way, placed
+        unsettled.append((packing, way))
+    for packing, way in unsettled:
+        if (placed := packing.search(way)) is not None:
+            return way, placed
+    return None
+
+
+# --- ranks and devices --------------------------------------------------------------------------------------------------
+
+
+def _roles(
+    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], way: Way, placed: Placed
+) -> list[PlannedRole]:
+    granted: dict[int, dict[tuple[int, int, int], int]] = {}
+    """Of each job: (job, replica, part) -> node, with like replicas exchanged so that they stand in the order of nodes."""
+    demands: defaultdict[int, list[Demand]] = defaultdict(list)
+    for demand in way.demands:
+        demands[demand.job].append(demand)
+    for index in range(len(jobs)):
+        granted[index] = {}
+        for head in demands[index]:
+            if head.part:
+                continue
+            parts = [demand for demand in demands[index] if demand.replicas == head.replicas]
+            instances = sorted(tuple(placed[index, replica, demand.part] for demand in parts) for replica in head.replicas)
+            for replica, instance in zip(head.replicas, instances, strict=True):
+                for demand, node in zip(parts, instance, strict=True):
+                    granted[index][index, replica, demand.part] = node
+    devices = _Devices(nodes, free)
+    return [_role(nodes, job, way.kinds[index], demands[index], granted[index], devices) for index, job in enumerate(jobs)]
+
+
+class _Devices:
+    """Hands out the devices of each node, lowest first, as far as it is known which are free."""
+
+    def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources]) -> None:
+        self._left: list[list[str] | None] = [self._free(node, free[index]) for index, node in enumerate(nodes)]
+
+    @staticmethod
+    def _free(node: NodeState, free: Resources) -> list[str] | None:
+        total = int(sum(node.total.get(name, 0.0) for name in ACCELERATORS))
+        num_free = int(sum(free.get(name, 0.0) for name in ACCELERATORS) + 1e-6)
+        if num_free == total and node.free_devices is None:
+            return [str(index) for index in range(total)]
+        if node.free_devices is not None and len(node.free_devices) == num_free:
+            return list(node.free_devices)
+        return None
+
+    def take(self, node: int, count: int) -> tuple[str, ...]:
+        left = self._left[node]
+        if left is None or not count:
+            return ()
+        taken, self._left[node] = left[:count], left[count:]
+        return tuple(taken)
+
+
+def _role(
+    nodes: Sequence[NodeState],
+    job: Job,
+    kind: str,
+    demands: Sequence[Demand],
+    granted: Mapping[tuple[int, int, int], int],
+    devices: _Devices,
+) -> PlannedRole:
+    parts_of: dict[int, list[Demand]] = defaultdict(list)
+    for demand in demands:
+        for replica in demand.replicas:
+            parts_of[replica].append(demand)
+    shared = job.spec(0).ray_placement_strategy == "shared"
+    bundles: list[list[PlannedBundle]] = []
+    workers: list[PlannedWorker] = []
+    for replica in range(job.replicas):
+        own = []
+        for demand in parts_of[replica]:
+            node = granted[demand.job, replica, demand.part]
+            own.append(
+                PlannedBundle(
+                    node_id=nodes[node].node_id,
+                    node=nodes[node].address,
+                    resources=dict(demand.bundle),
+                    devices=devices.take(node, demand.num_devices),
+                )
             )
-            if spec.ray_placement_strategy == "shared":
-                bundles += mine
-                workers.append(w)
-            else:
-                instances.append(PlannedInstance(index=index, bundles=tuple(mine), workers=(w,)))
-        if bundles:
-            instances = [PlannedInstance(index=0, bundles=tuple(bundles), workers=tuple(workers))]
-        roles.append(PlannedRole(role=job.role, accelerator=kind if job.spec(0).gpu else "", instances=tuple(instances)))
-    return Plan(roles=tuple(sorted(roles, key=lambda r: [j.role for j in jobs].index(r.role))))
+        bundles.append(own)
+        workers.append(
+            PlannedWorker(
+                worker_id=f"{job.role}/{replica}",
+                node_id=own[0].node_id,
+                node=own[0].node,
+                bundle=replica if shared else 0,
+                num_devices=parts_of[replica][0].num_devices,
+                devices=own[0].devices,
+                num_ports=job.spec(replica).port_count,
+            )
+        )
+    if shared:
+        instances = [PlannedInstance(index=0, bundles=tuple(own[0] for own in bundles), workers=tuple(workers))]
+    else:
+        instances = [
+            PlannedInstance(index=replica, bundles=tuple(bundles[replica]), workers=(workers[replica],))
+            for replica in range(job.replicas)
+        ]
+    return PlannedRole(role=job.role, accelerator=kind, instances=tuple(instances))
+
+
+def _beside(job: Job, known: Mapping[str, PlannedRole]) -> PlannedRole:
+    target = known.get(str(job.scheduling_strategy.target))
+    if target is None:
+        raise RoleNotFoundError(name=str(job.scheduling_strategy.target), known=list(known))
+    workers = [
+        PlannedWorker(
+            worker_id=f"{job.role}/{index}",
+            node_id=share.node_id,
+            node=share.node,
+            num_devices=share.num_devices,
+            devices=share.devices,
+            num_ports=job.spec(index).port_count,
+        )
+        for index, share in enumerate(tile(job, target.workers))
+    ]
+    instance = PlannedInstance(index=0, bundles=(), workers=tuple(workers))
+    return PlannedRole(role=job.role, accelerator=target.accelerator, target=target.role, instances=(instance,))

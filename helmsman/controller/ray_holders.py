@@ -9,9 +9,10 @@ import msgspec
 from helmsman.api.plan import Plan
 from helmsman.api.scheduler import Job
 from helmsman.controller import ray_state
-from helmsman.controller.admission import ACCELERATORS, asked_for, show, total_of
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, Resources
+from helmsman.controller.admission import asked_for
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.planner import plan_jobs
+from helmsman.controller.resources import ACCELERATORS, Resources, show, total_of
 
 _SHOWN = 8
 

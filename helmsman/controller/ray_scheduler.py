@@ -16,15 +16,15 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Timeouts
-from helmsman.controller.admission import ACCELERATORS, show
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState, Resources
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import visibility
 from helmsman.controller.embedded_ray import bounded, choose_authentication, connect, end_embedded_ray
 from helmsman.controller.loop import await_all, in_thread
 from helmsman.controller.places import Place, device_order, in_device_order
+from helmsman.controller.resources import ACCELERATORS, Resources, show
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity

@@ -16,7 +16,8 @@ import ray
 from ray._private.state import state
 from ray.core.generated import gcs_pb2
 
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState, Resources
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
+from helmsman.controller.resources import Resources
 
 _RAYLET_ANSWERS_S = 1.0
 _GPU_DOMAIN = "ray.io/gpu-domain"

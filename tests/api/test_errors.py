@@ -114,10 +114,10 @@ ROWS = [
             requested="2 x {GPU: 8}",
             observed="1 node with 4 GPU",
             shortfall="12 GPU",
-            setting="SchedulingSpec.gpu",
+            change="Set Job.replicas to 1, or add 1 node like gpu-0 (8 GPU)",
         ),
         ("'train'", "2 x {GPU: 8}", "1 node with 4 GPU", "12 GPU"),
-        "Change SchedulingSpec.gpu, or add nodes",
+        "Set Job.replicas to 1, or add 1 node like gpu-0 (8 GPU)",
     ),
     Row(
         errors.PlacementTimeoutError(

@@ -1,0 +1,377 @@
+"""The planner against an exhaustive search on small clusters, and its rules on examples."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helmsman.api import errors
+from helmsman.api.plan import Plan, PlannedRole
+from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
+from helmsman.controller.demand import Way, ways
+from helmsman.controller.planner import plan_jobs
+from helmsman.controller.resources import ACCELERATORS, Resources
+
+
+def node(name: str, *, cpu: float = 64, gpu: int = 8, free: Resources | None = None, **fields: Any) -> NodeState:
+    """A node of GPUs, all free but for what ``free`` says."""
+    total: Resources = {"CPU": cpu, "memory": 100e9, **({"GPU": float(gpu)} if gpu else {}), **fields.pop("extra", {})}
+    return NodeState(node_id=name, address=name, total=total, available={**total, **(free or {})}, **fields)
+
+
+def cluster(*nodes: NodeState) -> ClusterSnapshot:
+    """These nodes."""
+    return ClusterSnapshot(nodes=nodes)
+
+
+def job(role: str, replicas: int, strategy: Any = "shared", **spec: Any) -> Job:
+    """A job of replicas that are alike."""
+    tasks = [SchedulingSpec(**{"cpu": 1, **spec}, ray_placement_strategy=strategy)]
+    return Job(role=role, replicas=replicas, tasks=tasks)
+
+
+def planned(snapshot: ClusterSnapshot, *jobs: Job, **options: Any) -> dict[str, PlannedRole]:
+    """The roles of the plan, which there must be."""
+    plan = plan_jobs(snapshot, jobs, **options)
+    assert isinstance(plan, Plan), str(plan)
+    return {role.role: role for role in plan.roles}
+
+
+def where(role: PlannedRole) -> list[tuple[str, tuple[str, ...]]]:
+    """Node and devices of each rank."""
+    return [(worker.node_id, worker.devices) for worker in role.workers]
+
+
+def nodes_of(role: PlannedRole) -> set[str]:
+    """All nodes that a role uses."""
+    return {bundle.node_id for instance in role.instances for bundle in instance.bundles}
+
+
+# --- against all possibilities ------------------------------------------------------------------------------------------
+
+
+def exists(snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
+    """Whether any assignment of bundles to nodes would do, by trying them all."""
+    return any(_exists(snapshot, jobs, way) for way in ways(jobs, snapshot.nodes))
+
+
+def _exists(snapshot: ClusterSnapshot, jobs: Sequence[Job], way: Way) -> bool:
+    items = [(demand, replica) for demand in way.demands for replica in demand.replicas]
+    free = [{name: round(amount * 1000) for name, amount in node.available.items()} for node in snapshot.nodes]
+    apart: list[set[Any]] = [set() for _ in free]
+
+    def place(at: int) -> bool:
+        if at == len(items):
+            return True
+        demand, replica = items[at]
+        mark = (demand.job,) if demand.apart else (demand.job, replica)
+        for index in demand.nodes:
+            wanted = {name: round(amount * 1000) for name, amount in demand.bundle}
+            if any(free[index].get(name, 0) < amount for name, amount in wanted.items()):
+                continue
+            if (demand.apart or demand.num_parts > 1) and mark in apart[index]:
+                continue
+            for name, amount in wanted.items():
+                free[index][name] -= amount
+            apart[index].add(mark)
+            if place(at + 1):
+                return True
+            apart[index].discard(mark)
+            for name, amount in wanted.items():
+                free[index][name] += amount
+        return False
+
+    return place(0)
+
+
+def random_cluster(rng: random.Random) -> ClusterSnapshot:
+    """Up to four nodes of mixed shapes, partly held."""
+    nodes = []
+    for index in range(rng.randint(1, 4)):
+        gpu = rng.choice([0, 2, 4, 4])
+        cpu = rng.choice([0, 2, 4, 8])
+        free = {"CPU": float(rng.randint(0, cpu)) if cpu else 0.0, "GPU": float(rng.randint(0, gpu))}
+        labels = {"rack": rng.choice("ab")}
+        nodes.append(node(f"n{index}", cpu=cpu, gpu=gpu, free=free if rng.random() < 0.6 else None, labels=labels))
+    return cluster(*nodes)
+
+
+def random_jobs(rng: random.Random) -> list[Job]:
+    """Up to three jobs of at most seven bundles together."""
+    jobs: list[Job] = []
+    left = 7
+    for index in range(rng.randint(1, 3)):
+        replicas = rng.randint(1, min(3, left))
+        strategy = rng.choice(["shared", "separate", "deferred"])
+        gpus = [0, 1, 2, 3, 4, 6, 8] if strategy == "deferred" else [0, 1, 2, 3, 4]
+        tasks = [
+            SchedulingSpec(
+                cpu=rng.choice([0, 1, 2, 3]),
+                gpu=rng.choice(gpus),
+                mem=rng.choice([0, 0, 30, 60]),
+                node_labels={"rack": rng.choice(["a", "!a"])} if rng.random() < 0.2 else {},
+                node_packing=rng.choice(["pack", "pack", "spread", "strict_spread"]),
+                ray_placement_strategy=strategy,
+            )
+            for _ in range(rng.choice([1, replicas]))
+        ]
+        jobs.append(Job(role=f"r{index}", replicas=replicas, tasks=tasks))
+        left -= replicas
+        if left < 1:
+            break
+    return jobs
+
+
+def check(snapshot: ClusterSnapshot, jobs: Sequence[Job], plan: Plan) -> None:
+    """What must hold of every plan."""
+    states = {state.node_id: state for state in snapshot.nodes}
+    position = {state.node_id: index for index, state in enumerate(snapshot.nodes)}
+    used: dict[str, Counter[str]] = {name: Counter() for name in states}
+    given: list[tuple[str, str]] = []
+    for asked, role in zip(jobs, plan.roles, strict=True):
+        assert [worker.worker_id for worker in role.workers] == [f"{asked.role}/{rank}" for rank in range(asked.replicas)]
+        for instance in role.instances:
+            for bundle in instance.bundles:
+                used[bundle.node_id].update({name: round(amount * 1000) for name, amount in bundle.resources.items()})
+                given += [(bundle.node_id, device) for device in bundle.devices]
+            if len(instance.workers) == 1 and len(instance.bundles) > 1:
+                assert len({bundle.node_id for bundle in instance.bundles}) == len(instance.bundles)
+                largest = max(state.total.get(name, 0) for state in snapshot.nodes for name in ACCELERATORS)
+                assert asked.spec(instance.index).gpu > min(largest, 10**6) or asked.spec(instance.index).node_labels
+        for rank, worker in enumerate(role.workers):
+            spec = asked.spec(rank)
+            assert worker.num_devices == spec.gpu or len(role.instances[rank].bundles) > 1
+            rack = states[worker.node_id].labels["rack"]
+            assert {"a": rack == "a", "!a": rack != "a", "": True}[spec.node_labels.get("rack", "")]
+        if len(asked.tasks) == 1:
+            order = [(position[worker.node_id], list(map(int, worker.devices))) for worker in role.workers]
+            assert order == sorted(order), "ranks in the order of nodes and devices, those of one node together"
+        if asked.spec(0).node_packing == "strict_spread":
+            places = [bundle.node_id for instance in role.instances for bundle in instance.bundles]
+            assert len(places) == len(set(places))
+    assert len(given) == len(set(given)), "no device twice"
+    for name, amounts in used.items():
+        for resource, amount in amounts.items():
+            assert amount <= round(states[name].available.get(resource, 0.0) * 1000) + 1e-3
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9))
+def test_a_plan_is_found_whenever_one_exists(seed: int) -> None:
+    rng = random.Random(seed)
+    snapshot, jobs = random_cluster(rng), random_jobs(rng)
+    outcome = plan_jobs(snapshot, jobs)
+    assert isinstance(outcome, Plan) is exists(snapshot, jobs)
+    if isinstance(outcome, Plan):
+        check(snapshot, jobs, outcome)
+
+
+@pytest.mark.slow
+def test_a_plan_is_found_whenever_one_exists_in_three_thousand_clusters() -> None:
+    outcomes: Counter[tuple[bool, bool]] = Counter()
+    for seed in range(3000):
+        rng = random.Random(seed)
+        snapshot, jobs = random_cluster(rng), random_jobs(rng)
+        outcome = plan_jobs(snapshot, jobs)
+        outcomes[isinstance(outcome, Plan), exists(snapshot, jobs)] += 1
+    assert set(outcomes) == {(True, True), (False, False)}, outcomes
+    assert min(outcomes.values()) > 300, "both outcomes are met often enough to mean something"
+
+
+# --- packing ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_takes_as_few_nodes_as_it_can() -> None:
+    snapshot = cluster(node("a", free={"GPU": 4}), node("b"), node("c", free={"GPU": 4}), node("d"))
+    assert nodes_of(planned(snapshot, job("train", 8, gpu=1))["train"]) == {"b"}, "not in two halves"
+    assert nodes_of(planned(snapshot, job("train", 4, gpu=1))["train"]) == {"a"}, "no whole node is broken"
+    assert nodes_of(planned(snapshot, job("train", 12, gpu=1))["train"]) == {"a", "b"}
+    assert nodes_of(planned(snapshot, job("train", 16, gpu=1))["train"]) == {"b", "d"}
+
+
+def test_single_instances_fill_nodes_in_use_before_whole_ones() -> None:
+    snapshot = cluster(node("a"), node("b", free={"GPU": 5}), node("c", free={"GPU": 2}))
+    roles = planned(snapshot, job("small", 2, "separate", gpu=2), job("large", 1, "separate", gpu=8))
+    assert nodes_of(roles["large"]) == {"a"}
+    assert nodes_of(roles["small"]) == {"b", "c"}
+
+
+def test_workers_without_accelerators_leave_their_nodes_alone() -> None:
+    snapshot = cluster(node("a", cpu=8), node("head", cpu=16, gpu=0))
+    roles = planned(snapshot, job("reward", 2, cpu=8), job("train", 8, gpu=1))
+    assert nodes_of(roles["reward"]) == {"head"}
+    assert nodes_of(roles["train"]) == {"a"}
+
+
+def test_spreading() -> None:
+    snapshot = cluster(*[node(name) for name in "abc"])
+    assert [
+        len(nodes_of(planned(snapshot, job("r", 5, s, gpu=1, node_packing="spread"))["r"])) for s in ("shared", "separate")
+    ] == [
+        3,
+        3,
+    ]
+    for strategy in ("shared", "separate", "deferred"):
+        assert len(nodes_of(planned(snapshot, job("r", 3, strategy, gpu=1, node_packing="strict_spread"))["r"])) == 3
+        assert not isinstance(plan_jobs(snapshot, [job("r", 4, strategy, gpu=1, node_packing="strict_spread")]), Plan)
+
+
+def test_mixed_shapes_and_nodes_without_a_cpu_left() -> None:
+    snapshot = cluster(node("full", free={"CPU": 0}), node("small", gpu=4), node("head", gpu=0))
+    roles = planned(snapshot, job("train", 8, cpu=0, gpu=1), job("server", 1, "separate", cpu=4, gpu=4))
+    assert nodes_of(roles["train"]) == {"full"}
+    assert nodes_of(roles["server"]) == {"small"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "shapes", "parts"),
+    [
+        (8, [8, 8], [8]),
+        (16, [8, 8], [8, 8]),
+        (12, [8, 8], [6, 6]),
+        (20, [8, 8, 8], [8, 8, 4]),
+        (16, [8, 4, 4, 4, 4], [4, 4, 4, 4]),
+        (9, [8, 8, 8], [3, 3, 3]),
+        (4, [8], [4]),
+    ],
+)
+def test_an_instance_larger_than_a_node_is_cut(gpu: int, shapes: list[int], parts: list[int]) -> None:
+    snapshot = cluster(*[node(f"n{index}", gpu=size) for index, size in enumerate(shapes)])
+    role = planned(snapshot, job("server", 1, "deferred", cpu=4, mem=2, gpu=gpu))["server"]
+    bundles = role.instances[0].bundles
+    assert [bundle.resources["GPU"] for bundle in bundles] == parts
+    assert [len(bundle.devices) for bundle in bundles] == parts
+    assert bundles[0].resources == {"CPU": 4, "GPU": parts[0], "memory": 2e9}
+    assert all(set(bundle.resources) == {"GPU"} for bundle in bundles[1:])
+    assert len(nodes_of(role)) == len(parts)
+
+
+def test_what_fits_one_node_never_straddles() -> None:
+    halves = cluster(node("a", free={"GPU": 4}), node("b", free={"GPU": 4}))
+    for strategy in ("separate", "deferred"):
+        assert not isinstance(plan_jobs(halves, [job("server", 1, strategy, gpu=8)]), Plan)
+    assert isinstance(plan_jobs(halves, [job("train", 8, gpu=1)]), Plan)
+
+
+# --- selectors ----------------------------------------------------------------------------------------------------------
+
+RACKS = cluster(
+    node("10.0.0.1", hostname="gpu-1.cluster", labels={"rack": "a", "ray.io/accelerator-type": "H100"}),
+    node("10.0.0.2", hostname="gpu-2.cluster", labels={"rack": "b"}, extra={"accelerator_type:A100": 1.0}),
+    node("10.0.0.3", hostname="gpu-3.cluster", labels={"rack": "c"}, extra={"license": 1.0}),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({"node_labels": {"rack": "b"}}, {"10.0.0.2"}),
+        ({"node_labels": {"rack": "!b"}}, {"10.0.0.1", "10.0.0.3"}),
+        ({"node_labels": {"rack": "in(a, c)"}}, {"10.0.0.1", "10.0.0.3"}),
+        ({"node_labels": {"rack": "!in(a, c)"}}, {"10.0.0.2"}),
+        ({"accelerator_type": "H100"}, {"10.0.0.1"}),
+        ({"accelerator_type": "A100"}, {"10.0.0.2"}),
+        ({"resources": {"license": 1}}, {"10.0.0.3"}),
+        ({"nodelist": ["10.0.0.1", "gpu-2"]}, {"10.0.0.1", "10.0.0.2"}),
+        ({"exclude": ["gpu-1.cluster"]}, {"10.0.0.2", "10.0.0.3"}),
+    ],
+)
+def test_selectors(spec: dict[str, Any], expected: set[str]) -> None:
+    for count in itertools.count(1):
+        outcome = plan_jobs(RACKS, [job("r", count, gpu=8 if "resources" not in spec else 1, **spec)])
+        if not isinstance(outcome, Plan):
+            break
+        found = nodes_of(outcome.roles[0])
+        assert found <= expected
+    assert found == expected
+
+
+def test_one_job_one_kind_of_accelerator() -> None:
+    npu = node("npu", gpu=0, extra={"NPU": 8.0})
+    roles = planned(cluster(node("gpu", gpu=4), npu), job("train", 8, gpu=1), job("server", 1, "separate", gpu=4))
+    assert (roles["train"].accelerator, nodes_of(roles["train"])) == ("NPU", {"npu"})
+    assert (roles["server"].accelerator, nodes_of(roles["server"])) == ("GPU", {"gpu"})
+    assert not isinstance(plan_jobs(cluster(node("gpu", gpu=4), npu), [job("train", 12, gpu=1)]), Plan)
+
+
+# --- ranks, devices, colocation -----------------------------------------------------------------------------------------
+
+
+def test_ranks_keep_their_specs() -> None:
+    tasks = [SchedulingSpec(gpu=1, mem=50 if rank % 2 else 0) for rank in range(8)]
+    role = planned(cluster(*[node(name, gpu=4) for name in "abcd"]), Job(role="r", replicas=8, tasks=tasks))["r"]
+    for rank, bundle in enumerate(role.instances[0].bundles):
+        assert bundle.resources.get("memory", 0) == tasks[rank].mem * 1e9
+    assert [worker.bundle for worker in role.workers] == list(range(8))
+
+
+def test_devices_are_those_that_are_known_to_be_free() -> None:
+    known = node("a", free={"GPU": 3}, free_devices=("1", "4", "GPU-7"))
+    unknown = node("b", free={"GPU": 2})
+    role = planned(cluster(known, unknown), job("r", 5, gpu=1))["r"]
+    assert where(role) == [("a", ("1",)), ("a", ("4",)), ("a", ("GPU-7",)), ("b", ()), ("b", ())]
+    assert [worker.num_devices for worker in role.workers] == [1] * 5
+
+
+def test_colocated_jobs_take_the_places_of_their_targets() -> None:
+    def beside(role: str, replicas: int, target: str, fork: bool = True) -> Job:
+        return Job(
+            role=role,
+            replicas=replicas,
+            scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=fork),
+        )
+
+    snapshot = cluster(node("a", gpu=4), node("b", gpu=4))
+    jobs = [beside("last", 2, "server"), beside("server", 2, "train"), job("train", 8, gpu=1)]
+    roles = planned(snapshot, *jobs)
+    assert where(roles["last"]) == where(roles["server"]) == [("a", ("0", "1", "2", "3")), ("b", ("0", "1", "2", "3"))]
+    running = planned(snapshot, job("train", 8, gpu=1))["train"]
+    held = cluster(node("a", gpu=4, free={"GPU": 0}), node("b", gpu=4, free={"GPU": 0}))
+    assert where(planned(held, beside("late", 8, "train"), running=[running])["late"]) == where(running)
+    with pytest.raises(errors.RoleNotFoundError, match="nobody"):
+        plan_jobs(snapshot, [beside("lost", 1, "nobody")])
+    with pytest.raises(errors.RoleNotFoundError):
+        plan_jobs(snapshot, [beside("one", 1, "two"), beside("two", 1, "one")])
+
+
+def test_of_the_whole_cluster_what_is_held_does_not_count() -> None:
+    held = cluster(node("a", free={"GPU": 0}))
+    assert not isinstance(plan_jobs(held, [job("r", 8, gpu=1)]), Plan)
+    assert isinstance(plan_jobs(held, [job("r", 8, gpu=1)], of="total"), Plan)
+
+
+def test_a_search_that_finds_nothing_ends() -> None:
+    """A hundred nodes into which what is asked for goes in sum, but in no way."""
+    snapshot = cluster(*[node(f"n{index}", gpu=8, free={"GPU": 5.0}) for index in range(100)])
+    jobs = [job("three", 60, "separate", gpu=3), job("four", 60, "separate", gpu=4)]
+    assert not isinstance(plan_jobs(snapshot, jobs), Plan)
+
+
+def test_the_table_of_a_plan() -> None:
+    snapshot = cluster(*[node(f"gpu-{index}") for index in range(4)], node("head", gpu=0))
+    jobs = [
+        job("train", 12, gpu=1, port_count=2),
+        job("rollout", 1, "separate", gpu=4),
+        job("server", 1, "deferred", gpu=16),
+        job("reward", 2),
+        Job(role="ref", replicas=12, scheduling_strategy=SchedulingStrategy(type="colocation", target="train", fork=True)),
+    ]
+    plan = plan_jobs(snapshot, jobs)
+    assert isinstance(plan, Plan)
+    rows = [line.split("  ") for line in plan.table().splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert cells[0] == ["role", "ranks", "node", "devices", "ports"]
+    assert ["train", "0-3", "gpu-2", "0-3", "8"] in cells
+    assert ["train", "4-11", "gpu-3", "0-7", "16"] in cells
+    assert ["rollout", "0", "gpu-2", "4-7", "-"] in cells
+    assert ["server", "0", "gpu-0 + gpu-1", "0-7 + 0-7", "-"] in cells
+    assert ["reward", "0-1", "head", "-", "-"] in cells
+    assert ["ref (beside train)", "4-11", "gpu-3", "0-7", "-"] in cells
