@@ -106,7 +106,7 @@ def _more_nodes(
     fits: Callable[[Sequence[Job], ClusterSnapshot], bool],
 ) -> str:
     """How many more nodes like the largest one would do; '' when no number of them would."""
-    if not snapshot.nodes or shortfall.kind == "bundle":
+    if not (snapshot.nodes and snapshot.can_grow) or shortfall.kind == "bundle":
         return ""
     names = [name for name in shortfall.missing if name in ACCELERATORS] or [*shortfall.missing, *ACCELERATORS, "CPU"]
     largest = max(snapshot.nodes, key=lambda node: [node.total.get(name, 0.0) for name in names])

@@ -24,3 +24,5 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All nodes that live, in the order in which neighbours are neighbours."""
 
     nodes: tuple[NodeState, ...]
+    can_grow: bool = True
+    """Whether nodes could be added."""

@@ -18,7 +18,7 @@ def one_machine(address: str, accelerator: str, ids: Sequence[str], free: Sequen
     total = {"CPU": _PLENTY, accelerator: float(len(ids))}
     available = {"CPU": _PLENTY, accelerator: float(len(free))}
     node = NodeState(node_id=address, address=address, total=total, available=available, free_devices=tuple(free))
-    return ClusterSnapshot(nodes=(node,))
+    return ClusterSnapshot(nodes=(node,), can_grow=False)
 
 
 def on_one_machine(job: Job, **changes: float) -> Job:

@@ -95,12 +95,13 @@ def _bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequenc
     _, index, missing = best
     what = "a worker with" if demand.num_parts == 1 else f"an instance in {demand.num_parts} parts, one of them with"
     count = f"the {len(demand.nodes)} nodes that it may use" if len(demand.nodes) < len(nodes) else f"{len(nodes)} nodes"
+    best_of = f"the best-fitting of {count}" if len(demand.nodes) > 1 else "the only node that it may use"
     return Shortfall(
         role=jobs[demand.job].role,
         kind="bundle",
         requested=f"{what} {show(wanted)}",
         best_node=node_name(nodes[index]),
-        observed=f"at most {show({name: free[index].get(name, 0.0) for name in wanted})} on the best-fitting of {count}, "
+        observed=f"at most {show({name: free[index].get(name, 0.0) for name in wanted})} on {best_of}, "
         f"{node_name(nodes[index])}",
         missing=missing,
         missing_text=show(missing),
@@ -121,7 +122,7 @@ def _together(
         role=_roles(jobs),
         kind="together",
         requested=f"{show(wanted)} for {_workers(jobs)} together",
-        observed=f"{observed} on {len(allowed)} nodes together",
+        observed=f"{observed} on {_num_nodes(len(allowed))}",
         missing=missing,
         missing_text=show(missing),
     )
@@ -137,11 +138,15 @@ def _pieces(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequenc
         role=_roles(jobs),
         kind="pieces",
         requested=f"room for {sizes}{apart}, for {_workers(jobs)} together",
-        observed=f"{show({name: there.get(name, 0.0) for name in wanted})} on {len(nodes)} nodes together, in pieces "
+        observed=f"{show({name: there.get(name, 0.0) for name in wanted})} on {_num_nodes(len(nodes))}, in pieces "
         "into which these do not all go",
         missing={},
         missing_text="room in one piece",
     )
+
+
+def _num_nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes together"
 
 
 def _roles(jobs: Sequence[Job]) -> str:

@@ -102,7 +102,7 @@ def test_more_devices_than_there_are(backend: str, scheduler: Scheduler, role: s
     with pytest.raises(errors.PlacementInfeasibleError) as caught:
         scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
     assert "1" in caught.value.shortfall
-    for fact in (role, "9", "8", "SchedulingSpec.gpu"):
+    for fact in (role, "9", "8", "Set Job.replicas to 2"):
         assert fact in str(caught.value)
     if backend == "ray":
         assert _held_by_groups().keys() == groups.keys()
