@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import ray
 from ray._private import services
 
 from helmsman.api.errors import AmbiguousAddressError, ClusterNotFoundError
+
+_ANSWER_S = 5.0
 
 
 def choose_address(address: str | None) -> str | None:
@@ -22,6 +25,7 @@ def choose_address(address: str | None) -> str | None:
     if wanted == "auto":
         wanted = _the_one_on_this_machine()
     if not ray.is_initialized():
+        _require_answer(wanted)
         return wanted
     connected = ray.get_runtime_context().gcs_address
     if address is not None and wanted != connected:
@@ -31,6 +35,17 @@ def choose_address(address: str | None) -> str | None:
             step="Leave the address out to use the connected cluster, or call ray.shutdown() first",
         )
     return None
+
+
+def _require_answer(address: str) -> None:
+    """Raise ClusterNotFoundError within seconds where nobody listens; Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    if address == "local" or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise ClusterNotFoundError(asked=address, reason=f"nobody answers there ({error})") from error
 
 
 def _the_one_on_this_machine() -> str:

@@ -92,23 +92,26 @@ class RayScheduler(SchedulerBase):
         resources: dict[str, float] | None = None,
         num_nodes: int | None = None,
     ) -> None:
-        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
         address = choose_address(address)
+        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
         self._owns_ray = address is not None
-        if address is not None:
-            sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
-            connect(address, self.run_id, sizes)
         self._prefix = f"helmsman/{self.run_id}"
-        self._here = ray.get_runtime_context().get_node_id()
-        if num_nodes is not None:
-            self._await_nodes(num_nodes)
+        try:
+            if address is not None:
+                sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
+                connect(address, self.run_id, sizes)
+            self._here = ray.get_runtime_context().get_node_id()
+            if num_nodes is not None:
+                self._await_nodes(num_nodes)
+        except BaseException:
+            self.close()
+            raise
 
     def _await_nodes(self, num_nodes: int) -> None:
         deadline = Deadline(self.timeouts.start_s)
         while len(nodes := ray_state.snapshot().nodes) < num_nodes:
             if deadline.passed:
                 present = [f"{node.hostname or node.address} ({show(_devices(node))})" for node in nodes]
-                self.close()
                 raise errors.NodesMissingError(
                     num_expected=num_nodes, present=present, elapsed_s=deadline.elapsed_s, limit_s=deadline.limit_s
                 )

@@ -1,0 +1,71 @@
+"""Which cluster is meant: what could be more than one is refused."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job
+from helmsman.controller.ray_address import choose_address
+from helmsman.controller.ray_scheduler import RayScheduler
+from tests.multinode.conftest import Nodes
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """A head alone."""
+    return start_nodes()
+
+
+def test_the_connected_cluster_may_be_named(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_address(None) is None
+    assert choose_address(nodes.address) is None
+    with RayScheduler(address=nodes.address) as run:
+        assert run.create_workers(Job(role="r")) == ["r/0"]
+    monkeypatch.setenv("RAY_ADDRESS", "10.255.0.1:6379")
+    assert choose_address(None) is None, "what the process is connected to comes first"
+
+
+@pytest.mark.parametrize("other", ["local", "10.255.0.1:6379"])
+def test_another_than_the_connected_cluster_is_refused(nodes: Nodes, other: str) -> None:
+    with pytest.raises(errors.AmbiguousAddressError) as caught:
+        RayScheduler(address=other)
+    for fact in (nodes.address, other, "ray.shutdown()"):
+        assert fact in str(caught.value)
+
+
+def test_auto_means_the_one_cluster_of_this_machine(nodes: Nodes) -> None:
+    assert choose_address("auto") is None
+    second = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        with pytest.raises(errors.AmbiguousAddressError) as caught:
+            choose_address("auto")
+        assert sorted(caught.value.candidates) == sorted([nodes.address, second.address])
+        assert "RAY_ADDRESS" in str(caught.value)
+    finally:
+        second.shutdown()
+
+
+def test_auto_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    monkeypatch.setattr(services.psutil, "process_iter", lambda _: iter(()))  # a machine on which nothing runs
+    with pytest.raises(errors.ClusterNotFoundError, match="no Ray runs on this machine"):
+        choose_address("auto")
+
+
+def test_an_address_at_which_nobody_answers() -> None:
+    """In a process of its own, which is not connected to anything."""
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        script = f"import helmsman; helmsman.RayScheduler(address={address!r})"
+        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert f"there is no Ray cluster at '{address}': nobody answers there" in ended.stderr
