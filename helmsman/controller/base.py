@@ -122,15 +122,18 @@ class SchedulerBase(Scheduler):
         try:
             roles = run_sync(self._start_roles(jobs))
             with self._book:
-                closed = self._closed
-                if not closed:
+                known = {*self._roles, *(role.name for role in roles)}
+                lost = [role.target for role in roles if role.target is not None and role.target not in known]
+                published = not (self._closed or lost)
+                if published:
                     self._roles.update((role.name, role) for role in roles)
         finally:
             with self._book:
                 self._starting.difference_update(each.role for each in jobs)
-        if closed:  # by another thread, which did not know of these roles yet
-            run_sync(stop_roles(roles, False, "create_workers", self.timeouts.shutdown_s))
+        if not published:  # another thread has closed this or deleted a target, and did not know of these roles yet
+            run_sync(stop_roles(roles[::-1], False, "create_workers", self.timeouts.shutdown_s))
             self._require_open("create_workers")
+            raise errors.RoleNotFoundError(name=str(lost[0]), known=list(self._roles))
         self._run_commands(roles)
         return [worker_id for role in roles for worker_id in role.worker_ids]
 
@@ -148,6 +151,7 @@ class SchedulerBase(Scheduler):
     async def _start_roles(self, jobs: Sequence[Job]) -> list[Role]:
         """Start all of these roles, or none."""
         deadline = Deadline(self.timeouts.start_s)
+        colocated = self._targets_first(jobs)
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Place]) -> None:
@@ -160,11 +164,11 @@ class SchedulerBase(Scheduler):
             separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
             places = await self._reserve(separate, deadline, stacks) if separate else {}
             await await_all(start(job, places[job.role]) for job in separate)
-            for job in self._targets_first(jobs):
+            for job in colocated:
                 target = started.get(str(job.scheduling_strategy.target)) or self._role(str(job.scheduling_strategy.target))
                 shares = tile(job, target.workers)
                 if job.scheduling_strategy.fork:
-                    await start(job, [Place.beside(share, target.accelerator) for share in shares])
+                    await start(job, [Place.beside(share, target.places) for share in shares])
                 else:
                     clients = [target.clients[share.targets[0]] for share in shares]
                     started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
@@ -172,15 +176,18 @@ class SchedulerBase(Scheduler):
                 role.resources = stacks[role.name].pop_all()
         return [started[job.role] for job in jobs]
 
-    @staticmethod
-    def _targets_first(jobs: Sequence[Job]) -> list[Job]:
-        """The colocated jobs, each after its target where that is among them; what is left of a circle comes last."""
+    def _targets_first(self, jobs: Sequence[Job]) -> list[Job]:
+        """The colocated jobs, each after its target where that is among them. Raises RoleNotFoundError where it is nowhere, or
+        stands on the job itself."""
+        known = {*self._roles, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
         waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
         ordered: list[Job] = []
         while waiting:
-            names = {job.role for job in waiting}
-            ready = [job for job in waiting if job.scheduling_strategy.target not in names] or waiting
+            ready = [job for job in waiting if job.scheduling_strategy.target in known]
+            if not ready:
+                raise errors.RoleNotFoundError(name=str(waiting[0].scheduling_strategy.target), known=sorted(known))
             ordered += ready
+            known.update(job.role for job in ready)
             waiting = [job for job in waiting if job not in ready]
         return ordered
 

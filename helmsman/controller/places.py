@@ -40,15 +40,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @staticmethod
-    def beside(share: Share, accelerator: str) -> Place:
-        """The place of a sibling."""
+    def beside(share: Share, targets: Sequence[Place]) -> Place:
+        """The place of a sibling that gets this share of its target's workers, which are at ``targets``."""
+        first = targets[share.targets[0]]
+        whole = len(share.targets) == 1 and share.num_devices == first.num_devices
         return Place(
             node_id=share.node_id,
             node=share.node,
             num_devices=share.num_devices,
             devices=share.devices,
-            accelerator=accelerator if share.num_devices else "",
+            accelerator=first.accelerator if share.num_devices else "",
             shared=True,
+            instance_devices=first.instance_devices if whole else (),
         )
 
     def as_planned(self, worker_id: str) -> PlannedWorker:

@@ -135,8 +135,10 @@ class RayScheduler(SchedulerBase):
     async def _launch(
         self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[WorkerClient]:
-        workers = [RayTransport(self._actor(job, place), place, self._here) for place in places]
+        workers: list[RayTransport] = []
         resources.push_async_callback(_kill_all, workers)
+        for place in places:
+            workers.append(RayTransport(self._actor(job, place), place, self._here))  # noqa: PERF401 - kept as they come
         greetings = await await_all(
             self._answer(job, index, worker, worker.greet(), deadline) for index, worker in enumerate(workers)
         )
@@ -144,26 +146,16 @@ class RayScheduler(SchedulerBase):
             self._granted(job, index, worker, greeting, deadline)
             for index, (worker, greeting) in enumerate(zip(workers, greetings, strict=True))
         )
-        order = in_device_order(job, granted)
-        identities = [self._identity(job, index, granted[origin].node) for index, origin in enumerate(order)]
-        clients = []
-        for index, origin in enumerate(order):
-            identity = identities[index]
-            client = WorkerClient(
-                identity.worker_id,
-                granted[origin],
-                greetings[origin].pid,
-                identity.log_path,
-                workers[origin],
-                self.timeouts,
-            )
-            client.environment = self._device_environment(greetings[origin], granted[origin])
-            clients.append(client)
-        await await_all(
-            self._answer(job, index, workers[origin], workers[origin].adopt(identities[index]), deadline)
-            for index, origin in enumerate(order)
-        )
-        return clients
+
+        async def adopt(index: int, origin: int) -> WorkerClient:
+            worker, place, greeting = workers[origin], granted[origin], greetings[origin]
+            identity = self._identity(job, index, place.node)
+            await self._answer(job, index, worker, worker.adopt(identity), deadline)
+            client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
+            client.environment = self._device_environment(greeting, place)
+            return client
+
+        return await await_all(adopt(index, origin) for index, origin in enumerate(in_device_order(job, granted)))
 
     def _actor(self, job: Job, place: Place) -> Any:
         options: dict[str, Any]

@@ -11,6 +11,7 @@ from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
 from helmsman.api.scheduler import Job
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.deadline import Deadline
+from helmsman.controller.places import Place
 from helmsman.rpc_server.messages import Verb
 
 log = logging.getLogger(__name__)
@@ -40,20 +41,25 @@ class Role:
 
     @property
     def workers(self) -> list[PlannedWorker]:
-        """Where its workers are, in rank order."""
-        return [client.place.as_planned(id_) for id_, client in zip(self.worker_ids, self.clients, strict=True)]
+        """Its workers as a plan has them, in rank order."""
+        return [place.as_planned(worker_id) for worker_id, place in zip(self.worker_ids, self.places, strict=True)]
 
     @property
-    def accelerator(self) -> str:
-        """Ray's resource of its workers' devices; empty where they have none."""
-        return self.clients[0].place.accelerator
+    def target(self) -> str | None:
+        """The role that it is colocated with."""
+        return self.job.scheduling_strategy.target
+
+    @property
+    def places(self) -> list[Place]:
+        """Where its workers are, in rank order."""
+        return [client.place for client in self.clients]
 
     def as_planned(self) -> PlannedRole:
         """The role as a plan has it; what its placement groups hold is counted by the cluster itself."""
         return PlannedRole(
             role=self.name,
-            accelerator=self.accelerator,
-            target=self.job.scheduling_strategy.target,
+            accelerator=self.places[0].accelerator,
+            target=self.target,
             instances=(PlannedInstance(index=0, bundles=(), workers=tuple(self.workers)),),
         )
 

@@ -160,6 +160,8 @@ def test_an_instance_larger_than_a_node(run: RayScheduler) -> None:
     instance = json.loads(seen["HELMSMAN_INSTANCE_DEVICES"])
     assert [(address, len(ids)) for address, ids in instance] == [(place.ip, 8), (place.ip, 8)]
     assert engine.call("apply", _take_devices_of_the_group) == [8, 8], "the devices are the server's to take"
+    (sibling,) = run.fork_workers("beside", "server")
+    assert Engine.create(run, sibling, Counter).call("environ", *seen) == seen
 
 
 def _take_devices_of_the_group() -> list[int]:

@@ -71,6 +71,15 @@ def test_one_job_that_cannot_start_keeps_the_others_from_starting(run: RaySchedu
     assert _groups() == []
 
 
+def test_colocated_jobs_that_stand_on_each_other(run: RayScheduler) -> None:
+    def beside(role: str, target: str) -> Job:
+        return Job(role=role, scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=True))
+
+    with pytest.raises(errors.RoleNotFoundError):
+        run.create_workers([_job("train", 1, 1), beside("one", "two"), beside("two", "one")])
+    assert run.status() == []
+
+
 def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., RayScheduler]) -> None:
     import ray
 
