@@ -294,18 +294,21 @@ class PlacementTimeoutError(StartError, TimeoutError):
 
     elapsed_s: float
     limit_s: float
+    state: str
+    """What it waits for, for the log of a start that goes on waiting."""
 
     def __init__(self, *, role: str, requested: str, free: str, holders: str, elapsed_s: float, limit_s: float) -> None:
+        state = f"requested {requested}; free now {free}; held by {holders}"
         super().__init__(
-            f"role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): requested {requested}; free now "
-            f"{free}; held by {holders}. Its placement groups were removed. Wait for the holder, ask for less, or raise "
-            "Timeouts.start_s.",
+            f"role {role!r} was not placed within {elapsed_s:.1f} s (limit {limit_s:.1f} s): {state}. Its placement groups "
+            "were removed. Wait for the holder, ask for less, or raise Timeouts.start_s.",
             role=role,
             requested=requested,
             free=free,
             holders=holders,
             elapsed_s=elapsed_s,
             limit_s=limit_s,
+            state=f"role {role!r}, for {elapsed_s:.0f} of at most {limit_s:.0f} s: {state}",
         )
 
 

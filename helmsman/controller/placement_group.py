@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,11 @@ _STALLED_S = 1.0
 """Without one more group created for so long, what the plan counted on has been taken by somebody else."""
 _PAUSE_S = (0.05, 0.5)
 """First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
+_TELL_S = (2.0, 30.0)
+"""A start that waits says so after so long, and again whenever so much more has passed."""
 _REMOVE_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 class Slot(Place, frozen=True, kw_only=True):
@@ -76,6 +81,7 @@ async def admit(
     hold what is missing, since nobody else would free that. Nothing of the jobs is left then.
     """
     lost: set[str] = set()
+    told_s = -_TELL_S[1] + _TELL_S[0]
     for attempt in itertools.count():
         snapshot = _without(await in_thread(ray_state.snapshot), lost)
         outcome = await in_thread(plan_jobs, snapshot, jobs)
@@ -89,6 +95,11 @@ async def admit(
         own = not isinstance(outcome, Plan) and await in_thread(is_held_by_run, prefix, snapshot, jobs)
         if own or deadline.passed:
             raise busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline)
+        if deadline.elapsed_s - told_s > _TELL_S[1]:
+            told_s = deadline.elapsed_s
+            log.warning(
+                "still waiting: %s", busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline).state
+            )
         mean_s = min(_PAUSE_S[0] * 2 ** min(attempt, 10), _PAUSE_S[1])
         await asyncio.sleep(min(mean_s * (0.5 + random.random()), max(deadline.remaining_s, 0.0)))
     raise AssertionError("unreachable")

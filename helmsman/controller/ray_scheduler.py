@@ -109,7 +109,12 @@ class RayScheduler(SchedulerBase):
 
     def _await_nodes(self, num_nodes: int) -> None:
         deadline = Deadline(self.timeouts.start_s)
+        num_seen = -1
         while len(nodes := ray_state.snapshot().nodes) < num_nodes:
+            if len(nodes) != num_seen:
+                num_seen = len(nodes)
+                names = ", ".join(node.hostname or node.address for node in nodes)
+                log.warning("waiting for nodes: %d of %d have joined: %s", num_seen, num_nodes, names)
             if deadline.passed:
                 present = [f"{node.hostname or node.address} ({show(_devices(node))})" for node in nodes]
                 raise errors.NodesMissingError(

@@ -106,11 +106,16 @@ def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., R
     ray.kill(stranger)
 
 
-def test_what_is_freed_is_taken(make_run: Callable[..., RayScheduler]) -> None:
+def test_a_start_that_waits_says_so_and_takes_what_is_freed(
+    make_run: Callable[..., RayScheduler], caplog: pytest.LogCaptureFixture
+) -> None:
     holder, other = make_run(), make_run()
     holder.create_workers(_job("holder", 8, 8))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.create_workers, _job("waits", 2, 8))
+        told = wait_until(lambda: [record for record in caplog.records if "still waiting" in record.message], "it says so")
+        for fact in ("'waits'", "of at most 90 s", "requested 16 GPU", "free now 0 GPU", f"{holder.run_id}/holder"):
+            assert fact in told[0].getMessage()
         holder.delete_workers()
         assert waiting.result(60) == ["waits/0", "waits/1"]
 
