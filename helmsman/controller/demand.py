@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -55,27 +55,66 @@ def bundle_of(spec: SchedulingSpec, kind: str, num_devices: float) -> Resources:
 
 def ways(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Way]:
     """The ways in which these jobs can be cut into bundles, preferred ones first; at most 64 of them."""
-    allowed = [[allowed_nodes(job.spec(index), nodes) for index in range(len(job.tasks))] for job in jobs]
-    choices = [_choices(job, nodes, allowed[index]) for index, job in enumerate(jobs)]
+    allowed: dict[Hashable, frozenset[int]] = {}
+    groups = [_alike(job, nodes, allowed) for job in jobs]
+    choices = [_choices(job, nodes, groups[index]) for index, job in enumerate(jobs)]
     for way in itertools.islice(itertools.product(*choices), _MAX_WAYS):
         demands = [
             demand
-            for index, (job, (kind, parts)) in enumerate(zip(jobs, way, strict=True))
-            for demand in _demands(index, job, kind, parts, nodes, allowed[index])
+            for index, (job, (kind, number)) in enumerate(zip(jobs, way, strict=True))
+            for demand in _demands(index, job, kind, number, nodes, groups[index])
         ]
         yield Way(tuple(kind for kind, _ in way), tuple(demands))
 
 
-def _choices(job: Job, nodes: Sequence[NodeState], allowed: Sequence[frozenset[int]]) -> list[tuple[str, tuple[int, ...]]]:
-    """(kind of accelerators, devices of each part of an instance) that a job may choose from."""
-    num_devices = int(max(spec.gpu for spec in job.tasks))
-    if not num_devices:
-        return [("", (0,))]
-    some = frozenset().union(*allowed)
+class _Alike(msgspec.Struct, frozen=True):
+    """Replicas of a job that may lie in each other's place."""
+
+    spec: SchedulingSpec
+    replicas: tuple[int, ...]
+    nodes: frozenset[int]
+    """Indexes of the nodes that the selectors allow."""
+
+
+def _alike(job: Job, nodes: Sequence[NodeState], allowed: dict[Hashable, frozenset[int]]) -> list[_Alike]:
+    """The replicas of a job by what matters for their place; environment, ports and command do not."""
+    found: dict[Hashable, list[int]] = {}
+    if len(job.tasks) == 1:
+        found[_needs(job.spec(0))] = list(range(job.replicas))
+    else:
+        for replica, spec in enumerate(job.tasks):
+            found.setdefault(_needs(spec), []).append(replica)
+    groups = []
+    for replicas in found.values():
+        spec = job.spec(replicas[0])
+        selector = _selector(spec)
+        if selector not in allowed:
+            allowed[selector] = allowed_nodes(spec, nodes)
+        groups.append(_Alike(spec, tuple(replicas), allowed[selector]))
+    return groups
+
+
+def _needs(spec: SchedulingSpec) -> Hashable:
+    return spec.cpu, spec.gpu, spec.mem, tuple(sorted(spec.resources.items())), _selector(spec)
+
+
+def _selector(spec: SchedulingSpec) -> Hashable:
+    return tuple(spec.nodelist), tuple(spec.exclude), tuple(sorted(spec.node_labels.items())), spec.accelerator_type
+
+
+def _choices(job: Job, nodes: Sequence[NodeState], groups: Sequence[_Alike]) -> list[tuple[str, int]]:
+    """(kind of accelerators, number of the way to cut instances) that a job may choose from."""
+    if not any(spec.gpu for spec in job.tasks):
+        return [("", 0)]
+    some = frozenset().union(*(group.nodes for group in groups))
     kinds = [kind for kind in ACCELERATORS if any(nodes[index].total.get(kind) for index in some)] or list(ACCELERATORS[:1])
     if job.spec(0).ray_placement_strategy != "deferred":
-        return [(kind, (0,)) for kind in kinds]  # the devices are those of each spec
-    return [(kind, parts) for kind in kinds for parts in _splits(num_devices, kind, nodes, some)]
+        return [(kind, 0) for kind in kinds]
+    return [
+        (kind, number)
+        for kind in kinds
+        for number in range(max(len(_splits(int(group.spec.gpu), kind, nodes, some)) for group in groups))
+    ]
 
 
 def _splits(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: frozenset[int]) -> list[tuple[int, ...]]:
@@ -93,28 +132,19 @@ def _splits(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: fr
 
 
 def _demands(
-    index: int, job: Job, kind: str, parts: tuple[int, ...], nodes: Sequence[NodeState], allowed: Sequence[frozenset[int]]
+    index: int, job: Job, kind: str, number: int, nodes: Sequence[NodeState], groups: Sequence[_Alike]
 ) -> Iterator[Demand]:
     apart = job.spec(0).node_packing == "strict_spread"
-    for first, replicas in _alike(job).items():
-        spec = job.spec(first)
-        sizes = parts if sum(parts) == spec.gpu else (int(spec.gpu),)
-        if sizes != parts and kind and job.spec(0).ray_placement_strategy == "deferred":
-            sizes = _splits(int(spec.gpu), kind, nodes, allowed[first])[0]
+    some = frozenset().union(*(group.nodes for group in groups))
+    for group in groups:
+        spec = group.spec
+        sizes: tuple[int, ...] = (int(spec.gpu),)
+        if kind and job.spec(0).ray_placement_strategy == "deferred":
+            splits = _splits(int(spec.gpu), kind, nodes, some)
+            sizes = splits[min(number, len(splits) - 1)]
         for part, size in enumerate(sizes):
             bundle = bundle_of(spec, kind, size) if part == 0 else {kind: float(size)}
-            yield Demand(index, tuple(replicas), part, tuple(bundle.items()), allowed[first], size, len(sizes), apart)
-
-
-def _alike(job: Job) -> dict[int, list[int]]:
-    """Replicas whose specs are equal, by the index of the first of them."""
-    if len(job.tasks) == 1:
-        return {0: list(range(job.replicas))}
-    found: dict[int, list[int]] = {}
-    for replica, spec in enumerate(job.tasks):
-        first = next((other for other in found if job.tasks[other] == spec), replica)
-        found.setdefault(first, []).append(replica)
-    return found
+            yield Demand(index, group.replicas, part, tuple(bundle.items()), group.nodes, size, len(sizes), apart)
 
 
 # --- selectors ----------------------------------------------------------------------------------------------------------

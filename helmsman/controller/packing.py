@@ -1,21 +1,20 @@
-"""Bundles onto nodes: quick rules first, then a search of bounded length. Pure.
+"""Bundles onto nodes by quick rules. Pure.
 
-Nodes that are alike (the same free resources, the same selectors met) are one class, so the work grows with the number of
-classes and of nodes that are touched, not with nodes times bundles. Amounts are whole numbers of 1/10,000, as in Ray.
+Nodes that are alike (the same free resources, the same selectors met) are one class, and each demand looks at every class once,
+so the work grows with classes, demands and bundles, never with their products; on clusters where each node is a class of its
+own (their memory differs by a few bytes) it grows as nodes x demands. Amounts are whole numbers of 1/10,000, as in Ray.
 
-The quick rules leave whole nodes free: a bundle goes to the node in use that it fills best, before a whole node is broken into;
-a group of bundles takes as few nodes as it can. They are tried with the jobs in several orders. Vector bin packing is NP-hard:
-what the rules do not find, a depth-first search looks for until its limit. On clusters of up to four nodes it missed none of
-3,300 random cases that an exhaustive search solves; of clusters that were cut up at random without a remainder, the hardest
-there are, a plan was found again for 100 % with 8 nodes, 98 % with 12, 95 % with 20 and 93 % with 40 (benchmarks/planner.py).
+The rules leave whole nodes free: a bundle goes to the node in use that it fills best, before a whole node is broken into; a
+group of bundles takes as few nodes as it can. What they do not find, packing_search looks for.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from helmsman.api.scheduler import Job
 from helmsman.controller.cluster_snapshot import NodeState
@@ -23,12 +22,22 @@ from helmsman.controller.demand import Demand, Way
 from helmsman.controller.resources import ACCELERATORS, Resources
 
 _UNIT = 10_000
-_SEARCH_WORK = 400_000
-"""Nodes that the search may look at: well under a second."""
+_WORK = 400_000
+_MOST_SIZES = 16
 
 Amounts = tuple[int, ...]
 Placed = dict[tuple[int, int, int], int]
 """(job, replica, part) -> index of a node."""
+Chosen = list[tuple[int, int]]
+"""(index of a node, bundles that it takes)."""
+Key = tuple[Amounts, Amounts, int, bool]
+
+
+class Work:
+    """How much trying is left: a limit in nodes and classes looked at, about a second in all."""
+
+    def __init__(self, left: int = _WORK) -> None:
+        self.left = left
 
 
 class _Class:
@@ -36,13 +45,10 @@ class _Class:
 
     __slots__ = ("capacity", "free", "in_use", "met", "nodes")
 
-    def __init__(self, free: Amounts, met: Amounts, capacity: int, in_use: bool) -> None:
-        self.free = free
-        self.met = met
-        self.capacity = capacity
-        """Accelerators of each node, free or not."""
-        self.in_use = in_use
-        self.nodes: list[int] = []
+    def __init__(self, key: Key, nodes: list[int]) -> None:
+        self.free, self.met, self.capacity, self.in_use = key
+        """What is free, selections met, accelerators of each node (free or not), and whether some of those are held."""
+        self.nodes = nodes
         """In order."""
 
 
@@ -52,181 +58,254 @@ class Packing:
     Args:
         free: what each node has to give.
         demands: everything that may be asked for, which says which resources and selectors matter.
+        work: what the attempts are charged to.
     """
 
-    def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources], demands: Sequence[Demand]) -> None:
+    def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources], demands: Sequence[Demand], work: Work) -> None:
         self.names = sorted({name for demand in demands for name, _ in demand.bundle})
-        self._selections = list(dict.fromkeys(demand.nodes for demand in demands))
-        self._all = frozenset(range(len(nodes)))
-        self._nodes = nodes
-        self._free_at_start = [self.amounts(resources) for resources in free]
+        self.work = work
+        selections = list(dict.fromkeys(demand.nodes for demand in demands))
+        self._selection = {selection: number for number, selection in enumerate(selections)}
         self._accelerators = [self.names.index(name) for name in ACCELERATORS if name in self.names]
+        self._amounts: dict[tuple[tuple[str, float], ...], Amounts] = {}
         self._capacity = [int(sum(node.total.get(name, 0.0) for name in ACCELERATORS)) for node in nodes]
+        self._free_at_start = [self._in_units(resources) for resources in free]
         self._was_in_use = [
             any(free[index].get(name, 0.0) < node.total.get(name, 0.0) - 1e-6 for name in ACCELERATORS)
             for index, node in enumerate(nodes)
         ]
-        self._met = self._selections_met()
+        self.met: list[Amounts]
+        """For each node, which of the selections it is in."""
+        if all(len(selection) == len(nodes) for selection in selections):
+            self.met = [(1,) * len(selections)] * len(nodes)
+        else:
+            self.met = [tuple(int(index in selection) for selection in selections) for index in range(len(nodes))]
+        self.free = self._free_at_start
+        self._in_use = self._was_in_use
+        at_start: defaultdict[Key, list[int]] = defaultdict(list)
+        for index in range(len(nodes)):
+            at_start[self._key(index)].append(index)
+        self._at_start = dict(at_start)
         self.reset()
 
-    def amounts(self, resources: Mapping[str, float]) -> Amounts:
-        """Resources as whole numbers, in the order of ``names``."""
+    def _in_units(self, resources: Mapping[str, float]) -> Amounts:
         return tuple(round(resources.get(name, 0.0) * _UNIT) for name in self.names)
 
-    def _selections_met(self) -> list[Amounts]:
-        if all(selection == self._all for selection in self._selections):
-            return [(1,) * len(self._selections)] * len(self._nodes)
-        return [tuple(int(index in selection) for selection in self._selections) for index in self._all]
+    def amounts(self, demand: Demand) -> Amounts:
+        """A bundle as whole numbers, in the order of ``names``."""
+        found = self._amounts.get(demand.bundle)
+        if found is None:
+            found = self._amounts[demand.bundle] = self._in_units(dict(demand.bundle))
+        return found
+
+    def _key(self, index: int) -> Key:
+        return self.free[index], self.met[index], self._capacity[index], self._in_use[index]
 
     def reset(self) -> None:
         """Take everything off again."""
         self.free = list(self._free_at_start)
         self._in_use = list(self._was_in_use)
-        self._classes: dict[tuple[Amounts, Amounts, int, bool], _Class] = {}
-        for index in range(len(self._nodes)):
-            self._class_of(index).nodes.append(index)
-
-    def _class_of(self, index: int) -> _Class:
-        key = (self.free[index], self._met[index], self._capacity[index], self._in_use[index])
-        found = self._classes.get(key)
-        if found is None:
-            found = self._classes[key] = _Class(*key)
-        return found
+        self._classes = {key: _Class(key, list(nodes)) for key, nodes in self._at_start.items()}
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def fits_in_sum(self, demands: Iterable[Demand]) -> bool:
-        """Whether what is free would do if it lay in one piece; a no is final."""
-        total = [0] * len(self.names)
+    def may_fit(self, demands: Iterable[Demand]) -> bool:
+        """False when these demands can never be met, by counting alone: each kind of bundle by itself, the sum of each
+        resource, and for each size how many pieces of it all nodes have and all bundles need."""
+        self.reset()
+        groups = list(self._classes.values())
+        wanted: Counter[tuple[Amounts, frozenset[int], int]] = Counter()
         for demand in demands:
-            wanted = self.amounts(dict(demand.bundle))
+            wanted[self.amounts(demand), demand.nodes, demand.job if demand.apart else -1] += len(demand.replicas)
+        for (amounts, nodes, apart), count in wanted.items():
+            selection = self._selection[nodes]
             room = 0
-            selection = self._selections.index(demand.nodes)
-            for group in self._classes.values():
+            for group in groups:
                 if group.met[selection]:
-                    room += len(group.nodes) * (
-                        min(1, _times(group.free, wanted)) if demand.apart else _times(group.free, wanted)
-                    )
-            if room < len(demand.replicas):
+                    times = _times(group.free, amounts)
+                    room += len(group.nodes) * (min(1, times) if apart >= 0 else times)
+            if room < count:
                 return False
-            total = [sum_ + len(demand.replicas) * amount for sum_, amount in zip(total, wanted, strict=True)]
-        for position, amount in enumerate(total):
-            if amount > sum(group.free[position] * len(group.nodes) for group in self._classes.values()):
+        return all(self._may_fit_pieces(position, wanted, groups) for position in range(len(self.names)))
+
+    def _may_fit_pieces(
+        self, position: int, wanted: Mapping[tuple[Amounts, frozenset[int], int], int], groups: Sequence[_Class]
+    ) -> bool:
+        """A bundle of x has x // size whole pieces of a size, and no node gives more of them than it has itself."""
+        needed, there = Counter[int](), Counter[int]()
+        for (amounts, _, _), count in wanted.items():
+            needed[amounts[position]] += count
+        for group in groups:
+            there[group.free[position]] += len(group.nodes)
+        del needed[0]
+        for size in (1, *sorted(needed, reverse=True)[:_MOST_SIZES]):
+            if sum(x // size * n for x, n in needed.items()) > sum(max(0, x) // size * n for x, n in there.items()):
                 return False
         return True
 
     # --- quick rules ------------------------------------------------------------------------------------------------
 
     def lay(self, jobs: Sequence[Job], way: Way, order: Sequence[int]) -> Placed | None:
-        """Lay all jobs in this order by the quick rules; None when they do not find a place for everything."""
+        """Lay all jobs in this order; None when a bundle finds no place."""
         self.reset()
         placed: Placed = {}
         for job in order:
-            demands = [demand for demand in way.demands if demand.job == job]
+            demands = largest_first(demand for demand in way.demands if demand.job == job)
             spec = jobs[job].spec(0)
             if any(demand.num_parts > 1 for demand in demands):
                 done = self._lay_parts(demands, placed)
             elif spec.node_packing != "pack":
                 done = self._spread(demands, placed)
             elif spec.ray_placement_strategy == "shared":
-                done = all(self._lay_group(demand, placed) for demand in _largest_first(demands))
+                done = self._lay_group(demands, placed)
             else:
-                done = all(self._lay_singly(demand, placed) for demand in _largest_first(demands))
+                done = all(self._lay_singly(demand, placed) for demand in demands)
             if not done:
                 return None
         return placed
 
     def _fitting(self, demand: Demand, wanted: Amounts) -> list[_Class]:
-        selection = self._selections.index(demand.nodes)
-        return [
-            group for group in self._classes.values() if group.nodes and group.met[selection] and _times(group.free, wanted)
-        ]
+        self.work.left -= len(self._classes)
+        selection = self._selection[demand.nodes]
+        return [group for group in self._classes.values() if group.met[selection] and _times(group.free, wanted)]
 
-    def _take(self, group: _Class, position: int, wanted: Amounts, times: int) -> int:
-        """Lay bundles onto one node of a class; returns the node."""
-        index = group.nodes.pop(position)
-        self.free[index] = tuple(free - times * amount for free, amount in zip(group.free, wanted, strict=True))
+    def _put(self, demand: Demand, replicas: Sequence[int], index: int, placed: Placed) -> None:
+        """Lay bundles of some replicas onto one node."""
+        wanted, key = self.amounts(demand), self._key(index)
+        group = self._classes[key]
+        del group.nodes[bisect.bisect_left(group.nodes, index)]
+        if not group.nodes:
+            del self._classes[key]
+        self.free[index] = tuple(free - len(replicas) * amount for free, amount in zip(group.free, wanted, strict=True))
         self._in_use[index] = self._in_use[index] or any(wanted[position] for position in self._accelerators)
-        bisect.insort(self._class_of(index).nodes, index)
-        return index
+        key = self._key(index)
+        if key in self._classes:
+            bisect.insort(self._classes[key].nodes, index)
+        else:
+            self._classes[key] = _Class(key, [index])
+        for replica in replicas:
+            placed[demand.job, replica, demand.part] = index
+        self.work.left -= 1
+
+    def _put_all(self, demand: Demand, chosen: Chosen, placed: Placed) -> None:
+        replicas = iter(demand.replicas)
+        for index, times in chosen:
+            self._put(demand, list(itertools.islice(replicas, times)), index, placed)
 
     def _tightness(self, group: _Class, wanted: Amounts, num_devices: int) -> tuple[float, ...]:
         """What a single bundle prefers, least first."""
         left = [free - amount for free, amount in zip(group.free, wanted, strict=True)]
-        spare = sum(left[position] for position in self._accelerators)
-        rest = sum(left[position] / (amount or 1) for position, amount in enumerate(wanted) if amount)
+        rest = sum(left[position] / amount for position, amount in enumerate(wanted) if amount)
         if not num_devices:  # away from accelerators, whose nodes need their CPUs themselves
-            return (group.capacity > 0, not group.in_use, rest, group.nodes[0])
-        return (not group.in_use, spare, group.capacity, rest, group.nodes[0])
+            return (group.capacity > 0, not group.in_use, rest)
+        return (not group.in_use, sum(left[position] for position in self._accelerators), group.capacity, rest)
 
     def _lay_singly(self, demand: Demand, placed: Placed) -> bool:
-        wanted = self.amounts(dict(demand.bundle))
-        replicas = list(demand.replicas)
-        while replicas:
-            fitting = self._fitting(demand, wanted)
-            if not fitting:
-                return False
-            group = min(fitting, key=lambda each: self._tightness(each, wanted, demand.num_devices))
-            times = min(_times(group.free, wanted), len(replicas))
-            index = self._take(group, 0, wanted, times)
-            for replica in replicas[:times]:
-                placed[demand.job, replica, 0] = index
-            del replicas[:times]
+        wanted, left = self.amounts(demand), len(demand.replicas)
+        groups = self._fitting(demand, wanted)
+        chosen: Chosen = []
+        for _, index, group in _in_turn((self._tightness(each, wanted, demand.num_devices), each) for each in groups):
+            if not left:
+                break
+            chosen.append((index, min(left, _times(group.free, wanted))))
+            left -= chosen[-1][1]
+        if left:
+            return False
+        self._put_all(demand, chosen, placed)
         return True
 
-    def _lay_group(self, demand: Demand, placed: Placed) -> bool:
-        """As few nodes as possible: all on the tightest node that holds them, else the largest piece first."""
-        wanted = self.amounts(dict(demand.bundle))
-        replicas = list(demand.replicas)
-        while replicas:
-            fitting = self._fitting(demand, wanted)
-            if not demand.num_devices:  # nodes with accelerators only when the others are not enough
-                fitting = [group for group in fitting if not group.capacity] or fitting
-            if not fitting:
+    def _lay_group(self, demands: Sequence[Demand], placed: Placed) -> bool:
+        if len(demands) > 1 and self._lay_as_one(demands, placed):
+            return True
+        for demand in demands:
+            chosen = self._few_nodes(demand, len(demand.replicas))
+            if chosen is None:
                 return False
+            self._put_all(demand, chosen, placed)
+        return True
 
-            def preference(group: _Class, left: int = len(replicas)) -> tuple[float, ...]:
-                times = _times(group.free, wanted)
-                return (times < left, times if times >= left else -times, not group.in_use, group.nodes[0])
+    def _few_nodes(self, demand: Demand, count: int) -> Chosen | None:
+        """As few nodes as possible: all on the tightest node that holds them, else the largest piece first."""
+        wanted = self.amounts(demand)
+        fitting = self._fitting(demand, wanted)
+        chosen: Chosen = []
+        if not demand.num_devices:  # nodes with accelerators only when the others are not enough
+            count = self._choose_few([group for group in fitting if not group.capacity], wanted, count, chosen)
+            fitting = [group for group in fitting if group.capacity]
+        return chosen if self._choose_few(fitting, wanted, count, chosen) == 0 else None
 
-            group = min(fitting, key=preference)
-            times = min(_times(group.free, wanted), len(replicas))
-            index = self._take(group, 0, wanted, times)
-            for replica in replicas[:times]:
-                placed[demand.job, replica, 0] = index
-            del replicas[:times]
+    @staticmethod
+    def _choose_few(groups: Sequence[_Class], wanted: Amounts, count: int, chosen: Chosen) -> int:
+        """Returns how many bundles are left over."""
+        times_of = {id(group): _times(group.free, wanted) for group in groups}
+        for position, (_, index, group) in enumerate(
+            _in_turn(((-times_of[id(each)], not each.in_use), each) for each in groups)
+        ):
+            if count <= times_of[id(group)]:
+                taken = {node for node, _ in chosen[len(chosen) - position :]} if position else set()
+                best = min(
+                    (times_of[id(each)], not each.in_use, node)
+                    for each in groups
+                    if times_of[id(each)] >= count
+                    for node in itertools.islice((node for node in each.nodes if node not in taken), 1)
+                )
+                chosen.append((best[2], count))
+                return 0
+            chosen.append((index, times_of[id(group)]))
+            count -= times_of[id(group)]
+        return count
+
+    def _lay_as_one(self, demands: Sequence[Demand], placed: Placed) -> bool:
+        """A group of several specs as if all were of the commonest, so that all its ranks stand in the order of nodes."""
+        common = max(demands, key=lambda demand: len(demand.replicas))
+        chosen = self._few_nodes(common, sum(len(demand.replicas) for demand in demands))
+        if chosen is None:
+            return False
+        ranks = sorted((replica, number) for number, demand in enumerate(demands) for replica in demand.replicas)
+        slots = [index for index, times in sorted(chosen) for _ in range(times)]
+        free = {index: list(self.free[index]) for index, _ in chosen}
+        laid: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for (replica, number), index in zip(ranks, slots, strict=True):
+            demand = demands[number]
+            for position, amount in enumerate(self.amounts(demand)):
+                free[index][position] -= amount
+            if index not in demand.nodes or min(free[index]) < 0:
+                return False
+            laid[number, index].append(replica)
+        for (number, index), replicas in laid.items():
+            self._put(demands[number], replicas, index, placed)
         return True
 
     def _lay_parts(self, demands: Sequence[Demand], placed: Placed) -> bool:
         """Instances of several parts, each part on a node of its own."""
-        used_by_job: set[int] = set()
-        instances = [(replica, demand) for demand in demands if demand.part == 0 for replica in demand.replicas]
-        for replica, head in instances:
-            used = used_by_job if head.apart else set()
-            for demand in demands:
-                if demand.replicas is not head.replicas and demand.replicas != head.replicas:
-                    continue
-                wanted = self.amounts(dict(demand.bundle))
-                index = self._take_unused(demand, wanted, used)
-                if index is None:
-                    return False
-                used.add(index)
-                placed[demand.job, replica, demand.part] = index
+        used: set[int] = set()
+        for head in demands:
+            if head.part:
+                continue
+            parts = sorted((each for each in demands if each.replicas == head.replicas), key=lambda each: each.part)
+            queues = {demand.bundle: _Queue(self, demand) for demand in parts}
+            for replica in head.replicas:
+                if not head.apart:
+                    used = set()
+                for demand in parts:
+                    index = queues[demand.bundle].pop(used)
+                    if index is None:
+                        return False
+                    used.add(index)
+                    self._put(demand, [replica], index, placed)
+                    for queue in queues.values():
+                        queue.push(index)
+                if not head.apart:
+                    for queue in queues.values():
+                        queue.restore()
         return True
-
-    def _take_unused(self, demand: Demand, wanted: Amounts, used: set[int]) -> int | None:
-        fitting = self._fitting(demand, wanted)
-        for group in sorted(fitting, key=lambda each: self._tightness(each, wanted, demand.num_devices)):
-            for position, index in enumerate(group.nodes):
-                if index not in used:
-                    return self._take(group, position, wanted, 1)
-        return None
 
     def _spread(self, demands: Sequence[Demand], placed: Placed) -> bool:
         """Round after round one bundle to each node, in order; workers without accelerators to nodes without them first."""
         load: Counter[int] = Counter()
-        for demand in _largest_first(demands):
-            wanted = self.amounts(dict(demand.bundle))
+        for demand in demands:
+            wanted = self.amounts(demand)
+            self.work.left -= len(demand.nodes)
             away = {index: not demand.num_devices and self._capacity[index] > 0 for index in demand.nodes}
             waiting = [(load[index], away[index], index) for index in demand.nodes if _times(self.free[index], wanted)]
             heapq.heapify(waiting)
@@ -234,75 +313,66 @@ class Packing:
                 if not waiting or (demand.apart and waiting[0][0]):
                     return False
                 index = heapq.heappop(waiting)[2]
-                group = self._class_of(index)
-                self._take(group, bisect.bisect_left(group.nodes, index), wanted, 1)
+                self._put(demand, [replica], index, placed)
                 load[index] += 1
-                placed[demand.job, replica, 0] = index
                 if _times(self.free[index], wanted):
                     heapq.heappush(waiting, (load[index], away[index], index))
         return True
 
-    # --- the search -------------------------------------------------------------------------------------------------
 
-    def search(self, way: Way, work: int = _SEARCH_WORK) -> Placed | None:
-        """Depth first over the bundles, largest first, each to one node of every class that is left; None when there is no
-        place for everything, or none was found within the limit."""
-        self.reset()
-        free = [list(amounts) for amounts in self.free]
-        items = [
-            (self.amounts(dict(demand.bundle)), demand, replica)
-            for demand in _largest_first(way.demands)
-            for replica in demand.replicas
+class _Queue:
+    """The nodes onto which a bundle fits, the tightest first, while they fill up."""
+
+    def __init__(self, packing: Packing, demand: Demand) -> None:
+        self._packing = packing
+        self._demand = demand
+        self._wanted = packing.amounts(demand)
+        self._heap = [
+            (key, index, group.free)
+            for group in packing._fitting(demand, self._wanted)
+            for key in [packing._tightness(group, self._wanted, demand.num_devices)]
+            for index in group.nodes
         ]
-        num_nodes = len(free)
-        used: list[set[tuple[int, int]]] = [set() for _ in range(num_nodes)]
-        """What may not come to a node again: (job, replica) of instances in parts, (job, -1) of jobs spread strictly."""
-        chosen: list[int] = []
-        spent = 0
+        heapq.heapify(self._heap)
+        self._aside: list[tuple[tuple[float, ...], int, Amounts]] = []
 
-        def place(at: int) -> bool:
-            nonlocal spent
-            if at == len(items):
-                return True
-            wanted, demand, replica = items[at]
-            mark = (demand.job, -1 if demand.apart else replica)
-            marked = demand.apart or demand.num_parts > 1
-            # Bundles that are alike are laid in the order of nodes, or every plan would be found once for every permutation.
-            first = chosen[at - 1] if at and items[at - 1][1] is demand and demand.num_parts == 1 else 0
-            tried = set()
-            for index in range(first, num_nodes):
-                spent += 1
-                if spent > work:
-                    return False
-                if index not in demand.nodes or (marked and mark in used[index]):
-                    continue
-                if any(amount > have for amount, have in zip(wanted, free[index], strict=True)):
-                    continue
-                alike = (tuple(free[index]), self._met[index], frozenset(used[index]))
-                if alike in tried:
-                    continue
-                tried.add(alike)
-                for position, amount in enumerate(wanted):
-                    free[index][position] -= amount
-                if marked:
-                    used[index].add(mark)
-                chosen.append(index)
-                if place(at + 1):
-                    return True
-                chosen.pop()
-                if marked:
-                    used[index].discard(mark)
-                for position, amount in enumerate(wanted):
-                    free[index][position] += amount
-            return False
+    def pop(self, used: set[int]) -> int | None:
+        """The first node that is none of those used; these wait for restore()."""
+        while self._heap:
+            entry = heapq.heappop(self._heap)
+            if entry[2] != self._packing.free[entry[1]]:
+                continue  # as the node was before; it was pushed anew
+            if entry[1] not in used:
+                return entry[1]
+            self._aside.append(entry)
+        return None
 
-        if len(items) > _MAX_SEARCHED or not place(0):
-            return None
-        return {(item[1].job, item[2], item[1].part): index for item, index in zip(items, chosen, strict=True)}
+    def push(self, index: int) -> None:
+        """A node has changed."""
+        packing = self._packing
+        if index in self._demand.nodes and _times(packing.free[index], self._wanted):
+            group = packing._classes[packing._key(index)]
+            key = packing._tightness(group, self._wanted, self._demand.num_devices)
+            heapq.heappush(self._heap, (key, index, group.free))
+
+    def restore(self) -> None:
+        """The next instance may use again what the last one used."""
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
 
 
-_MAX_SEARCHED = 400
-"""Bundles, each of which is a level of the search."""
+def _in_turn(groups: Iterable[tuple[tuple[float, ...], _Class]]) -> Iterator[tuple[tuple[float, ...], int, _Class]]:
+    """The nodes of all these classes by key and then in order."""
+    heap = [(key, group.nodes[0], 0, group) for key, group in groups]
+    heapq.heapify(heap)  # no node is in two classes, so classes are never compared
+    while heap:
+        key, index, position, group = heap[0]
+        yield key, index, group
+        if position + 1 < len(group.nodes):
+            heapq.heapreplace(heap, (key, group.nodes[position + 1], position + 1, group))
+        else:
+            heapq.heappop(heap)
 
 
 def _times(free: Amounts, wanted: Amounts) -> int:
@@ -311,30 +381,12 @@ def _times(free: Amounts, wanted: Amounts) -> int:
     return max(0, times)
 
 
-def _size(demand: Demand) -> tuple[float, ...]:
+def size_of(demand: Demand) -> tuple[float, ...]:
+    """How large a bundle is, for comparison: accelerators first."""
     amounts = dict(demand.bundle)
     return (demand.num_devices, amounts.get("memory", 0.0) / 1e9 + amounts.get("CPU", 0.0), len(amounts))
 
 
-def _largest_first(demands: Iterable[Demand]) -> list[Demand]:
-    return sorted(demands, key=_size, reverse=True)
-
-
-def orders(jobs: Sequence[Job], way: Way, num_nodes: int) -> list[list[int]]:
-    """Orders of jobs worth a try: what has the fewest places first, by several measures."""
-
-    def of(job: int) -> list[Demand]:
-        return [demand for demand in way.demands if demand.job == job]
-
-    def choosy(job: int) -> float:
-        return min(len(demand.nodes) for demand in of(job)) / max(1, num_nodes)
-
-    measures: list[Callable[[int], tuple[float, ...]]] = [
-        lambda job: (not max(d.num_devices for d in of(job)), choosy(job), *(-x for x in max(map(_size, of(job))))),
-        lambda job: (choosy(job), *(-x for x in max(map(_size, of(job))))),
-        lambda job: (*(-x for x in max(map(_size, of(job)))),),
-        lambda job: (-sum(len(d.replicas) * d.num_devices for d in of(job)), choosy(job)),
-        lambda job: (-max(dict(d.bundle).get("CPU", 0.0) for d in of(job)), choosy(job)),
-    ]
-    found = [sorted(range(len(jobs)), key=measure) for measure in measures]
-    return list(map(list, dict.fromkeys(map(tuple, found))))
+def largest_first(demands: Iterable[Demand]) -> list[Demand]:
+    """Demands by the size of their bundles."""
+    return sorted(demands, key=size_of, reverse=True)

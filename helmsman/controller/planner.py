@@ -12,15 +12,22 @@ from helmsman.api.scheduler import Job
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.colocation import tile
 from helmsman.controller.demand import Demand, Way, ways
-from helmsman.controller.packing import Packing, Placed, orders
+from helmsman.controller.packing import Packing, Placed, Work
+from helmsman.controller.packing_search import orders, search
 from helmsman.controller.resources import ACCELERATORS, Resources
 from helmsman.controller.shortfall import shortfall_of
 
 Of = Literal["available", "total"]
+_MIN_ATTEMPTS = 4
 
 
 def plan_jobs(
-    snapshot: ClusterSnapshot, jobs: Sequence[Job], *, running: Sequence[PlannedRole] = (), of: Of = "available"
+    snapshot: ClusterSnapshot,
+    jobs: Sequence[Job],
+    *,
+    running: Sequence[PlannedRole] = (),
+    of: Of = "available",
+    work: Work | None = None,
 ) -> Plan | Shortfall:
     """A place for every rank of all of these jobs together.
 
@@ -30,13 +37,14 @@ def plan_jobs(
     Args:
         running: roles that jobs may be colocated with, besides each other.
         of: what is free now, or the whole cluster as if it were empty.
+        work: what the trying is charged to, where several calls share a limit.
     Returns: the plan, or why there is none.
     Raises: RoleNotFoundError (a target that is neither among the jobs nor running), InvalidSpecError (a colocation that does
     not tile).
     """
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
     free = [dict(node.available if of == "available" else node.total) for node in snapshot.nodes]
-    found = _find(snapshot.nodes, free, separate)
+    found = _find(snapshot.nodes, free, separate, work or Work())
     if found is None:
         return shortfall_of(snapshot.nodes, free, separate)
     way, placed = found
@@ -50,18 +58,19 @@ def plan_jobs(
     return Plan(roles=tuple(roles[job.role] for job in jobs))
 
 
-def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> tuple[Way, Placed] | None:
-    unsettled: list[tuple[Packing, Way]] = []
-    for way in ways(jobs, nodes):
-        packing = Packing(nodes, free, way.demands)
-        if not packing.fits_in_sum(way.demands):
-            continue
-        for order in orders(jobs, way, len(nodes)):
-            if (placed := packing.lay(jobs, way, order)) is not None:
-                return way, placed
-        unsettled.append((packing, way))
-    for packing, way in unsettled:
-        if (placed := packing.search(way)) is not None:
+def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: Work) -> tuple[Way, Placed] | None:
+    """All ways by the quick rules first, then by the search; a few attempts are made however little work is left."""
+    all_ways = list(ways(jobs, nodes))
+    packing = Packing(nodes, free, [demand for way in all_ways for demand in way.demands], work)
+    possible = [way for way in all_ways if packing.may_fit(way.demands)]
+    attempts = ((way, order) for way in possible for order in orders(jobs, way, len(nodes)))
+    for number, (way, order) in enumerate(attempts):
+        if number >= _MIN_ATTEMPTS and work.left <= 0:
+            return None
+        if (placed := packing.lay(jobs, way, order)) is not None:
+            return way, placed
+    for number, way in enumerate(possible):
+        if (placed := search(packing, way, work.left // (len(possible) - number))) is not None:
             return way, placed
     return None
 
