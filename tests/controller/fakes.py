@@ -19,6 +19,7 @@ from helmsman.api.errors import (
     SchedulerClosedError,
     WorkerFailedError,
 )
+from helmsman.api.plan import Plan
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
 from helmsman.controller.loop import background_loop, run_sync
 
@@ -72,6 +73,9 @@ class FakeScheduler(Scheduler):
         ids = [f"{job.role}/{index}" for index in range(job.replicas)]
         self._deaths |= {worker_id: background_loop().create_future() for worker_id in ids}
         return ids
+
+    def plan(self, jobs: Job | Sequence[Job]) -> Plan:
+        raise NotImplementedError("a fake has no cluster")
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         job = self._job(role)
