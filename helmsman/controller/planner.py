@@ -13,6 +13,7 @@ from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.colocation import tile
 from helmsman.controller.demand import Demand, Way, ways
 from helmsman.controller.packing import Packing, Placed, Work
+from helmsman.controller.packing_rules import lay
 from helmsman.controller.packing_search import orders, search
 from helmsman.controller.resources import ACCELERATORS, Resources
 from helmsman.controller.shortfall import shortfall_of
@@ -67,7 +68,7 @@ def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[
     for number, (way, order) in enumerate(attempts):
         if number >= _MIN_ATTEMPTS and work.left <= 0:
             return None
-        if (placed := packing.lay(jobs, way, order)) is not None:
+        if (placed := lay(packing, jobs, way, order)) is not None:
             return way, placed
     for number, way in enumerate(possible):
         if (placed := search(packing, way, work.left // (len(possible) - number))) is not None:
