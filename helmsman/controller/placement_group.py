@@ -28,6 +28,7 @@ from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
 from helmsman.api.scheduler import Job
 from helmsman.controller import ray_state
 from helmsman.controller.admission import busy, require_feasible
+from helmsman.controller.client import TransportLostError
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.embedded_ray import bounded
@@ -80,23 +81,24 @@ async def admit(
     Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once when roles of this very run
     hold what is missing, since nobody else would free that. Nothing of the jobs is left then.
     """
-    lost: set[str] = set()
-    told_s = -_TELL_S[1] + _TELL_S[0]
+    silent: set[str] = set()
+    """Nodes that did not grant what the plan counted on, and whose raylet does not answer."""
+    tell_at_s = _TELL_S[0]
     for attempt in itertools.count():
-        snapshot = _without(await in_thread(ray_state.snapshot), lost)
+        snapshot = _without(await in_thread(ray_state.snapshot), silent)
         outcome = await in_thread(plan_jobs, snapshot, jobs)
         if isinstance(outcome, Plan):
             slots, refused = await _request(outcome, jobs, prefix, deadline, resources)
             if not refused:
                 return slots
-            lost |= await in_thread(_silent_nodes, refused)
+            silent = await in_thread(_silent_nodes, silent | refused)
         else:
             await in_thread(require_feasible, snapshot, jobs, ())
         own = not isinstance(outcome, Plan) and await in_thread(is_held_by_run, prefix, snapshot, jobs)
         if own or deadline.passed:
             raise busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline)
-        if deadline.elapsed_s - told_s > _TELL_S[1]:
-            told_s = deadline.elapsed_s
+        if deadline.elapsed_s > tell_at_s:
+            tell_at_s = deadline.elapsed_s + _TELL_S[1]
             log.warning(
                 "still waiting: %s", busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline).state
             )
@@ -105,10 +107,10 @@ async def admit(
     raise AssertionError("unreachable")
 
 
-def _without(snapshot: ClusterSnapshot, lost: set[str]) -> ClusterSnapshot:
-    if not lost:
+def _without(snapshot: ClusterSnapshot, silent: set[str]) -> ClusterSnapshot:
+    if not silent:
         return snapshot
-    return ClusterSnapshot(nodes=tuple(node for node in snapshot.nodes if node.node_id not in lost))
+    return ClusterSnapshot(nodes=tuple(node for node in snapshot.nodes if node.node_id not in silent))
 
 
 async def _request(
@@ -196,7 +198,7 @@ async def devices_of(slot: Slot) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """(address, ids of the devices) of each bundle of a deferred instance.
 
     Which devices a bundle has is fixed when it is created, but only a task that takes them is told; these take them for a
-    moment.
+    moment. Raises: TransportLostError.
     """
     asked = []
     for index, (_, num_devices) in enumerate(slot.bundles):
@@ -206,7 +208,10 @@ async def devices_of(slot: Slot) -> tuple[tuple[str, tuple[str, ...]], ...]:
         strategy = PlacementGroupSchedulingStrategy(slot.group, index)
         task = ray.remote(num_cpus=0, max_retries=0)(_granted_here).options(scheduling_strategy=strategy, **options)
         asked.append(task.remote(slot.accelerator))
-    granted: list[list[str]] = await asyncio.gather(*asked)
+    try:
+        granted: list[list[str]] = await asyncio.gather(*asked)
+    except ray.exceptions.RayError as error:
+        raise TransportLostError(f"the devices of its group could not be read: {error}") from error
     return tuple((node, tuple(sorted(ids, key=device_order))) for (node, _), ids in zip(slot.bundles, granted, strict=True))
 
 
