@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -17,9 +18,11 @@ from ray._private.state import state
 from ray.core.generated import gcs_pb2
 
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
-from helmsman.controller.resources import Resources
+from helmsman.controller.resources import Resources, total_of
 
 _RAYLET_ANSWERS_S = 1.0
+NODE_ID_LABEL = "ray.io/node-id"
+"""Label by which Ray names a node."""
 _GPU_DOMAIN = "ray.io/gpu-domain"
 _tables: Any = gcs_pb2
 _GroupState = _tables.PlacementGroupTableData
@@ -37,7 +40,7 @@ class GroupRow(msgspec.Struct, frozen=True):
     """PENDING, PREPARED, CREATED, REMOVED or RESCHEDULING."""
     job_id: str
     bundles: list[tuple[str, Resources]]
-    """(node id, resources) of each bundle, in its order; '' as node while it has none."""
+    """(node id, resources) of each bundle, in its order; while it has no node, the one that it names, or ''."""
 
 
 class ActorRow(msgspec.Struct, frozen=True):
@@ -59,20 +62,33 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def snapshot() -> ClusterSnapshot:
-    """The cluster as the head sees it now, which is up to 0.1 s behind what its nodes do; neighbours stand together."""
-    available: Mapping[str, Resources] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    """The cluster as the head sees it now; neighbours stand together.
+
+    What nodes report is up to 0.1 s old. The table of placement groups is not, so what a group holds, or asks for on a node
+    that it names, counts as held whatever the node has reported.
+    """
+    reported: Mapping[str, Resources] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    in_groups: dict[str, list[Resources]] = {}
+    for group in group_rows():
+        for node_id, bundle in group.bundles:
+            in_groups.setdefault(node_id, []).append(bundle)
     nodes = [
         NodeState(
             node_id=node["NodeID"],
             address=node["NodeManagerAddress"],
             hostname=node["NodeManagerHostname"],
             total=_own(node["Resources"]),
-            available=_own(available.get(node["NodeID"], {})),
+            available=_available(node["Resources"], reported.get(node["NodeID"], {}), in_groups.get(node["NodeID"], [])),
             labels=dict(node["Labels"]),
         )
         for node in alive_nodes()
     ]
     return ClusterSnapshot(nodes=tuple(sorted(nodes, key=_neighbourhood)))
+
+
+def _available(total: Mapping[str, float], reported: Mapping[str, float], in_groups: Sequence[Resources]) -> Resources:
+    held = total_of(in_groups)
+    return {name: max(0.0, min(reported.get(name, 0.0), amount - held.get(name, 0.0))) for name, amount in _own(total).items()}
 
 
 def _own(resources: Mapping[str, float]) -> Resources:
@@ -94,21 +110,48 @@ def group_rows() -> list[GroupRow]:
             name=row.name,
             state=_GroupState.PlacementGroupState.Name(row.state),
             job_id=row.creator_job_id.hex(),
-            bundles=[(bundle.node_id.hex(), dict(bundle.unit_resources)) for bundle in _in_order(row.bundles)],
+            bundles=[(_node_of(bundle), dict(bundle.unit_resources)) for bundle in _in_order(row.bundles)],
         )
         for row in rows
         if row.state != _GroupState.REMOVED
     ]
 
 
-def group_states(ids: Collection[str]) -> dict[str, str]:
-    """State of each of these groups; one that was removed, or is not known, is REMOVED."""
-    found = dict.fromkeys(ids, "REMOVED")
+class GroupPhase(Enum):
+    """How far the head is with a placement group."""
+
+    WAITING = "waiting"
+    """There is no room for it; it holds nothing."""
+    IN_FLIGHT = "in flight"
+    """Its nodes are being asked."""
+    CREATED = "created"
+    GONE = "gone"
+    """Removed, or never known."""
+
+
+def group_phases(ids: Iterable[str]) -> dict[str, GroupPhase]:
+    """How far the head is with each of these groups."""
+    found = dict.fromkeys(ids, GroupPhase.GONE)
     for data in state._connect_and_get_accessor().get_placement_group_table():
         row = _GroupState.FromString(data)
         if (group_id := row.placement_group_id.hex()) in found:
-            found[group_id] = _GroupState.PlacementGroupState.Name(row.state)
+            found[group_id] = _phase(row)
     return found
+
+
+def _phase(row: Any) -> GroupPhase:
+    if row.state == _GroupState.CREATED:
+        return GroupPhase.CREATED
+    if row.state == _GroupState.REMOVED:
+        return GroupPhase.GONE
+    stage = _tables.PlacementGroupStats
+    waits = row.state == _GroupState.PENDING and row.stats.scheduling_state in (stage.NO_RESOURCES, stage.INFEASIBLE)
+    return GroupPhase.WAITING if waits else GroupPhase.IN_FLIGHT
+
+
+def _node_of(bundle: Any) -> str:
+    node_id: str = bundle.node_id.hex()
+    return node_id or str(dict(bundle.label_selector).get(NODE_ID_LABEL, ""))
 
 
 def _in_order(bundles: Iterable[Any]) -> list[Any]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import random
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Timeouts
+from helmsman.controller.loop import submit
 from helmsman.controller.ray_scheduler import RayScheduler
-from tests.contract.engines import Counter
+from tests.contract import engines
 from tests.contract.helpers import Engine, wait_until
 from tests.multinode.conftest import Nodes, gpu_node
+from tests.multinode.contender import admit_and_free
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -85,7 +92,7 @@ def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., R
 
     holder, other = make_run(), make_run(timeouts=Timeouts(start_s=0.5))
     holder.create_workers([_job("trainer", 6, 8)])
-    stranger = ray.remote(num_gpus=8, num_cpus=0)(Counter).options(name="stranger").remote()
+    stranger = ray.remote(num_gpus=8, num_cpus=0)(engines.Counter).options(name="stranger").remote()
     ray.get(stranger.add.remote(1))
     with pytest.raises(errors.PlacementTimeoutError) as caught:
         other.create_workers([_job("one", 1, 8), _job("two", 1, 8)])
@@ -124,7 +131,7 @@ def test_two_runs_with_the_same_role_names_never_meet(make_run: Callable[..., Ra
     one, two = make_run(), make_run()
     for run in (one, two):
         run.create_workers(_job("actor", 1, 1))
-    engines = [Engine.create(run, "actor/0", Counter) for run in (one, two)]
+    engines = [Engine.create(run, "actor/0", engines.Counter) for run in (one, two)]
     assert engines[0].call("add", 5) == 5
     assert engines[1].call("add", 7) == 7
     one.delete_workers()
@@ -149,42 +156,42 @@ def test_sixty_four_groups_at_once(make_run: Callable[..., RayScheduler]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, make_run: Callable[..., RayScheduler]) -> None:
-    """Each round both admit jobs of a random shape at once, up to all 64 devices each; groups alone, without workers."""
-    import contextlib
-
-    from helmsman.controller.deadline import Deadline
-    from helmsman.controller.loop import submit
-    from helmsman.controller.placement_group import admit
-
+def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, run: RayScheduler) -> None:
+    """Each round two processes admit jobs of a random shape at once, up to all 64 devices each; groups without workers."""
     random_ = random.Random(20)
-    outcomes: dict[str, int] = {"placed": 0, "refused": 0}
-
-    async def admit_and_free(run: RayScheduler, jobs: list[Job]) -> str:
-        async with contextlib.AsyncExitStack() as stack:
-            stacks = {job.role: await stack.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
-            try:
-                slots = await admit(jobs, run._prefix, Deadline(20.0), stacks)
-            except errors.PlacementTimeoutError:
-                return "refused"
-            assert {role: len(found) for role, found in slots.items()} == {job.role: job.replicas for job in jobs}
-            return "placed"
-
-    runs = [make_run(), make_run()]
-    free = nodes.free()
-    for _ in range(200):
-        asked = []
-        for _run in runs:
-            gpu = random_.choice([1, 2, 4, 8])
-            first = random_.randint(1, 64 // gpu)
-            rest = 64 - first * gpu
-            jobs = [_job("first", first, gpu, random_.choice(["shared", "separate", "deferred"]))]
-            if rest >= 2 and random_.random() < 0.7:
-                jobs.append(_job("second", random_.randint(1, rest // 2), 2, "separate"))
-            asked.append(jobs)
-        waiting = [submit(admit_and_free(run, jobs)) for run, jobs in zip(runs, asked, strict=True)]
-        for each in waiting:
-            outcomes[each.result(60)] += 1
-        assert _groups() == []
+    outcomes: Counter[str] = Counter()
+    other = subprocess.Popen(
+        [sys.executable, "-m", "tests.multinode.contender", nodes.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        assert json.loads(other.stdout.readline()) == "ready"
+        free = nodes.free()
+        for _ in range(200):
+            ours, theirs = _random_jobs(random_), _random_jobs(random_)
+            other.stdin.write(msgspec.json.encode(theirs).decode() + "\n")
+            other.stdin.flush()
+            outcomes[submit(admit_and_free(run._prefix, ours)).result(60)] += 1
+            outcomes[json.loads(other.stdout.readline())] += 1
+            assert _groups() == []
+        other.stdin.close()
+        assert other.wait(30) == 0
+    finally:
+        other.kill()
+        other.wait()
     wait_until(lambda: nodes.free() == free, "everything is free again")
-    assert outcomes["placed"] == 400, outcomes
+    assert outcomes == {"placed": 400}
+
+
+def _random_jobs(random_: random.Random) -> list[Job]:
+    gpu = random_.choice([1, 2, 4, 8])
+    first = random_.randint(1, 64 // gpu)
+    rest = 64 - first * gpu
+    jobs = [_job("first", first, gpu, random_.choice(["shared", "separate", "deferred"]))]
+    if rest >= 2 and random_.random() < 0.7:
+        jobs.append(_job("second", random_.randint(1, rest // 2), 2, "separate"))
+    return jobs

@@ -1,0 +1,48 @@
+"""A controller of its own process: for each line of jobs it takes their placement groups, frees them, and says how it went.
+
+python -m tests.multinode.contender ADDRESS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job
+from helmsman.controller.deadline import Deadline
+from helmsman.controller.loop import submit
+from helmsman.controller.placement_group import admit
+from helmsman.controller.ray_scheduler import RayScheduler
+
+LIMIT_S = 20.0
+
+
+async def admit_and_free(prefix: str, jobs: Sequence[Job]) -> str:
+    """'placed' when all of the jobs had all of their groups, 'refused' when others held what they need until the deadline."""
+    async with contextlib.AsyncExitStack() as stack:
+        stacks = {job.role: await stack.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
+        try:
+            slots = await admit(jobs, prefix, Deadline(LIMIT_S), stacks)
+        except errors.PlacementTimeoutError:
+            return "refused"
+        complete = {role: len(found) for role, found in slots.items()} == {job.role: job.replicas for job in jobs}
+        return "placed" if complete else f"incomplete: {slots}"
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    with RayScheduler(address=sys.argv[1]) as run:
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            jobs: Any = msgspec.json.decode(line, type=list[Job])
+            print(json.dumps(submit(admit_and_free(run._prefix, jobs)).result()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
