@@ -31,6 +31,9 @@ NEEDS_TORCH = {"helmsman.rpc_server.tensors"}
 
 NEEDS_RAY = {
     "helmsman.controller.placement_group",
+    "helmsman.controller.ray_address",
+    "helmsman.controller.ray_holders",
+    "helmsman.controller.ray_state",
     "helmsman.controller.ray_scheduler",
     "helmsman.rpc_server.ray_server",
 }
