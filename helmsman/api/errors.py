@@ -40,6 +40,7 @@ HelmsmanError
 │   └── NotLoadableError
 ├── ProtocolError                         a peer broke the wire protocol or failed to prove itself
 ├── PlatformError
+│   ├── DeviceMismatchError               a process that does not see the devices that it was granted
 │   └── PlatformPicklingError (TypeError)
 ├── SchedulerClosedError
 └── ShutdownIncompleteError
@@ -702,6 +703,24 @@ class ProtocolError(HelmsmanError):
 
 class PlatformError(HelmsmanError):
     """An accelerator that is not what was granted, or is used where it must not be."""
+
+
+class DeviceMismatchError(PlatformError):
+    """A process that does not see the accelerators that it was granted, or sees others."""
+
+    where: str
+    granted: str
+    mask: str
+    counted: str
+
+    def __init__(self, *, where: str, granted: str, mask: str, counted: str, step: str) -> None:
+        super().__init__(
+            f"{where}: granted {granted or 'no accelerator'}; the raw mask is {mask}; {counted}. {step}.",
+            where=where,
+            granted=granted,
+            mask=mask,
+            counted=counted,
+        )
 
 
 class PlatformPicklingError(PlatformError, TypeError):

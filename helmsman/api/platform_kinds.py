@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.api.errors import PlatformError
+from helmsman.api.errors import DeviceMismatchError, PlatformError
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,18 @@ PLATFORMS: Mapping[str, PlatformInfo] = MappingProxyType(
     }
 )
 
-_EMPTY_MASKS = frozenset({"", "-1", "none", "void", "nodevfiles"})
+EMPTY_MASKS = frozenset({"", "-1", "none", "void", "nodevfiles"})
+"""Values, in lower case, of a visibility variable that hides every device."""
+
+
+class DeviceGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scheduler has granted to a worker."""
+
+    worker_id: str
+    kind: str = ""
+    """Key in PLATFORMS; empty where it was granted no accelerator."""
+    ids: tuple[str, ...] = ()
+    """Physical ids, in order."""
 
 
 def _installed(package: str) -> bool:
@@ -100,8 +111,58 @@ def _count_devices(info: PlatformInfo) -> int:
     return int(runtime.device_count()) if runtime.is_available() else 0
 
 
-def find_platform() -> PlatformInfo:
-    """Look at HELMSMAN_PLATFORM and at this machine through torch; raises PlatformError when they disagree."""
+def find_platform(grant: DeviceGrant | None = None) -> PlatformInfo:
+    """Look at HELMSMAN_PLATFORM and at this machine through torch; raises PlatformError when they disagree.
+
+    With a grant the process must see just what it was granted, or DeviceMismatchError is raised: a worker on the wrong device,
+    or on a CPU where an accelerator was asked for, must not go on. HELMSMAN_PLATFORM=cpu, set on purpose, lifts that.
+    """
+    found = _find_platform() if grant is None or not grant.kind else _find_granted(grant)
+    if grant is not None and os.environ.get(PLATFORM_ENV_VAR, "").strip().lower() != "cpu":
+        _require_granted(grant, found)
+    return found
+
+
+def _find_granted(grant: DeviceGrant) -> PlatformInfo:
+    """The platform of a grant; an accelerator that is granted is not passed over because torch lacks support for it."""
+    wanted = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
+    if wanted:
+        return _find_platform()
+    return PLATFORMS[grant.kind] if _count_devices(PLATFORMS[grant.kind]) else PLATFORMS["cpu"]
+
+
+def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
+    granted = PLATFORMS[grant.kind or "cpu"]
+    shown = granted if grant.kind else found
+    mask = os.environ.get(shown.visibility_env_var) if shown.visibility_env_var else None
+    num_devices = 0 if found.name == "cpu" else _count_devices(found)
+    torch_version = import_torch("it").__version__ if _installed("torch") else "(not installed)"
+    counted = f"torch {torch_version} counts {num_devices} {shown.name} devices in this process"
+    if not num_devices:
+        counted += ", which would run on the CPU"
+    if found.name != granted.name:
+        step = (
+            f"Check that torch is a build for {granted.name} and that its driver works on this node; set "
+            f"{PLATFORM_ENV_VAR}=cpu in SchedulingSpec.env_vars to run on the CPU on purpose"
+            if grant.kind
+            else "Ask for the devices in SchedulingSpec(gpu=...)"
+        )
+    elif grant.kind and mask != ",".join(grant.ids):
+        step = f"Do not set {granted.visibility_env_var} in env_vars, set_worker_env or the engine: the scheduler sets it"
+    elif grant.kind and num_devices != len(grant.ids):
+        step = "Check that these devices exist on the node and that none of them has failed (nvidia-smi or npu-smi)"
+    else:
+        return
+    raise DeviceMismatchError(
+        where=grant.worker_id,
+        granted=f"{grant.kind} {','.join(grant.ids)}".strip(),
+        mask=mask_of(shown) if shown.visibility_env_var else "unset",
+        counted=counted,
+        step=step,
+    )
+
+
+def _find_platform() -> PlatformInfo:
     wanted = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
     if wanted:
         if wanted not in PLATFORMS:
@@ -115,7 +176,7 @@ def find_platform() -> PlatformInfo:
         if all(map(_installed, packages)) and _count_devices(PLATFORMS[name]):
             return PLATFORMS[name]
     for info in PLATFORMS.values():
-        if info.visibility_env_var and os.environ.get(info.visibility_env_var, "").strip().lower() not in _EMPTY_MASKS:
+        if info.visibility_env_var and os.environ.get(info.visibility_env_var, "").strip().lower() not in EMPTY_MASKS:
             log.warning(
                 "running on cpu although %s: torch counts no %s device here; set %s=%s to make this an error",
                 mask_of(info),

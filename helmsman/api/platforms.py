@@ -23,6 +23,7 @@ from helmsman.api.errors import PlatformError, PlatformPicklingError
 from helmsman.api.platform_kinds import (
     PLATFORM_ENV_VAR,
     PLATFORMS,
+    DeviceGrant,
     PlatformInfo,
     find_platform,
     import_torch,
@@ -37,6 +38,7 @@ __all__ = [
     "PLATFORMS",
     "PLATFORM_ENV_VAR",
     "CurrentPlatform",
+    "DeviceGrant",
     "MemoryStats",
     "PlatformInfo",
     "allow_in_this_process",
@@ -63,8 +65,8 @@ class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
 class CurrentPlatform:
     """The platform of this process, resolved by the first attribute that needs it and then fixed.
 
-    Only ``is_resolved``, ``seed``, ``forbid``, ``allow`` and ``repr`` leave it unresolved. A forked child starts unresolved:
-    neither the parent's device context nor its masks are the child's.
+    Only ``is_resolved``, ``expect``, ``seed``, ``forbid``, ``allow`` and ``repr`` leave it unresolved. A forked child starts
+    unresolved: neither the parent's device context nor its masks are the child's.
     """
 
     def __init__(self) -> None:
@@ -77,6 +79,7 @@ class CurrentPlatform:
         self._seeded: set[str] = set()
         self._forbidden: list[str] = []
         self._num_allowed = 0
+        self._grant: DeviceGrant | None = None
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +87,8 @@ class CurrentPlatform:
     def info(self) -> PlatformInfo:
         """The row of PLATFORMS that this process runs on.
 
-        Raises: PlatformError where it is forbidden, or what HELMSMAN_PLATFORM asks for is not there.
+        Raises: PlatformError where it is forbidden, or what HELMSMAN_PLATFORM asks for is not there; DeviceMismatchError where
+        a worker does not see what it was granted.
         """
         with self._lock:
             if self._info is None:
@@ -94,9 +98,14 @@ class CurrentPlatform:
                         f"{self._forbidden[-1]}. Use current_platform inside an engine, which runs in a worker; for static "
                         "facts, such as a kind's visibility variable, read helmsman.api.platforms.PLATFORMS."
                     )
-                self._info = find_platform()
+                self._info = find_platform(self._grant)
                 self._seed_what_is_loaded()
             return self._info
+
+    def expect(self, grant: DeviceGrant) -> None:
+        """Have the first use verify that the process sees just these devices. Touches nothing by itself."""
+        with self._lock:
+            self._grant = grant
 
     def is_resolved(self) -> bool:
         """Whether this process has found its platform; does not resolve it."""

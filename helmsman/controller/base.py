@@ -203,6 +203,7 @@ class SchedulerBase(Scheduler):
                     seed=self._seed,
                     num_threads=max(1, int(spec.cpu)),
                     env={**client.environment, **spec.env_vars},
+                    grant=client.place.grant(client.worker_id),
                 )
                 await client.control(Verb.CONFIGURE, config, limit_s=limit_s)
             if spec.port_count:

@@ -6,20 +6,62 @@ import glob
 import os
 from collections.abc import Sequence
 
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.errors import DeviceMismatchError
+from helmsman.api.platform_kinds import EMPTY_MASKS, PLATFORMS
 
 _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
 
 
-def visibility(kind: str, ids: Sequence[str]) -> dict[str, str]:
-    """The environment with which a process sees just the devices ``ids`` of a kind, and none of the other kinds.
+def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None) -> dict[str, str]:
+    """The environment with which a process sees just the granted devices of a kind, and none of the other kinds.
 
     A process without devices sees none, whatever mask it would have inherited.
+
+    Args:
+        kind: key of PLATFORMS; any for a process without devices.
+        granted: ids as they were granted; see physical_ids.
+        raylet_mask: the visibility variable of whoever granted them; None where it has none, or the ids are physical ones
+            already and in order.
+    Raises: DeviceMismatchError.
     """
     environment = {info.visibility_env_var: "" for info in PLATFORMS.values() if info.visibility_env_var}
-    if ids:
+    if granted:
+        ids = granted if raylet_mask is None else [id_ for _, id_ in physical_ids(kind, granted, raylet_mask)]
         environment[PLATFORMS[kind].visibility_env_var] = ",".join(ids)
     return environment
+
+
+def physical_ids(kind: str, granted: Sequence[str], raylet_mask: str | None) -> list[tuple[int, str]]:
+    """(position on the node, physical id) of granted devices, in the order of the node.
+
+    A raylet that itself runs under a mask, such as 4,5,6,7, counts its devices from 0, and Ray maps what it grants back to the
+    ids of the mask, in any order, whatever its NOSET variables say (tests/multinode/test_devices.py). Ids that are not in the
+    mask can only be such counts.
+
+    Raises: DeviceMismatchError for ids that are neither.
+    """
+    listed = split_mask(raylet_mask)
+    if not listed:
+        numbered = all(map(str.isdecimal, granted))
+        return sorted((int(id_), id_) for id_ in granted) if numbered else list(enumerate(granted))
+    if all(id_ in listed for id_ in granted):
+        return sorted((listed.index(id_), id_) for id_ in granted)
+    if all(id_.isdecimal() and int(id_) < len(listed) for id_ in granted):
+        return sorted((int(id_), listed[int(id_)]) for id_ in granted)
+    raise DeviceMismatchError(
+        where="the raylet",
+        granted=f"{kind} {','.join(granted)}",
+        mask=f"{PLATFORMS[kind].visibility_env_var}={raylet_mask!r}",
+        counted="its own mask has no such devices",
+        step="Start the node's raylet with the mask that its devices have, or without one",
+    )
+
+
+def split_mask(mask: str | None) -> list[str] | None:
+    """The ids of a visibility variable: none for one that hides everything, None for one that is not set."""
+    if mask is None:
+        return None
+    return [part.strip() for part in mask.split(",") if part.strip().lower() not in EMPTY_MASKS]
 
 
 def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
@@ -36,10 +78,10 @@ def detect_devices(num_gpus: int | None, accelerator: str | None) -> DevicePool:
 
 
 def _found(kind: str) -> list[str]:
-    mask = os.environ.get(PLATFORMS[kind].visibility_env_var)
-    if mask is None:
+    listed = split_mask(os.environ.get(PLATFORMS[kind].visibility_env_var))
+    if listed is None:
         return [str(index) for index in range(len(glob.glob(_DEVICE_FILES[kind])))]
-    return [part.strip() for part in mask.split(",") if part.strip() not in ("", "-1")]
+    return listed
 
 
 class DevicePool:

@@ -33,11 +33,12 @@ from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
-from helmsman.controller.places import Place, device_order
+from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.ray_holders import describe_holders, is_held_by_run
 from helmsman.controller.ray_state import GroupPhase
 from helmsman.controller.resources import Resources
+from helmsman.rpc_server.ray_server import Granted, granted_here
 
 _POLL_S = (0.005, 0.1)
 """First and longest pause between two looks at groups that were asked for."""
@@ -200,8 +201,8 @@ def _slots(request: _Request, deferred: bool) -> list[Slot]:
     return slots
 
 
-async def devices_of(slot: Slot) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """(address, ids of the devices) of each bundle of a deferred instance.
+async def devices_of(slot: Slot) -> list[Granted]:
+    """What each bundle of a deferred instance was granted.
 
     Which devices a bundle has is fixed when it is created, but only a task that takes them is told; these take them for a
     moment. Raises: TransportLostError.
@@ -212,17 +213,13 @@ async def devices_of(slot: Slot) -> tuple[tuple[str, tuple[str, ...]], ...]:
         if not options and num_devices:
             options = {"resources": {slot.accelerator: num_devices}}
         strategy = PlacementGroupSchedulingStrategy(slot.group, index)
-        task = ray.remote(num_cpus=0, max_retries=0)(_granted_here).options(scheduling_strategy=strategy, **options)
-        asked.append(task.remote(slot.accelerator))
+        task = ray.remote(num_cpus=0, max_retries=0)(granted_here).options(scheduling_strategy=strategy, **options)
+        asked.append(task.remote())
     try:
-        granted: list[list[str]] = await asyncio.gather(*asked)
+        granted: list[Granted] = await asyncio.gather(*asked)
     except ray.exceptions.RayError as error:
         raise TransportLostError(f"the devices of its group could not be read: {error}") from error
-    return tuple((node, tuple(sorted(ids, key=device_order))) for (node, _), ids in zip(slot.bundles, granted, strict=True))
-
-
-def _granted_here(accelerator: str) -> list[str]:
-    return list(ray.get_runtime_context().get_accelerator_ids().get(accelerator, []))
+    return granted
 
 
 async def _remove(requests: Sequence[_Request]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from helmsman.api.plan import PlannedWorker
+from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller.colocation import Share
 
@@ -21,6 +22,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     num_devices: int = 0
     devices: tuple[str, ...] = ()
     """Physical ids, in order; known once the worker runs at the latest."""
+    positions: tuple[int, ...] = ()
+    """Where these stand among the node's devices."""
     accelerator: str = ""
     """Ray's resource of the devices; empty where the worker has none."""
     shared: bool = False
@@ -54,16 +57,20 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             instance_devices=first.instance_devices if whole else (),
         )
 
+    @property
+    def kind(self) -> str:
+        """Key in PLATFORMS of its devices; empty where it has none."""
+        return next((info.name for info in PLATFORMS.values() if self.devices and info.ray_resource == self.accelerator), "")
+
+    def grant(self, worker_id: str) -> DeviceGrant:
+        """What a worker here verifies."""
+        return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
+
     def as_planned(self, worker_id: str) -> PlannedWorker:
         """The place of this worker, as a plan has it."""
         return PlannedWorker(
             worker_id=worker_id, node_id=self.node_id, node=self.node, num_devices=self.num_devices, devices=self.devices
         )
-
-
-def device_order(device: str) -> tuple[bool, int, str]:
-    """Key that sorts device ids: numbers by their value, before all others."""
-    return (False, int(device), "") if device.isdecimal() else (True, 0, device)
 
 
 def in_device_order(job: Job, places: Sequence[Place]) -> list[int]:
@@ -80,7 +87,7 @@ def in_device_order(job: Job, places: Sequence[Place]) -> list[int]:
         alike[place.node_id, specs.index(spec)].append(index)
     order = list(range(len(places)))
     for ranks in alike.values():
-        origins = sorted(ranks, key=lambda index: list(map(device_order, places[index].devices)))
+        origins = sorted(ranks, key=lambda index: places[index].positions)
         for rank, origin in zip(ranks, origins, strict=True):
             order[rank] = origin
     return order

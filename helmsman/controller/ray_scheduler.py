@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.deadline import Deadline
-from helmsman.controller.devices import visibility
+from helmsman.controller.devices import physical_ids, visibility
 from helmsman.controller.embedded_ray import bounded, choose_authentication, connect, end_embedded_ray
 from helmsman.controller.loop import await_all, in_thread
-from helmsman.controller.places import Place, device_order, in_device_order
+from helmsman.controller.places import Place, in_device_order
 from helmsman.controller.resources import ACCELERATORS, Resources, show
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.guardian import read_record
@@ -40,7 +41,7 @@ try:
     from helmsman.controller.placement_group import get_placement_group_master_ip_and_port
     from helmsman.controller.ray_address import choose_address
     from helmsman.controller.ray_holders import describe_holders
-    from helmsman.rpc_server.ray_server import Greeting, RayRPCServer, pack, unpack_reply
+    from helmsman.rpc_server.ray_server import Granted, Greeting, RayRPCServer, pack, unpack_reply
 except ImportError as error:
     if error.name is not None and error.name.partition(".")[0] != "ray":
         raise
@@ -157,7 +158,9 @@ class RayScheduler(SchedulerBase):
             identity = self._identity(job, index, place.node)
             await self._answer(job, index, worker, worker.adopt(identity), deadline)
             client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
-            client.environment = self._device_environment(greeting, place)
+            client.environment = visibility(place.kind, place.devices)
+            if place.instance_devices:
+                client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
             return client
 
         return await await_all(adopt(index, origin) for index, origin in enumerate(in_device_order(job, granted)))
@@ -213,18 +216,13 @@ class RayScheduler(SchedulerBase):
         if place.shared or not place.num_devices:
             return place
         if not (isinstance(place, placement.Slot) and place.deferred):
-            ids = greeting.devices.get(place.accelerator, [])
-            return msgspec.structs.replace(place, devices=tuple(sorted(ids, key=device_order)))
+            return _with_devices(place, greeting.granted)
         bundles = await self._answer(job, index, worker, placement.devices_of(place), deadline)
-        return msgspec.structs.replace(place, devices=bundles[0][1], instance_devices=bundles)
-
-    def _device_environment(self, greeting: Greeting, place: Place) -> dict[str, str]:
-        """The masks of a worker: the devices of its place and no others."""
-        kind = "npu" if place.accelerator == "NPU" else "cuda"
-        environment = visibility(kind, place.devices)
-        if place.instance_devices:
-            environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps([[node, list(ids)] for node, ids in place.instance_devices])
-        return environment
+        everywhere = [_with_devices(place, granted).devices for granted in bundles]
+        nodes = [node for node, _ in place.bundles]
+        return msgspec.structs.replace(
+            _with_devices(place, bundles[0]), instance_devices=tuple(zip(nodes, everywhere, strict=True))
+        )
 
     async def _sweep(self) -> None:
         if self._owns_ray:
@@ -326,6 +324,14 @@ async def _kill_all(workers: Sequence[RayTransport]) -> None:
 
 def _devices(node: NodeState) -> Resources:
     return {name: amount for name, amount in node.total.items() if name in ACCELERATORS} or {"CPU": node.total.get("CPU", 0.0)}
+
+
+def _with_devices(place: Place, granted: Granted) -> Place:
+    kind = next(info for info in PLATFORMS.values() if info.ray_resource == place.accelerator)
+    found = physical_ids(kind.name, granted.ids.get(place.accelerator, []), granted.masks.get(kind.visibility_env_var))
+    return msgspec.structs.replace(
+        place, devices=tuple(id_ for _, id_ in found), positions=tuple(position for position, _ in found)
+    )
 
 
 def _reason_text(error: BaseException) -> str:

@@ -157,6 +157,8 @@ class EngineHost:
 
     def _configure(self, config: WorkerConfig) -> None:
         os.environ.update(config.env)
+        if config.grant is not None:
+            current_platform.expect(config.grant)
         if config.num_threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
             torch = sys.modules.get("torch")

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from helmsman.api.platforms import DeviceGrant
+
 
 class Verb(StrEnum):
     """What a worker can be asked."""
@@ -97,6 +99,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Threads for torch and OpenMP; None leaves them alone."""
     env: dict[str, str] = {}
     """Environment set before anything else."""
+    grant: DeviceGrant | None = None
+    """Accelerators that the worker was granted, which it verifies on the first use of its platform."""
 
 
 def dotted(engine_name: str | None, method: str) -> str:

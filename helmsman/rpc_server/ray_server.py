@@ -15,6 +15,7 @@ import msgspec
 import ray
 
 from helmsman.api.errors import HandleLostError
+from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server import guardian
 from helmsman.rpc_server.codec import Payload
@@ -93,13 +94,39 @@ class RayHandleStore:
         self._kept.pop(handle_id, None)
 
 
+class Granted(msgspec.Struct, frozen=True):
+    """The accelerators that Ray has granted to the task or actor that asks."""
+
+    ids: dict[str, list[str]]
+    """By Ray resource; physical ones, in any order."""
+    masks: dict[str, str]
+    """The visibility variables under which the raylet itself runs."""
+
+
 class Greeting(msgspec.Struct, frozen=True):
     """What a new worker tells of itself."""
 
     pid: int
     node_id: str
-    devices: dict[str, list[str]]
-    """Granted accelerator ids by Ray resource."""
+    granted: Granted
+
+
+def granted_here() -> Granted:
+    """What this process was granted."""
+    return Granted(ray.get_runtime_context().get_accelerator_ids(), _masks_of_parent())
+
+
+def _masks_of_parent() -> dict[str, str]:
+    """The raylet is the parent of its workers; Ray has changed the worker's own variables by now, or not, as its settings
+    are."""
+    variables = {info.visibility_env_var for info in PLATFORMS.values()} - {""}
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return {}
+    pairs = [entry.decode(errors="replace").split("=", 1) for entry in entries if b"=" in entry]
+    return {name: value for name, value in pairs if name in variables}
 
 
 def _control(method: Any) -> Any:
@@ -118,8 +145,7 @@ class RayRPCServer:
     @_control
     async def greet(self) -> Greeting:
         """Say where this is, and which devices Ray has granted."""
-        context = ray.get_runtime_context()
-        return Greeting(os.getpid(), context.get_node_id(), context.get_accelerator_ids())
+        return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here())
 
     @_control
     async def adopt(self, identity: WorkerIdentity) -> None:

@@ -198,6 +198,17 @@ ROWS = [
     Row(errors.NotLoadableError(path="x.f", value_type="lambda", reason="odd"), ("x.f", "lambda", "odd"), ""),
     Row(errors.ProtocolError("bad frame"), ("bad frame",), ""),
     Row(errors.PlatformError("no device", num_devices=0), ("no device",), ""),
+    Row(
+        errors.DeviceMismatchError(
+            where="train/3",
+            granted="cuda 4,5",
+            mask="CUDA_VISIBLE_DEVICES='4'",
+            counted="torch counts 1 cuda devices in this process",
+            step="Do not set the mask",
+        ),
+        ("train/3", "cuda 4,5", "CUDA_VISIBLE_DEVICES='4'", "counts 1"),
+        "Do not set the mask",
+    ),
     Row(errors.PlatformPicklingError(name="cuda"), ("cuda",), "inside the worker instead"),
     Row(errors.SchedulerClosedError(operation="call_engine"), ("call_engine", "closed"), "Make a new scheduler"),
     Row(

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from helmsman.api import platforms
-from helmsman.api.errors import PlatformError, PlatformPicklingError
-from helmsman.api.platforms import PLATFORM_ENV_VAR, PLATFORMS, CurrentPlatform, MemoryStats, current_platform
+from helmsman.api.errors import DeviceMismatchError, PlatformError, PlatformPicklingError
+from helmsman.api.platforms import PLATFORM_ENV_VAR, PLATFORMS, CurrentPlatform, DeviceGrant, MemoryStats, current_platform
 
 
 class FakeRuntime:
@@ -393,3 +393,82 @@ def test_class_sent_by_value_that_uses_it_is_refused_with_the_way_out() -> None:
     exec("def use():\n    return current_platform.name", namespace)
     with pytest.raises(PlatformPicklingError, match="helmsman.api.platforms.current_platform inside the worker"):
         cloudpickle.dumps(namespace["use"])
+
+
+# --- what was granted ---------------------------------------------------------------------------------------------------
+
+MASKS = {name: info.visibility_env_var for name, info in PLATFORMS.items() if info.visibility_env_var}
+
+
+def grant(kind: str, *ids: str) -> DeviceGrant:
+    return DeviceGrant(worker_id="train/3", kind=kind, ids=ids)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_what_was_granted_is_there(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    install(monkeypatch, cuda=2 if kind == "cuda" else 0, npu=2 if kind == "npu" else 0)
+    platform.expect(grant(kind, "4", "GPU-7"))
+    assert not platform.is_resolved()
+    monkeypatch.setenv(MASKS[kind], "4,GPU-7")
+    assert platform.name == kind
+    assert platform.device_count() == 2
+
+
+def test_nothing_was_granted_and_nothing_is_seen(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    platform.expect(grant(""))
+    assert platform.name == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+@pytest.mark.parametrize(
+    ("mask", "num_devices", "facts"),
+    [
+        ("4,5", 0, ["which would run on the CPU", "its driver works on this node", "HELMSMAN_PLATFORM=cpu"]),
+        ("4,5", 1, ["counts 1", "exist on the node"]),
+        ("4", 1, ["counts 1", "the scheduler sets it"]),
+        ("0,1", 2, ["counts 2", "the scheduler sets it"]),
+        ("5,4", 2, ["counts 2", "the scheduler sets it"]),
+        (None, 8, ["unset", "counts 8", "the scheduler sets it"]),
+        ("", 0, ["=''", "which would run on the CPU"]),
+    ],
+)
+def test_other_devices_than_were_granted_are_an_error(
+    platform: CurrentPlatform,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    mask: str | None,
+    num_devices: int,
+    facts: list[str],
+) -> None:
+    install(monkeypatch, cuda=num_devices if kind == "cuda" else 0, npu=num_devices if kind == "npu" else 0)
+    if mask is not None:
+        monkeypatch.setenv(MASKS[kind], mask)
+    platform.expect(grant(kind, "4", "5"))
+    with pytest.raises(DeviceMismatchError) as caught:
+        _ = platform.name
+    for fact in ("train/3", f"granted {kind} 4,5", MASKS[kind], *facts):
+        assert fact in str(caught.value)
+    with pytest.raises(DeviceMismatchError):
+        platform.device()  # it stays an error
+
+
+def test_devices_that_nobody_granted_are_an_error(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, cuda=8)
+    platform.expect(grant(""))
+    with pytest.raises(DeviceMismatchError, match=r"granted no accelerator; .*counts 8 cuda.*SchedulingSpec\(gpu="):
+        _ = platform.name
+
+
+def test_a_granted_npu_without_torch_npu_names_the_command(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, cuda=8, npu=None)
+    platform.expect(grant("npu", "0"))
+    with pytest.raises(PlatformError, match="pip install torch_npu"):
+        _ = platform.name
+
+
+def test_a_cpu_run_on_purpose_is_not_checked(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
+    platform.expect(grant("cuda", "0", "1"))
+    assert platform.name == "cpu"

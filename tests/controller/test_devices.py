@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from helmsman.controller.devices import DevicePool, detect_devices, visibility
+from helmsman.api.errors import DeviceMismatchError
+from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.controller.devices import DevicePool, detect_devices, physical_ids, visibility
 
 CUDA, NPU = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
 
@@ -13,6 +15,44 @@ def test_a_process_sees_its_own_kind_and_no_other() -> None:
     assert visibility("cuda", ["3", "1"]) == {CUDA: "3,1", NPU: ""}
     assert visibility("npu", ["0"]) == {CUDA: "", NPU: "0"}
     assert visibility("cuda", []) == {CUDA: "", NPU: ""}
+
+
+@pytest.mark.parametrize(
+    ("granted", "raylet_mask", "found"),
+    [
+        (["5", "4"], "4,5,6,7", [(0, "4"), (1, "5")]),  # physical, as Ray gives them
+        (["0", "3"], "4,5,6,7", [(0, "4"), (3, "7")]),  # logical
+        (["2", "0"], "7,2,0", [(1, "2"), (2, "0")]),  # physical, in the order of the mask
+        (["GPU-b", "GPU-a"], "GPU-a,GPU-b", [(0, "GPU-a"), (1, "GPU-b")]),
+        (["1"], "GPU-a, MIG-b", [(1, "MIG-b")]),
+        (["10", "9"], None, [(9, "9"), (10, "10")]),
+        (["10", "9"], "", [(9, "9"), (10, "10")]),
+        ([], "4,5", []),
+    ],
+)
+def test_physical_and_logical_ids_are_told_apart(
+    granted: list[str], raylet_mask: str | None, found: list[tuple[int, str]]
+) -> None:
+    for kind, variable in (("cuda", CUDA), ("npu", NPU)):
+        assert physical_ids(kind, granted, raylet_mask) == found
+        if raylet_mask:
+            assert visibility(kind, granted, raylet_mask)[variable] == ",".join(id_ for _, id_ in found)
+
+
+def test_ids_that_the_raylet_cannot_have_granted() -> None:
+    with pytest.raises(DeviceMismatchError) as caught:
+        visibility("cuda", ["6", "8"], "4,5")
+    for fact in ("the raylet", "cuda 6,8", "CUDA_VISIBLE_DEVICES='4,5'", "has no such devices"):
+        assert fact in str(caught.value)
+
+
+def test_the_table_of_kinds_is_rays_own() -> None:
+    accelerators = pytest.importorskip("ray._private.accelerators", reason="the constants are Ray's")
+    for info in PLATFORMS.values():
+        if info.visibility_env_var:
+            manager = accelerators.get_accelerator_manager_for_resource(info.ray_resource)
+            assert manager.get_resource_name() == info.ray_resource
+            assert manager.get_visible_accelerator_ids_env_var() == info.visibility_env_var
 
 
 @pytest.mark.parametrize(

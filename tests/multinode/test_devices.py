@@ -1,0 +1,146 @@
+"""What a worker sees, for every way in which a raylet may run: its own mask, Ray's NOSET variables, what Ray does to workers
+without devices, and both kinds of accelerators."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.controller.ray_scheduler import RayScheduler
+from tests.contract.engines import Counter
+from tests.contract.helpers import ROOT, Engine
+from tests.multinode.conftest import Nodes
+
+pytestmark = pytest.mark.usefixtures("left_as_found")
+
+MASKS = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
+NOSET = {kind: f"RAY_EXPERIMENTAL_NOSET_{variable}" for kind, variable in MASKS.items()}
+ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+NODES = [
+    (kind, mask, noset, on_zero)
+    for kind, mask, (noset, on_zero) in itertools.product(
+        MASKS, (None, "4,5,6,7", "X-d,X-c,X-b,X-a"), ((False, "0"), (False, "1"), (True, "0"))
+    )
+]
+
+
+def _name(kind: str, mask: str | None, noset: bool, on_zero: str) -> str:
+    return f"{kind}-{(mask or 'unmasked')[:1]}-{'noset' if noset else 'set'}-{on_zero}"
+
+
+def _node(kind: str, mask: str | None, noset: bool, on_zero: str) -> dict[str, Any]:
+    env_vars = {ON_ZERO: on_zero, **({MASKS[kind]: mask} if mask else {}), **({NOSET[kind]: "1"} if noset else {})}
+    sizes = {"num_gpus": 4} if kind == "GPU" else {"resources": {"NPU": 4}, "num_gpus": 0}
+    return {"num_cpus": 8, "env_vars": env_vars, "labels": {"cell": _name(kind, mask, noset, on_zero)}, **sizes}
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """A node for each way."""
+    return start_nodes(*[_node(*each) for each in NODES])
+
+
+@pytest.fixture(scope="module")
+def module_run(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler]:
+    """One run for the whole matrix."""
+    with RayScheduler(log_dir=tmp_path_factory.mktemp("logs")) as run:
+        yield run
+
+
+@pytest.fixture
+def run(module_run: RayScheduler) -> Iterator[RayScheduler]:
+    """That run, without workers at the end of the test."""
+    yield module_run
+    module_run.delete_workers()
+
+
+def _seen(run: RayScheduler, worker_id: str) -> dict[str, str]:
+    return dict(Engine.create(run, worker_id, Counter).call("environ", *MASKS.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mask", "noset", "on_zero"), NODES, ids=[_name(*each) for each in NODES])
+def test_a_worker_sees_what_it_was_granted(
+    run: RayScheduler, monkeypatch: pytest.MonkeyPatch, kind: str, mask: str | None, noset: bool, on_zero: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")  # the driver's own, which is nobody else's
+    cell = {"cell": _name(kind, mask, noset, on_zero)}
+    spec = SchedulingSpec(cpu=1, gpu=2, node_labels=cell)
+    run.create_workers([Job(role="a", replicas=2, tasks=[spec]), Job(role="none", tasks=[SchedulingSpec(node_labels=cell)])])
+    run.fork_workers("sibling", "a")
+    on_node = mask.split(",") if mask else ["0", "1", "2", "3"]
+    other = next(variable for each, variable in MASKS.items() if each != kind)
+    for index, ids in enumerate((on_node[:2], on_node[2:])):
+        for role in ("a", "sibling"):
+            assert run.get_workers(role)[index].devices == ids, "physical ids, in the order of the node"
+            assert _seen(run, f"{role}/{index}") == {MASKS[kind]: ",".join(ids), other: ""}
+    assert _seen(run, "none/0") == dict.fromkeys(MASKS.values(), ""), "a worker that asked for none sees none"
+
+
+class Uses:
+    """An engine that uses its platform."""
+
+    def __init__(self) -> None:
+        from helmsman import current_platform
+
+        self.name = current_platform.name
+
+    def platform(self) -> str:
+        """Its name."""
+        return self.name
+
+
+@pytest.mark.parametrize("kind", list(MASKS))
+def test_a_cpu_where_an_accelerator_was_granted_is_an_error(run: RayScheduler, kind: str) -> None:
+    """The devices here are logical ones: torch counts none."""
+    cell = {"cell": _name(kind, "4,5,6,7", False, "0")}
+    run.create_workers(Job(role="a", tasks=[SchedulingSpec(gpu=2, node_labels=cell)]))
+    with pytest.raises(errors.EngineCreationError) as caught:
+        Engine.create(run, "a/0", Uses)
+    expected = (
+        ["torch_npu"] if kind == "NPU" else ["DeviceMismatchError", "a/0", "cuda 4,5", f"{MASKS[kind]}='4,5'", "on the CPU"]
+    )
+    for fact in expected:
+        assert fact in str(caught.value)
+    run.create_workers(Job(role="b", tasks=[SchedulingSpec(gpu=2, node_labels=cell, env_vars={"HELMSMAN_PLATFORM": "cpu"})]))
+    assert Engine.create(run, "b/0", Uses).call("platform") == "cpu", "on purpose"
+
+
+DRIVER = """
+import asyncio, json, sys
+sys.modules["torch"] = None  # as if it were not installed: importing it raises
+from helmsman import Job, RayScheduler, SchedulingSpec
+from tests.contract.engines import Counter
+with RayScheduler(address=sys.argv[1], log_dir=sys.argv[2]) as run:
+    spec = SchedulingSpec(cpu=1, gpu=4, node_labels={"cell": sys.argv[3]})
+    (worker,) = run.create_workers(Job(role="a", tasks=[spec]))
+    asyncio.run(run.create_engine(worker, Counter, "counter"))
+    assert run.call_engine(worker, "add", "counter", 2) == 2
+    print(json.dumps([run.n_gpus_per_node, run.get_workers("a")[0].devices]))
+    run.delete_workers("a")
+"""
+
+
+@pytest.mark.parametrize("kind", list(MASKS))
+def test_a_driver_without_accelerators_and_without_torch(nodes: Nodes, tmp_path: Any, kind: str) -> None:
+    """It runs on the head, which has no accelerator."""
+    ended = subprocess.run(
+        [sys.executable, "-c", DRIVER, nodes.address, str(tmp_path), _name(kind, None, False, "0")],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [4, ["0", "1", "2", "3"]]
