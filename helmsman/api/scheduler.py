@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
 from helmsman.api.plan import Plan
 
@@ -320,6 +321,17 @@ class Scheduler(abc.ABC):
     @abc.abstractmethod
     def stacks(self, role: str) -> dict[str, str]:
         """The Python stacks of all threads of each of the role's workers; a line saying why for one that does not answer."""
+
+    @abc.abstractmethod
+    def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
+        """Each variable of the role's workers, by worker id, sorted by name, and who set it. Secrets are masked in the worker.
+
+        What is forwarded from the script's environment is a list (``helmsman env`` shows it); ``SchedulingSpec.env_vars`` win
+        over everything. Thread counts follow ``SchedulingSpec.cpu``, except on the inline scheduler, whose workers have the
+        script's own environment.
+
+        Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -9,6 +9,7 @@ import abc
 import asyncio
 import atexit
 import contextlib
+import os
 import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import (
@@ -35,6 +37,7 @@ from helmsman.controller.client import WorkerClient, encode_arguments
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.colocation import tile
 from helmsman.controller.deadline import Deadline
+from helmsman.controller.environment import worker_environment
 from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
@@ -53,6 +56,8 @@ class SchedulerBase(Scheduler):
     """
 
     _seeds_workers = True
+    _same_machine = False
+    """Whether a worker has no environment but what this process gives it."""
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
         self.timeouts = timeouts or Timeouts()
@@ -201,13 +206,12 @@ class SchedulerBase(Scheduler):
                     role=job.role,
                     rank=index,
                     seed=self._seed,
-                    num_threads=max(1, int(spec.cpu)),
-                    env={**client.environment, **spec.env_vars},
+                    environment=worker_environment(os.environ, spec, client.environment, same_machine=self._same_machine),
                     grant=client.place.grant(client.worker_id),
                 )
                 await client.control(Verb.CONFIGURE, config, limit_s=limit_s)
-            if spec.port_count:
-                ports = await client.control(Verb.LEASE_PORTS, spec.port_count, limit_s=limit_s)
+            if num_ports := spec.port_count or (1 if spec.cmd else 0):
+                ports = await client.control(Verb.LEASE_PORTS, num_ports, limit_s=limit_s)
                 client.engine_ports = [str(port) for port in ports]
         except errors.CallError as error:
             tail = error.log_tail if isinstance(error, errors.WorkerFailedError) else ""
@@ -282,7 +286,10 @@ class SchedulerBase(Scheduler):
         }
 
         async def run_all() -> None:
-            await await_all(self.create_engine(worker_id, engine, None, command) for worker_id, command in commands.items())
+            await await_all(
+                self.create_engine(worker_id, engine, None, command, self._client(worker_id).engine_ports)
+                for worker_id, command in commands.items()
+            )
 
         try:
             run_sync(run_all())
@@ -413,6 +420,15 @@ class SchedulerBase(Scheduler):
 
         async def ask_all() -> list[str]:
             return await asyncio.gather(*(ask(client) for client in entry.clients))
+
+        return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+
+    def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
+        self._require_open("environment")
+        entry = self._role(role)
+
+        async def ask_all() -> list[list[EnvironmentVariable]]:
+            return await await_all(client.control(Verb.ENVIRONMENT) for client in entry.clients)
 
         return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
 

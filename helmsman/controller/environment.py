@@ -121,13 +121,13 @@ class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
 
 def forwarding_of(name: str) -> Forwarding:
     """What becomes of the driver's variable ``name``."""
-    if rule := _NOWHERE.get(name) or _of_prefix(name, _NOWHERE_PREFIXES):
+    if rule := _NOWHERE.get(name, "") or _of_prefix(name, _NOWHERE_PREFIXES):
         return Forwarding("nowhere", rule)
     if name.endswith("_VISIBLE_DEVICES"):
         return Forwarding("nowhere", _MASK_RULE)
-    if rule := _THIS_MACHINE.get(name) or _of_prefix(name, _THIS_MACHINE_PREFIXES):
+    if rule := _THIS_MACHINE.get(name, "") or _of_prefix(name, _THIS_MACHINE_PREFIXES):
         return Forwarding("this machine", rule)
-    if rule := _EVERYWHERE.get(name):
+    if rule := _EVERYWHERE.get(name, ""):
         return Forwarding("everywhere", rule)
     for purpose, prefixes in _EVERYWHERE_PREFIXES.items():
         for prefix in prefixes.split():

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
@@ -72,8 +73,8 @@ class InlineScheduler(SchedulerBase):
         for index, place in enumerate(places):
             identity = msgspec.structs.replace(self._identity(job, index, place.node), log_path="")
             host = EngineHost(identity, self._store, seeding=False)
-            os.environ.update(job.spec(index).env_vars)
             host.engine_thread.start(identity.worker_id)
+            host.set_environment([EnvironmentVariable(*item, "spec.env_vars") for item in job.spec(index).env_vars.items()])
             resources.callback(host.close)
             transport = _InlineTransport(host)
             clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.timeouts))

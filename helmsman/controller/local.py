@@ -21,6 +21,7 @@ from helmsman.controller.client import Ending, Transport, TransportLostError, Wo
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
+from helmsman.controller.environment import as_mapping, worker_environment
 from helmsman.controller.loop import await_all
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
@@ -44,6 +45,8 @@ class LocalScheduler(SchedulerBase):
         accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
         preload: modules that every worker finds imported already. Importing torch costs a worker more than a second otherwise.
     """
+
+    _same_machine = True
 
     def __init__(
         self,
@@ -120,10 +123,10 @@ class LocalScheduler(SchedulerBase):
         resources: contextlib.AsyncExitStack,
     ) -> WorkerClient:
         identity = self._identity(job, index, _ADDRESS)
-        spec = job.spec(index)
+        devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
-        env = {**os.environ, **self._devices.environment(place.devices), **spec.env_vars}
-        order = Spawn(identity, path, self._key, env, max(1, int(spec.cpu)))
+        environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
+        order = Spawn(identity, path, self._key, as_mapping(environment))
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 pid = await server.spawn(order)
@@ -139,7 +142,9 @@ class LocalScheduler(SchedulerBase):
                 log_path=identity.log_path,
                 log_tail=tail_of(identity.log_path),
             ) from error
-        return WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
+        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
+        client.environment = devices
+        return client
 
     async def _sweep(self) -> None:
         if self._server is not None:

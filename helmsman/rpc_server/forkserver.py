@@ -41,7 +41,6 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     """The run's key."""
     env: dict[str, str]
     """The worker's whole environment."""
-    num_threads: int
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -217,7 +216,7 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int]) 
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
-        code = serve_worker(order.identity, listener, order.key, order.num_threads)
+        code = serve_worker(order.identity, listener, order.key)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
     except BaseException:  # noqa: BLE001 - the process's outermost frame: the log is where its error can be read

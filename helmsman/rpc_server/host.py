@@ -8,19 +8,20 @@ import hashlib
 import importlib
 import inspect
 import os
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from helmsman.api import errors
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
-from helmsman.rpc_server import inspection
+from helmsman.rpc_server import inspection, reach
 from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
 from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.rpc_server.environment import Environment, follow_thread_count
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
 from helmsman.rpc_server.remote_errors import remote_error, traceback_text
@@ -63,6 +64,8 @@ class EngineHost:
         self._cancelled: set[object] = set()
         self._lock = threading.Lock()
         self._ports = PortLeases()
+        self._environment = Environment("node" if seeding else "driver")  # what is not seeded is the driver's own process
+        self._listener = reach.Listener()
         self._num_calls = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -84,6 +87,9 @@ class EngineHost:
                     lambda: self._answer(request, reply, lambda: self._destroy_engines(names)),
                     lambda: self._decline(request, reply),
                 )
+            elif request.verb is Verb.REACH:  # it waits for another machine, and nothing else may wait for it
+                work = functools.partial(reach.reach, *decode(payload))
+                threading.Thread(target=self._answer, args=(request, reply, work), name="reach", daemon=True).start()
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
@@ -97,7 +103,14 @@ class EngineHost:
         """Stop the host's threads and give its ports back; engines are not asked."""
         self.engine_thread.stop()
         self._loop.stop()
+        self._listener.close()
         self._ports.close()
+
+    def set_environment(self, variables: Sequence[EnvironmentVariable]) -> None:
+        """Set variables of this process, before its engines are created, and remember who set them."""
+        self._environment.set(variables)
+        if any(variable.name == "OMP_NUM_THREADS" for variable in variables):
+            self.engine_thread.submit(object(), "follow_thread_count", follow_thread_count)
 
     def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
         """Run ``work`` and reply with its result or its error."""
@@ -126,10 +139,15 @@ class EngineHost:
             case Verb.CONFIGURE:
                 return self._configure(*arguments)
             case Verb.SET_ENV:
-                os.environ.update(arguments[0])
-                return None
+                return self.set_environment(
+                    [EnvironmentVariable(name, value, "set_worker_env") for name, value in arguments[0].items()]
+                )
+            case Verb.ENVIRONMENT:
+                return self._environment.describe()
             case Verb.LEASE_PORTS:
                 return self._ports.lease(arguments[0])
+            case Verb.LISTEN:
+                return self._listener.listen(*arguments)
             case Verb.CANCEL:
                 return self._cancel(arguments[0])
             case Verb.RELEASE:
@@ -156,14 +174,9 @@ class EngineHost:
         )
 
     def _configure(self, config: WorkerConfig) -> None:
-        os.environ.update(config.env)
+        self.set_environment(config.environment)
         if config.grant is not None:
             current_platform.expect(config.grant)
-        if config.num_threads is not None:
-            os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
-            torch = sys.modules.get("torch")
-            if torch is not None:  # already imported, so OpenMP has read its variable before we set it
-                torch.set_num_threads(config.num_threads)
         if self._seeding:
             digest = hashlib.sha256(f"{config.seed}/{config.role}/{config.rank}".encode()).digest()
             self._seed = int.from_bytes(digest[:4], "little")

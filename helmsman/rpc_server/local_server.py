@@ -11,7 +11,6 @@ import sys
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 
@@ -176,14 +175,10 @@ def _shutdown(peer: socket.socket) -> None:
         return  # closed meanwhile
 
 
-def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes, num_threads: int) -> int:
+def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
     """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
     faulthandler.enable()
     share_interpreter()
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(num_threads)
     host = EngineHost(identity, LocalHandleStore())
     host.on_shutdown = host.engine_thread.stop
     server = LocalServer(host, listener, key)

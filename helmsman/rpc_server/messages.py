@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import DeviceGrant
 
 
@@ -18,11 +19,18 @@ class Verb(StrEnum):
     STACKS = "stacks"
     """-> str, the stacks of all threads."""
     CONFIGURE = "configure"
-    """(WorkerConfig) -> None. Seeds and thread counts."""
+    """(WorkerConfig) -> None. Environment, thread counts, seeds."""
     SET_ENV = "set_env"
     """(dict) -> None."""
+    ENVIRONMENT = "environment"
+    """() -> list[EnvironmentVariable], sorted by name, secrets masked."""
     LEASE_PORTS = "lease_ports"
     """(int) -> list[int], ports held for this worker until it ends."""
+    LISTEN = "listen"
+    """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port of None ends that. Returns why
+    it cannot, '' when it does."""
+    REACH = "reach"
+    """(address, port, proof, seconds) -> str. Connects to a worker that listens; returns why it cannot, '' when it did."""
     CREATE_ENGINE = "create_engine"
     """(path or class, args, kwargs) -> None, on the engine thread."""
     CALL = "call"
@@ -95,10 +103,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     seed: int = 0
     """Seed of the run; the worker seeds from (seed, role, rank)."""
-    num_threads: int | None = None
-    """Threads for torch and OpenMP; None leaves them alone."""
-    env: dict[str, str] = {}
-    """Environment set before anything else."""
+    environment: list[EnvironmentVariable] = []
+    """Set before anything else; torch gets as many threads as OMP_NUM_THREADS says."""
     grant: DeviceGrant | None = None
     """Accelerators that the worker was granted, which it verifies on the first use of its platform."""
 

@@ -19,6 +19,7 @@ What a hold cannot keep off is a foreign program that insists on just this port 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -37,6 +38,7 @@ PORTS_VARIABLE = "HELMSMAN_PORTS"
 FIRST_PORT = 20_000
 _EPHEMERAL_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT, errno.EADDRNOTAVAIL)
 _NUMBER = re.compile(r"(?<!\d)\d{4,5}(?!\d)")
 
 _holds: dict[int, list[socket.socket]] = {}
@@ -58,35 +60,46 @@ class PortLeases:
         Raises: OSError when there are not that many; ValueError for a HELMSMAN_PORT_RANGE that is none.
         """
         first, last = port_range(os.environ)
-        _install_hooks()
         candidates = list(range(first, last + 1))
+        if count > len(candidates):
+            raise OSError(
+                f"at most {len(candidates)} of {count} ports are free: {first} to {last} are no more; ask for fewer, "
+                f"or set {RANGE_VARIABLE} to a wider range"
+            )
+        _install_hooks()
         random.SystemRandom().shuffle(candidates)
-        leased: list[int] = []
-        num_ours = num_foreign = 0
-        for port in candidates:
-            if len(leased) == count:
-                return leased
-            if port in self._held or (lock := _lock(port)) is None:
-                num_ours += 1
-            elif not _hold(port):
-                num_foreign += 1
-                _unlock(lock)
-            else:
+        with contextlib.ExitStack() as undo:
+            leased: list[int] = []
+            num_ours = num_foreign = 0
+            for port in candidates:
+                if len(leased) == count:
+                    break
+                lock = None if port in self._held else _lock(port)
+                if lock is None:
+                    num_ours += 1
+                    continue
                 self._held[port] = lock
-                leased.append(port)
-        if len(leased) == count:
-            return leased
-        for port in leased:
-            self._release(port)
-        raise OSError(
-            f"only {len(leased)} of {count} ports are free: of the {len(candidates)} ports {first}-{last} of this node, "
-            f"Helmsman's workers have leased {num_ours}, other programs have bound {num_foreign} (or had until a minute ago); "
-            f"end what needs them no longer, or set {RANGE_VARIABLE} to a wider range"
-        )
+                undo.callback(self._release, port)
+                if _hold(port):
+                    leased.append(port)
+                else:
+                    num_foreign += 1
+                    self._release(port)
+            if len(leased) < count:
+                raise OSError(
+                    f"only {len(leased)} of {count} ports are free: of the {len(candidates)} ports {first}-{last} of this node "
+                    f"Helmsman's workers have leased {num_ours}, other programs have bound {num_foreign} (or had until a "
+                    f"minute ago); end what needs them no longer, or set {RANGE_VARIABLE} to a wider range"
+                )
+            undo.pop_all()
+        return leased
 
     def _release(self, port: int) -> None:
-        hand_over(port)
-        _unlock(self._held.pop(port))
+        lock = self._held.pop(port, None)
+        if lock is not None:
+            hand_over(port)
+            _locks.discard(lock)
+            lock.close()
 
     def close(self) -> None:
         """Give all leases back."""
@@ -144,35 +157,28 @@ def _lock(port: int) -> socket.socket | None:
     return lock
 
 
-def _unlock(lock: socket.socket) -> None:
-    _locks.discard(lock)
-    lock.close()
-
-
 def _hold(port: int) -> bool:
     """Bind a port strictly, and only then allow others that reuse it; returns whether it was free."""
-    sockets: list[socket.socket] = []
-    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            continue  # a host without IPv6
-        try:
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address, port))
-        except OSError as error:
-            sock.close()
-            if error.errno not in _TAKEN and family == socket.AF_INET6:
-                continue  # a host without IPv6
-            for bound in sockets:
-                bound.close()
-            return False
-        sockets.append(sock)
-    for sock in sockets:
-        for option in _REUSE:
-            sock.setsockopt(socket.SOL_SOCKET, option, 1)
-    _holds[port] = sockets
+    with contextlib.ExitStack() as undo:
+        sockets = []
+        for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+            try:
+                sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind((address, port))
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    return False
+                if family == socket.AF_INET6 and error.errno in _NO_IPV6:
+                    continue
+                raise
+            sockets.append(sock)
+        for sock in sockets:
+            for option in _REUSE:
+                sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        _holds[port] = sockets
+        undo.pop_all()
     return True
 
 

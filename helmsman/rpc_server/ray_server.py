@@ -219,6 +219,21 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
     @_control
+    async def environment(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.ENVIRONMENT."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def listen(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.LISTEN."""
+        return await self._ask(message, payload)
+
+    @_control
+    async def reach(self, message: bytes, payload: Payload | None) -> Packed:
+        """Verb.REACH."""
+        return await self._ask(message, payload)
+
+    @_control
     async def lease_ports(self, message: bytes, payload: Payload | None) -> Packed:
         """Verb.LEASE_PORTS."""
         return await self._ask(message, payload)

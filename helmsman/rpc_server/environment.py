@@ -1,0 +1,52 @@
+"""A worker's environment, and who set what in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from helmsman.api.environment import EnvironmentVariable, masked
+from helmsman.rpc_server.guardian import TAG_VARIABLE
+
+
+class Environment:
+    """The environment of this process.
+
+    Args:
+        origin: the source of what it holds already.
+    """
+
+    def __init__(self, origin: str) -> None:
+        sources = {TAG_VARIABLE: "helmsman"}
+        self._known = {
+            name: EnvironmentVariable(name, value, sources.get(name, origin)) for name, value in dict(os.environ).items()
+        }
+
+    def set(self, variables: Iterable[EnvironmentVariable]) -> None:
+        """Set variables, and remember who did."""
+        for variable in variables:
+            os.environ[variable.name] = variable.value
+            self._known[variable.name] = variable
+
+    def describe(self) -> list[EnvironmentVariable]:
+        """Every variable as it stands, sorted by name. Secrets are masked here, so that they never leave the process."""
+        return [
+            EnvironmentVariable(name, masked(name, value), self._source(name, value))
+            for name, value in sorted(dict(os.environ).items())
+        ]
+
+    def _source(self, name: str, value: str) -> str:
+        known = self._known.get(name)
+        return known.source if known is not None and known.value == value else "engine"
+
+
+def follow_thread_count() -> None:
+    """Let torch, where it is loaded, use as many threads as OMP_NUM_THREADS says: OpenMP has read the variable long before.
+
+    To be called on the thread that computes, since OpenMP keeps the number for each.
+    """
+    torch = sys.modules.get("torch")
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # the others are of nested levels
+    if first.isdecimal() and int(first) >= 1 and hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(int(first))  # type: ignore[union-attr]

@@ -1,0 +1,79 @@
+"""Whether one worker can be reached by others at an address and port, tried before a process group relies on it.
+
+The listener sends a proof, so that a stranger who answers there is not taken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+_PEER_S = 2.0
+"""Longest wait for a peer that has connected."""
+
+
+class Listener:
+    """Listens on one port at a time, as the store of a process group will: on all addresses, reusing them."""
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+
+    def listen(self, port: int | None, proof: bytes = b"", limit_s: float = 0.0) -> str:
+        """Answer whoever connects to ``port`` within ``limit_s`` seconds with ``proof``; None ends it. Returns why it cannot
+        listen, '' when it does."""
+        self.close()
+        if port is None:
+            return ""
+        try:
+            self._listener = _bound(port)
+        except OSError as error:
+            return error.strerror or str(error)
+        self._listener.settimeout(limit_s)
+        threading.Thread(target=_answer, args=(self._listener, proof), name="listen", daemon=True).start()
+        return ""
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, where closing alone would not
+            listener.close()
+
+
+def _bound(port: int) -> socket.socket:
+    try:
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True)
+    except (OSError, ValueError):  # a host without IPv6; or the port is taken, which this then says
+        return socket.create_server(("", port), backlog=4096)
+
+
+def _answer(listener: socket.socket, proof: bytes) -> None:
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError:
+            listener.close()
+            return  # closed, or its time is over
+        with peer, contextlib.suppress(OSError):
+            peer.settimeout(_PEER_S)
+            peer.sendall(proof)
+            peer.recv(1)  # the peer closes first, so that its connection does not linger on this port
+
+
+def reach(address: str, port: int, proof: bytes, limit_s: float) -> str:
+    """Connect to a Listener within ``limit_s`` seconds; returns why it cannot be reached, '' when it was."""
+    try:
+        with socket.create_connection((address, port), timeout=limit_s) as peer:
+            # Closed by a reset, so that thousands of connections leave nothing behind on either side.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            received = b""
+            while len(received) < len(proof) and (part := peer.recv(len(proof) - len(received))):
+                received += part
+    except TimeoutError:
+        return f"no answer within {limit_s:.1f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if received == proof else "something else answers there"
