@@ -34,6 +34,7 @@ HelmsmanError
 │   ├── ResultNotSerializableError (TypeError)
 │   ├── PeerNotReadyError
 │   └── HandleLostError (LookupError)
+├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
 ├── CodecError                            a payload that cannot be packed or unpacked
 │   ├── NotSerializableError (TypeError)
@@ -651,6 +652,49 @@ class HandleLostError(CallError, LookupError):
             handle_id=handle_id,
             reason=reason,
         )
+
+
+class RendezvousError(HelmsmanError, ConnectionError):
+    """The ranks of a role cannot meet: rank 0 cannot listen on the master's port, or others do not reach it there."""
+
+    role: str
+    address: str
+    port: int
+    reached: list[str]
+    """Worker ids that reached it."""
+    failed: dict[str, str]
+    """Those that did not, and the operating system's reason; empty when rank 0 could not listen."""
+
+    def __init__(
+        self, *, role: str, address: str, port: int, source: str, refused: str, reached: Sequence[str], failed: dict[str, str]
+    ) -> None:
+        reasons: dict[str, list[str]] = {}
+        for worker_id, reason in failed.items():
+            reasons.setdefault(reason, []).append(worker_id)
+        groups = "; ".join(f"{reason}: {_few(workers)}" for reason, workers in reasons.items())
+        if refused:
+            what = f"rank 0 cannot listen on port {port}: {refused}"
+            step = "End what has that port on its node, or delete the role and create it again, which leases another port."
+        else:
+            num_ranks = len(failed) + len(reached)
+            what = f"{len(failed)} of {num_ranks} ranks do not reach rank 0 ({groups}); reached by {_few(reached)}"
+            step = (
+                "Check that the nodes reach one another at these addresses, and that no firewall closes the ports of "
+                "HELMSMAN_PORT_RANGE between them."
+            )
+        super().__init__(
+            f"role {role!r} cannot meet at {address}:{port}: {what}. Source: {source}. {step}",
+            role=role,
+            address=address,
+            port=port,
+            reached=list(reached),
+            failed=dict(failed),
+        )
+
+
+def _few(workers: Sequence[str]) -> str:
+    more = f" and {len(workers) - 8} more" if len(workers) > 8 else ""
+    return ", ".join(workers[:8]) + more or "none"
 
 
 class GroupCallError(HelmsmanError):

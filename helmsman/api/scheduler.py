@@ -264,6 +264,14 @@ class Scheduler(abc.ABC):
         """Set environment variables in a worker, before its engines are created."""
 
     @abc.abstractmethod
+    async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
+        """Try whether a process group of the role can meet: rank 0 listens on ``port``, every rank connects to ``address``.
+
+        TrainController does so before it sets MASTER_ADDR and MASTER_PORT.
+        Raises: RendezvousError, RoleNotFoundError, WorkerFailedError.
+        """
+
+    @abc.abstractmethod
     async def create_engine(
         self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:

@@ -41,6 +41,7 @@ from helmsman.controller.environment import worker_environment
 from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
+from helmsman.controller.rendezvous import probe
 from helmsman.controller.running import Role, stop_roles
 from helmsman.rpc_server.codec import decode
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
@@ -330,6 +331,10 @@ class SchedulerBase(Scheduler):
             raise TypeError(f"environment of {worker_id}: names and values are strings; got {wrong!r}")
         client = self._client(worker_id)
         await run_async(client.control(Verb.SET_ENV, dict(env)))
+
+    async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
+        entry = self._role(role)
+        await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))
 
     async def create_engine(
         self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any

@@ -271,5 +271,10 @@ class TrainController(RoleController):
             # What the update did stands; the memory comes back with the worker's end at the latest.
             logger.warning("%s: the exported weights were not released: %s", handle.worker_id, error)
 
+    async def _make_ready(self, workers: Sequence[Worker]) -> None:
+        master = self._environment(workers)[workers[0].id]
+        await self.scheduler.probe_rendezvous(self.role, master["MASTER_ADDR"], int(master["MASTER_PORT"]))
+        await super()._make_ready(workers)
+
     def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:
         return rank_environment(self.role, workers)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import (
     CallTimeoutError,
     EngineCallError,
@@ -44,7 +45,8 @@ class FakeScheduler(Scheduler):
         self.timeouts = Timeouts(call_s=60.0, create_engine_s=60.0)
         self.ips = ips
         self.jobs: dict[str, Job] = {}
-        self.environment: dict[str, dict[str, str]] = {}
+        self.set_variables: dict[str, dict[str, str]] = {}
+        self.probed: list[tuple[str, str, int]] = []
         self.engines: dict[str, Any] = {}
         self.sent: list[Sent] = []
         self.kept: dict[str, Any] = {}
@@ -102,7 +104,10 @@ class FakeScheduler(Scheduler):
         raise NotImplementedError
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
-        self.environment.setdefault(worker_id, {}).update(env)
+        self.set_variables.setdefault(worker_id, {}).update(env)
+
+    async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
+        self.probed.append((role, address, port))
 
     async def create_engine(
         self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
@@ -205,6 +210,9 @@ class FakeScheduler(Scheduler):
 
     def stacks(self, role: str) -> dict[str, str]:
         return {}
+
+    def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
+        raise NotImplementedError("a fake's engines share the test's environment")
 
     def close(self) -> None:
         if not self.closed:

@@ -129,9 +129,10 @@ def test_each_rank_gets_its_environment_then_one_engine_then_its_group(scheduler
         actor.initialize()
         for rank in range(2):
             assert scheduler.methods(f"actor/{rank}") == ["__init__", "create_process_group", "initialize"]
-            assert scheduler.environment[f"actor/{rank}"]["RANK"] == str(rank)
-            assert scheduler.environment[f"actor/{rank}"]["MASTER_PORT"] == "20000"
+            assert scheduler.set_variables[f"actor/{rank}"]["RANK"] == str(rank)
+            assert scheduler.set_variables[f"actor/{rank}"]["MASTER_PORT"] == "20000"
             assert scheduler.engines[f"actor/{rank}"].name == "critic"
+        assert scheduler.probed == [("actor", scheduler.get_workers("actor")[0].ip, 20000)]
         with pytest.raises(HelmsmanError, match="is started already"):
             actor.initialize()
     assert scheduler.jobs == {}
