@@ -87,3 +87,303 @@ ROWS = [
         ("10.0.0.1:20001", "rank 0 is train/0", "2 of 3 ranks", "No route to host: train/1, train/2", "reached by train/0"),
         "no firewall closes the ports",
     ),
+    Row(errors.RoleExistsError(role="train", num_workers=2), ("'train'", "2 workers"), "Call delete_workers('train') first"),
+    Row(errors.NotFoundError(name="a", known=["c", "b"], where="the test"), ("'a'", "the test", "b, c"), ""),
+    Row(errors.RoleNotFoundError(name="tran", known=["train"]), ("role 'tran'", "train"), "create_workers(job)"),
+    Row(errors.WorkerNotFoundError(name="train", known=["train/0"]), ("worker 'train'", "train/0"), "'role/index'"),
+    Row(
+        errors.EngineNotFoundError(name="critic", known=[], where="train/0"),
+        ("engine 'critic'", "train/0", "none"),
+        "create_engine first",
+    ),
+    Row(errors.BackendError("no backend"), ("no backend",), ""),
+    Row(
+        errors.BackendNotInstalledError(backend="RayScheduler", package="ray", command="pip install 'helmsman[ray]'"),
+        ("RayScheduler", "'ray'"),
+        "Install it with: pip install 'helmsman[ray]'",
+    ),
+    Row(errors.UnknownBackendError(backend="slurm", known=["local", "ray"]), ("'slurm'",), "choose one of: local, ray"),
+    Row(
+        errors.AmbiguousAddressError(
+            asked="address 'auto'", candidates=["10.0.0.1:6379", "10.0.0.1:6380"], step="Give the address of the one you mean"
+        ),
+        ("'auto'", "10.0.0.1:6379", "10.0.0.1:6380"),
+        "Give the address of the one you mean",
+    ),
+    Row(
+        errors.ClusterNotFoundError(asked="auto", reason="no Ray runs on this machine"),
+        ("'auto'", "no Ray runs on this machine"),
+        "or use address='local' for an embedded one",
+    ),
+    Row(
+        errors.NodesMissingError(num_expected=8, present=["gpu-0 (8 GPU)", "gpu-1 (8 GPU)"], elapsed_s=300.2, limit_s=300.0),
+        ("8 nodes", "2 have joined", "gpu-0 (8 GPU)", "gpu-1 (8 GPU)", "300.2 s", "Timeouts.start_s"),
+        "Look at the log of the nodes that are not in this list, or lower num_nodes",
+    ),
+    Row(errors.StartError("role 'train' did not start", role="train"), ("train",), ""),
+    Row(
+        errors.PlacementInfeasibleError(
+            role="train",
+            requested="2 x {GPU: 8}",
+            observed="1 node with 4 GPU",
+            shortfall="12 GPU",
+            change="Set Job.replicas to 1, or add 1 node like gpu-0 (8 GPU)",
+        ),
+        ("'train'", "2 x {GPU: 8}", "1 node with 4 GPU", "12 GPU"),
+        "Set Job.replicas to 1, or add 1 node like gpu-0 (8 GPU)",
+    ),
+    Row(
+        errors.PlacementTimeoutError(
+            role="train", requested="8 GPU", free="2 GPU", holders="run b", elapsed_s=61.04, limit_s=60
+        ),
+        ("'train'", "61.0 s", "60.0 s", "8 GPU", "2 GPU", "run b", "placement groups were removed"),
+        "Wait for the holder",
+    ),
+    Row(
+        errors.WorkerStartError(
+            role="train", worker_id="train/1", node="node-a", reason="exit code 3", log_path="logs/t.log", log_tail="x\nboom"
+        ),
+        ("train/1", "node-a", "exit code 3", "taken down", "last 2 lines", "  | boom"),
+        "log: logs/t.log",
+    ),
+    Row(errors.CallError("a call failed", **CALL), ("a call failed",), ""),
+    Row(
+        errors.CallTimeoutError(
+            **CALL,
+            elapsed_s=5.01,
+            limit_s=5,
+            limit_source="call_engine(timeout=5)",
+            worker_alive=True,
+            state="still running",
+            stack='File "engine.py", line 7, in step',
+            log_path="logs/train-1.log",
+        ),
+        ("train/1: actor.step", "5.01 s", "5.00 s", "timeout=5", "not sent again", "alive", "  | File", "logs/train-1.log"),
+        "Raise the limit",
+    ),
+    Row(WORKER_FAILED, WORKER_FAILED_FACTS, "delete_workers('train')"),
+    Row(
+        errors.EngineExistsError(worker_id="train/1", engine_name="actor", engine_type="pkg.Actor"),
+        ("train/1", "'actor'", "pkg.Actor"),
+        "another engine_name",
+    ),
+    Row(
+        errors.EngineImportError(worker_id="train/1", engine_name="actor", path="no.such.Thing", reason="No module named 'no'"),
+        ("train/1", "'no.such.Thing'", "No module named 'no'"),
+        "a class can be passed instead",
+    ),
+    Row(errors.EngineCreationError(**REMOTE), (*REMOTE_FACTS, "the constructor of engine 'actor'"), "traceback in the worker"),
+    Row(
+        errors.MethodNotFoundError(
+            **{**CALL, "method": "stepp"}, engine_type="pkg.Actor", suggestions=["step"], reason="no such attribute"
+        ),
+        ("train/1", "'actor'", "pkg.Actor", "'stepp'", "no such attribute"),
+        "Did you mean: step?",
+    ),
+    Row(errors.EngineCallError(**REMOTE), (*REMOTE_FACTS, "actor.step raised"), "traceback in the worker"),
+    Row(errors.ExceptionNotSerializableError(**REMOTE), (*REMOTE_FACTS, "actor.step", "__cause__"), "traceback in the worker"),
+    Row(errors.ArgumentNotSerializableError(**PAYLOAD), (*PAYLOAD_FACTS, "Nothing was sent"), "build it inside the engine"),
+    Row(errors.ArgumentNotLoadableError(**PAYLOAD), (*PAYLOAD_FACTS, "did not run"), "importable in the worker"),
+    Row(errors.ResultNotSerializableError(**PAYLOAD), (*PAYLOAD_FACTS, "not repeated"), "Return plain data"),
+    Row(
+        errors.PeerNotReadyError(**CALL, ranks=[2, 3], reason="out of memory"),
+        ("train/1: actor.step", "2, 3", "out of memory"),
+        "Look at the error of that rank first",
+    ),
+    Row(
+        errors.HandleLostError(worker_id="train/1", handle_id="h7", reason="its worker died"),
+        ("h7", "train/1", "its worker died"),
+        "Produce it again",
+    ),
+    Row(
+        errors.GroupCallError(
+            role="train",
+            method="step",
+            first=WORKER_FAILED,
+            errors={"train/1": WORKER_FAILED, "train/0": errors.EngineCallError(**{**REMOTE, "worker_id": "train/0"})},
+            num_ranks=4,
+        ),
+        ("train: step", "2 of 4 ranks", "1 other rank(s)", "train/0", *(fact.strip() for fact in WORKER_FAILED_FACTS)),
+        "Root cause:",
+    ),
+    Row(errors.CodecError(path="x", value_type="int", reason="odd"), ("x", "int", "odd"), ""),
+    Row(errors.NotSerializableError(path="x.f", value_type="lambda", reason="odd"), ("x.f", "lambda", "odd"), ""),
+    Row(errors.NotLoadableError(path="x.f", value_type="lambda", reason="odd"), ("x.f", "lambda", "odd"), ""),
+    Row(errors.ProtocolError("bad frame"), ("bad frame",), ""),
+    Row(errors.PlatformError("no device", num_devices=0), ("no device",), ""),
+    Row(
+        errors.DeviceMismatchError(
+            where="train/3",
+            granted="cuda 4,5",
+            mask="CUDA_VISIBLE_DEVICES='4'",
+            counted="torch counts 1 cuda devices in this process",
+            step="Do not set the mask",
+        ),
+        ("train/3", "cuda 4,5", "CUDA_VISIBLE_DEVICES='4'", "counts 1"),
+        "Do not set the mask",
+    ),
+    Row(errors.PlatformPicklingError(name="cuda"), ("cuda",), "inside the worker instead"),
+    Row(errors.SchedulerClosedError(operation="call_engine"), ("call_engine", "closed"), "Make a new scheduler"),
+    Row(
+        errors.ShutdownIncompleteError(operation="close()", remaining=["pid 1", "pid 2"], elapsed_s=10, command="kill 1 2"),
+        ("close()", "2 thing(s)", "pid 1; pid 2", "10.0 s"),
+        "Remove them with: kill 1 2",
+    ),
+]
+BY_NAME = {type(row.error).__name__: row for row in ROWS}
+each_error = pytest.mark.parametrize("row", ROWS, ids=list(BY_NAME))
+
+
+def public_errors() -> set[type[HelmsmanError]]:
+    return {
+        value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, HelmsmanError) and not name.startswith("_")
+    }
+
+
+def test_every_error_class_has_exactly_one_row() -> None:
+    assert sorted(type(row.error).__name__ for row in ROWS) == sorted(cls.__name__ for cls in public_errors())
+
+
+@each_error
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickling_keeps_type_message_and_fields(row: Row, protocol: int) -> None:
+    assert_same(pickle.loads(pickle.dumps(row.error, protocol)), row.error)
+
+
+@each_error
+def test_cloudpickle_and_copies_keep_type_message_and_fields(row: Row) -> None:
+    assert_same(pickle.loads(cloudpickle.dumps(row.error)), row.error)
+    assert_same(copy.copy(row.error), row.error)
+    assert_same(copy.deepcopy(row.error), row.error)
+
+
+def assert_same(restored: Any, error: HelmsmanError) -> None:
+    assert type(restored) is type(error)
+    assert str(restored) == str(error) != ""
+    assert restored.args == error.args
+    assert plain(restored) == plain(error)
+    assert getattr(restored, "msg", None) == getattr(error, "msg", None)  # ImportError keeps its message outside __dict__
+
+
+def plain(value: Any) -> Any:
+    """Nested errors as comparable data, for exceptions compare by identity."""
+    if isinstance(value, HelmsmanError):
+        return type(value), str(value), {key: plain(item) for key, item in vars(value).items()}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def test_notes_survive_pickling() -> None:
+    error = errors.SchedulerClosedError(operation="call_engine")
+    error.add_note("while the demo stopped")
+    assert pickle.loads(pickle.dumps(error)).__notes__ == ["while the demo stopped"]
+
+
+def test_subclass_of_a_user_survives_pickling() -> None:
+    restored = pickle.loads(pickle.dumps(ErrorOfAUser(role="train", replicas=0)))
+    assert isinstance(restored, ErrorOfAUser)
+    assert restored.role == "train"
+
+
+class ErrorOfAUser(errors.InvalidReplicasError):
+    pass
+
+
+@each_error
+def test_message_has_its_facts_and_a_next_step(row: Row) -> None:
+    message = str(row.error)
+    for part in (*row.facts, row.next_step):
+        assert part in message
+    assert "None" not in message
+    assert "{" not in re.sub(r"\{GPU: 8\}", "", message), "an unfilled placeholder"
+
+
+@each_error
+def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
+    for cls in type(row.error).__mro__:
+        for field in vars(cls).get("__annotations__", {}):
+            if not field.startswith("_"):
+                assert hasattr(row.error, field), f"{cls.__name__} promises {field}"
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin"),
+    [
+        ("InvalidReplicasError", ValueError),
+        ("TaskCountError", ValueError),
+        ("InvalidSpecError", ValueError),
+        ("RoleExistsError", ValueError),
+        ("RoleNotFoundError", LookupError),
+        ("WorkerNotFoundError", LookupError),
+        ("EngineNotFoundError", LookupError),
+        ("BackendNotInstalledError", ImportError),
+        ("UnknownBackendError", ValueError),
+        ("AmbiguousAddressError", ValueError),
+        ("ClusterNotFoundError", ConnectionError),
+        ("NodesMissingError", TimeoutError),
+        ("PlacementTimeoutError", TimeoutError),
+        ("CallTimeoutError", TimeoutError),
+        ("EngineImportError", ImportError),
+        ("MethodNotFoundError", AttributeError),
+        ("ArgumentNotSerializableError", TypeError),
+        ("ResultNotSerializableError", TypeError),
+        ("HandleLostError", LookupError),
+        ("NotSerializableError", TypeError),
+        ("PlatformPicklingError", TypeError),
+    ],
+)
+def test_can_be_caught_as_the_builtin_it_is(name: str, builtin: type[Exception]) -> None:
+    with pytest.raises(builtin, match=re.escape(str(BY_NAME[name].error)[:20])):
+        raise BY_NAME[name].error
+
+
+def test_group_error_has_its_root_cause_as_cause() -> None:
+    error = BY_NAME["GroupCallError"].error
+    assert error.__cause__ is WORKER_FAILED
+
+
+def test_control_calls_without_an_engine_are_named_by_their_verb() -> None:
+    error = errors.PeerNotReadyError(worker_id="train/1", engine_name=None, method="configure", ranks=[1], reason="gone")
+    assert "train/1: configure did not run" in str(error)
+
+
+def test_missing_method_without_suggestion_says_what_may_be_called() -> None:
+    error = errors.MethodNotFoundError(**CALL, engine_type="pkg.Actor", suggestions=[])
+    assert "methods of pkg.Actor without a leading underscore" in str(error)
+
+
+def test_long_lists_of_known_names_are_cut() -> None:
+    message = str(errors.WorkerNotFoundError(name="x", known=[f"train/{i}" for i in range(1000)]))
+    assert "and 980 more" in message
+    assert len(message) < 500
+
+
+def test_signal_name_of_known_and_unknown_numbers() -> None:
+    assert errors.signal_name(9) == "SIGKILL"
+    assert errors.signal_name(99) == "signal 99"
+
+
+def test_docstring_of_the_module_draws_the_real_tree() -> None:
+    drawn = {name: (parent, builtins) for name, parent, builtins in drawn_tree(errors.__doc__ or "")}
+    real = {cls.__name__: real_place(cls) for cls in public_errors() if cls is not HelmsmanError}
+    assert drawn == real
+
+
+def drawn_tree(text: str) -> Iterator[tuple[str, str, frozenset[str]]]:
+    """(name, parent, built-in bases) of each line of the tree."""
+    ancestors = ["HelmsmanError"]
+    for prefix, name, builtins in re.findall(r"^([│ ]*[├└]── )(\w+)(?: \(([\w, ]+)\))?", text, re.MULTILINE):
+        depth = len(prefix) // 4
+        del ancestors[depth:]
+        yield name, ancestors[-1], frozenset(builtins.split(", ")) if builtins else frozenset()
+        ancestors.append(name)
+
+
+def real_place(cls: type[HelmsmanError]) -> tuple[str, frozenset[str]]:
+    """Nearest public ancestor, and the built-in bases that the class itself adds; private classes in between are not drawn."""
+    ours = [base for base in cls.__mro__[1:] if issubclass(base, HelmsmanError) and not base.__name__.startswith("_")]
+    builtins = {base.__name__ for base in cls.__bases__ if not issubclass(base, HelmsmanError)}
+    return ours[0].__name__, frozenset(builtins)
