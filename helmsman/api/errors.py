@@ -5,6 +5,7 @@ HelmsmanError
 │   ├── InvalidReplicasError
 │   ├── TaskCountError
 │   ├── InvalidSpecError
+│   ├── JobsFileError
 │   └── RoleExistsError
 ├── NotFoundError (LookupError)           a name that this scheduler does not know
 │   ├── RoleNotFoundError
@@ -126,6 +127,16 @@ class InvalidSpecError(JobError):
         super().__init__(
             f"job {role!r}: {field} is {value!r}; expected {expected}.", role=role, field=field, value=value, expected=expected
         )
+
+
+class JobsFileError(JobError):
+    """A file of jobs or nodes that cannot be read."""
+
+    path: str
+    where: str
+
+    def __init__(self, *, path: str, where: str, reason: str) -> None:
+        super().__init__(f"{path}: {where}: {reason}.", role="", path=path, where=where, reason=reason)
 
 
 class RoleExistsError(JobError):

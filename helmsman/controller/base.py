@@ -9,6 +9,7 @@ import abc
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import uuid
@@ -43,8 +44,11 @@ from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.rendezvous import probe
 from helmsman.controller.running import Role, stop_roles
+from helmsman.controller.runs import RunLock, default_log_dir
 from helmsman.rpc_server.codec import decode
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
+
+log = logging.getLogger(__name__)
 
 
 class SchedulerBase(Scheduler):
@@ -71,6 +75,7 @@ class SchedulerBase(Scheduler):
         self._book = threading.Lock()
         self._closed = False
         self._platform_guard = self._guard_platform()
+        self._record = self._open_record()
         atexit.register(self.close)
 
     # --- hooks ------------------------------------------------------------------------------------------------------
@@ -455,6 +460,16 @@ class SchedulerBase(Scheduler):
         finally:
             await self._sweep()
             self._platform_guard.close()
+            if self._record is not None:
+                self._record.release()
+
+    def _open_record(self) -> RunLock | None:
+        """By which ``helmsman clean`` tells this run from one whose controller has died."""
+        try:
+            return RunLock(self.run_id, type(self).__name__, self._log_dir)
+        except OSError as error:
+            log.warning("run %s has no record, and helmsman clean will not know it: %s", self.run_id, error)
+            return None
 
     # --- look-ups ---------------------------------------------------------------------------------------------------
 
@@ -498,11 +513,3 @@ class SchedulerBase(Scheduler):
             node=node,
             log_path=str(self._log_dir / f"{job.role}-{index}.log"),
         )
-
-
-def default_log_dir(run_id: str) -> Path:
-    """A folder for the logs of a run, of this user alone."""
-    import getpass
-    import tempfile
-
-    return Path(tempfile.gettempdir()) / f"helmsman-{getpass.getuser()}" / run_id

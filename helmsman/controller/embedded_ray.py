@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from helmsman.controller.loop import submit
-from helmsman.rpc_server.guardian import descendants, process_table
+from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, process_table
 
 T = TypeVar("T")
 
@@ -51,6 +51,8 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
 
     async def init() -> None:
         _starting.active = True
+        if address == "local":
+            os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
         try:
             ray.init(
                 address=address,
@@ -62,6 +64,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
             )
         finally:
             _starting.active = False
+            os.environ.pop(TAG_VARIABLE, None)
 
     others = descendants(os.getpid(), process_table())
     # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in

@@ -109,7 +109,9 @@ class LocalScheduler(SchedulerBase):
             if self._server is None or self._run_dir is None:
                 self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run_id}-"))
-                self._server = await ForkServer.start(self._run_dir, self._log_dir / "forkserver.log", self._preload)
+                self._server = await ForkServer.start(
+                    self.run_id, self._run_dir, self._log_dir / "forkserver.log", self._preload
+                )
             return self._server, self._run_dir
 
     async def _start_worker(

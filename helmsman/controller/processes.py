@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -48,7 +49,7 @@ class ForkServer(asyncio.Protocol):
         self._gone = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def start(cls, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
+    async def start(cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
         """Start it; it answers once its modules are imported."""
         ours, theirs = socket.socketpair()
         with theirs, log_path.open("ab") as log:
@@ -59,6 +60,7 @@ class ForkServer(asyncio.Protocol):
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, guardian.TAG_VARIABLE: f"{run_id}/forkserver"},
                 start_new_session=True,
             )
         loop = asyncio.get_running_loop()

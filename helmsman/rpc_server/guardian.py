@@ -251,6 +251,9 @@ def spawn_guardian(tag: str, log_path: str) -> None:
     )
     os.close(theirs)
     os.register_at_fork(after_in_child=lambda: _tell_fork(ours))
+    # Ray writes its worker's title over the environment that others can read, and forks inherit that; a descriptor stays
+    # legible.
+    os.memfd_create(f"{TAG_VARIABLE}={tag}")
 
 
 def _tell_fork(fd: int) -> None:

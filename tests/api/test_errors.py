@@ -75,6 +75,13 @@ ROWS = [
         "expected 0 or more",
     ),
     Row(
+        errors.JobsFileError(
+            path="jobs.yaml", where="jobs[0].tasks[0].gpus", reason="SchedulingSpec has no such field; did you mean 'gpu'?"
+        ),
+        ("jobs.yaml", "jobs[0].tasks[0].gpus"),
+        "did you mean 'gpu'?",
+    ),
+    Row(
         errors.RendezvousError(
             role="train",
             address="10.0.0.1",

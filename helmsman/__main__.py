@@ -1,0 +1,7 @@
+"""``python -m helmsman`` is the command line."""
+
+import sys
+
+from helmsman.controller.cli import main
+
+sys.exit(main())

@@ -1,0 +1,249 @@
+"""The command line: ``helmsman plan``, ``env``, ``runs`` and ``clean``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import HelmsmanError
+from helmsman.api.plan import Plan, Shortfall
+from helmsman.api.scheduler import Job
+from helmsman.controller.advice import advise
+from helmsman.controller.clean import Leftover, age, describe, leftovers, remove
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
+from helmsman.controller.environment import forwarding_report
+from helmsman.controller.jobs_file import load_cluster, load_jobs
+from helmsman.controller.planner import plan_jobs
+from helmsman.controller.resources import ACCELERATORS
+from helmsman.controller.runs import read_runs
+
+OK, NO, USAGE = 0, 1, 2
+"""Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except HelmsmanError as error:
+        print(f"helmsman: {error}", file=sys.stderr)
+        return USAGE
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return OK
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="helmsman", description="Plans, environments and leftovers of Helmsman runs.")
+    parser.add_argument("--version", action="version", version=f"helmsman {importlib.metadata.version('helmsman')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", help="where jobs would go, or what is missing; starts nothing")
+    plan.add_argument("file", metavar="FILE", help="jobs, in YAML or TOML")
+    source = plan.add_mutually_exclusive_group()
+    source.add_argument("--cluster", metavar="FILE", help="nodes, in YAML or TOML, instead of a live cluster")
+    source.add_argument("--address", help="a live Ray cluster; RAY_ADDRESS, or the one of this machine, when left out")
+    plan.add_argument("--json", action="store_true", help="print the plan or the shortfall as JSON")
+    plan.set_defaults(run=_plan)
+
+    env = commands.add_parser("env", help="which variables of this shell reach workers, and by which rule")
+    env.add_argument("--all", action="store_true", help="also those that reach none")
+    env.set_defaults(run=_env)
+
+    runs = commands.add_parser("runs", help="the runs of this user on this machine")
+    runs.set_defaults(run=_runs)
+
+    clean = commands.add_parser("clean", help="end and remove what runs have left whose controller was killed")
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    clean.add_argument("--run", action="append", default=[], dest="run_ids", metavar="ID", help="this run alone (repeatable)")
+    clean.add_argument("--logs", action="store_true", help="remove the logs of these runs, too")
+    clean.add_argument("--address", help="on every node of this Ray cluster instead of this machine")
+    clean.set_defaults(run=_clean)
+    return parser
+
+
+# --- plan ---------------------------------------------------------------------------------------------------------------
+
+
+def _plan(options: argparse.Namespace) -> int:
+    jobs = load_jobs(options.file)
+    for job in jobs:
+        job.validate()
+    holders = ""
+    if options.cluster:
+        snapshot = load_cluster(options.cluster)
+    else:
+        snapshot, holders = _live(options.address, jobs)
+    outcome = plan_jobs(snapshot, jobs)
+    if isinstance(outcome, Plan):
+        print(msgspec.json.encode(outcome).decode() if options.json else f"{outcome.table()}\n\n{_summary(outcome, snapshot)}")
+        return OK
+    empty = plan_jobs(snapshot, jobs, of="total")
+    ever = isinstance(empty, Plan)
+    shortfall = outcome if isinstance(empty, Plan) else advise(empty, snapshot, jobs)
+    if options.json:
+        print(msgspec.json.encode({"fits_when_empty": ever, "shortfall": shortfall, "held_by": holders}).decode())
+    else:
+        print(_refusal(shortfall, ever, holders))
+    return NO
+
+
+def _summary(plan: Plan, snapshot: ClusterSnapshot) -> str:
+    bundles = [bundle for role in plan.roles for instance in role.instances for bundle in instance.bundles]
+    used = {bundle.node_id for bundle in bundles}
+    num_devices = sum(bundle.resources.get(name, 0) for bundle in bundles for name in ACCELERATORS)
+    whole = [
+        node
+        for node in snapshot.nodes
+        if node.node_id not in used
+        and any(node.total.get(name) and node.total[name] == node.available.get(name) for name in ACCELERATORS)
+    ]
+    on = f"{len(used)} of {len(snapshot.nodes)} nodes"
+    return f"{num_devices:g} devices on {on}; {len(whole)} other nodes keep all of theirs free"
+
+
+def _refusal(shortfall: Shortfall, ever: bool, holders: str) -> str:
+    if not ever:
+        return f"does not fit, now or later: {shortfall}"
+    held = f" It is held by {holders}." if holders else ""
+    return f"does not fit now, but would if the cluster were empty: {shortfall}{held}"
+
+
+def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, str]:
+    _connect(address)
+    from helmsman.controller.ray_holders import describe_holders
+    from helmsman.controller.ray_state import snapshot
+
+    return snapshot(), describe_holders("helmsman/none", jobs)
+
+
+def _connect(address: str | None) -> None:
+    """Attach to a cluster that runs; nothing is ever started."""
+    from helmsman.controller.ray_address import choose_address
+
+    chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
+    if chosen is not None:
+        import ray
+
+        ray.init(address=chosen, namespace="helmsman-cli", log_to_driver=False, logging_level=logging.ERROR)
+
+
+# --- env ----------------------------------------------------------------------------------------------------------------
+
+
+def _env(options: argparse.Namespace) -> int:
+    report = forwarding_report(os.environ)
+    shown = [each for each in report if options.all or each.reach != "nowhere"]
+    rows = [("variable", "reaches", "value", "rule"), *((each.name, each.reach, each.value, each.rule) for each in shown)]
+    print(_table([(name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule) for name, reach, value, rule in rows]))
+    hidden = len(report) - len(shown)
+    if hidden:
+        print(f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any.")
+    return OK
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+# --- runs and clean -----------------------------------------------------------------------------------------------------
+
+
+def _runs(options: argparse.Namespace) -> int:
+    rows = [("run", "state", "pid", "since", "scheduler", "command")]
+    for record, alive in read_runs():
+        since = age(time.time() - record.since)
+        state = "alive" if alive else "dead"
+        rows.append((record.run_id, state, str(record.pid), since, record.scheduler, record.command[:60]))
+    print(_table(rows))
+    return OK
+
+
+def _clean(options: argparse.Namespace) -> int:
+    if options.address:
+        return _clean_cluster(options)
+    found = leftovers(options.run_ids)
+    return _report(_clean_here(found, options.run_ids, options.dry_run, options.logs), options)
+
+
+def _clean_here(
+    found: Sequence[Leftover], run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = ()
+) -> list[tuple[str, list[str], list[str]]]:
+    """(what is done, lines about it, problems) for each run of this machine.
+
+    Args:
+        dead: runs whose controller is known from elsewhere to be dead.
+    """
+    told = []
+    for left in found:
+        named = left.run_id in run_ids
+        if left.state == "alive":
+            if named:
+                told.append(
+                    ("kept, since its controller lives", describe(left), [f"run {left.run_id} is alive; end its script"])
+                )
+        elif left.state == "unknown" and not named and left.run_id not in dead:
+            told.append(("kept, since it has no record here (--run ends it)", describe(left), []))
+        elif dry_run:
+            told.append(("would be removed", describe(left), []))
+        else:
+            told.append(("removed", describe(left), remove(left, logs=logs)))
+    return told
+
+
+def _report(told: Sequence[tuple[str, list[str], list[str]]], options: argparse.Namespace, where: str = "") -> int:
+    for done, lines, problems in told:
+        print(f"{where}{lines[0]}: {done}")
+        print(*lines[1:], sep="\n", end="\n" if lines[1:] else "")
+        for problem in problems:
+            print(f"helmsman: {where}{problem}", file=sys.stderr)
+    missing = set(options.run_ids) - {lines[0].split()[1].rstrip(":") for _, lines, _ in told}
+    if not where:
+        for run_id in sorted(missing):
+            print(f"run {run_id}: nothing of it is here")
+        if not told and not missing:
+            print("nothing to clean")
+    return NO if any(problems for _, _, problems in told) else OK
+
+
+def _clean_cluster(options: argparse.Namespace) -> int:
+    """The same on every node: first who is dead, which the node of each controller knows, then the removal."""
+    _connect(options.address)
+    import ray
+
+    from helmsman.controller.placement_group import on_node
+    from helmsman.controller.ray_state import alive_nodes
+
+    nodes = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in alive_nodes()}
+
+    def everywhere(function: Any, *arguments: Any) -> dict[str, Any]:
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+        asked = {node_id: task.options(scheduling_strategy=on_node(node_id)).remote(*arguments) for node_id in nodes}
+        return {node_id: ray.get(reference, timeout=60.0) for node_id, reference in asked.items()}
+
+    found = [left for each in everywhere(leftovers, options.run_ids).values() for left in each]
+    alive = {left.run_id for left in found if left.state == "alive"}
+    dead = sorted({left.run_id for left in found if left.state == "dead"} - alive)
+    done = everywhere(_clean_node, options.run_ids, options.dry_run, options.logs, dead)
+    return max(_report(told, options, f"{nodes[node_id]}: ") for node_id, told in done.items())
+
+
+def _clean_node(
+    run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str]
+) -> list[tuple[str, list[str], list[str]]]:
+    return _clean_here(leftovers(run_ids), run_ids, dry_run, logs, dead)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""What a run leaves whose controller was killed with all that watches over it: found by its tag, and no other's is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from helmsman.controller.runs import RunRecord
+from tests.contract.helpers import ROOT, Driver, is_running, processes_with, wait_gone, wait_until
+from tests.contract.test_orphans import WAIT, WITH_FAMILY
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.not_on("inline", "one process, whose engines' children are the script's own"),
+]
+
+
+def _helmsman(driver: Driver, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, as the user of the driver runs it."""
+    return subprocess.run(
+        [sys.executable, "-m", "helmsman", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": driver.temporary.name},
+    )
+
+
+def _records(driver: Driver) -> dict[int, RunRecord]:
+    """Records of the driver's folder, by the pid of their controllers."""
+    paths = Path(driver.temporary.name).glob("helmsman-*/runs/*.json")
+    return {record.pid: record for path in paths if (record := msgspec.json.decode(path.read_bytes(), type=RunRecord))}
+
+
+@pytest.fixture
+def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[str, int]]]:
+    """A run of which only the families of its workers are left: all others were killed before they could do anything."""
+    driver = run_driver(WITH_FAMILY + WAIT)
+    family = {name: pid for name, pid in driver.facts()["pids"].items() if not name.startswith("worker")}
+    wait_until(lambda: all(map(is_running, family.values())), "its family runs")
+    os.kill(driver.process.pid, signal.SIGSTOP)
+    for _ in range(3):  # a watcher of a worker is started with an empty environment; what it forks comes after it
+        others = {pid for pid in _run_processes(driver) if pid not in family.values() and pid != driver.process.pid}
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    os.kill(driver.process.pid, signal.SIGKILL)
+    driver.process.wait()
+    yield driver, {name: pid for name, pid in family.items() if is_running(pid)}
+    for pid in family.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _run_processes(driver: Driver) -> set[int]:
+    marked = set(processes_with("DRIVER_MARK", driver.mark).values())
+    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    guardians = {int(line.split()[0]) for line in listed if "guardian.py" in line and str(driver.folder) in line}
+    return marked | guardians
+
+
+def test_it_is_removed_and_a_run_that_lives_is_not_touched(
+    abandoned: tuple[Driver, dict[str, int]], run_driver: Callable[..., Driver], tmp_path: Path
+) -> None:
+    driver, left = abandoned
+    assert left, "something survived"
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    other = run_driver(WITH_FAMILY + WAIT, other_folder, environment={"TMPDIR": driver.temporary.name})
+    living = other.facts()["pids"]
+    run_id = _records(driver)[driver.process.pid].run_id
+
+    told = _helmsman(driver, "clean", "--dry-run")
+    assert told.returncode == 0, told.stderr
+    assert f"run {run_id}: dead, controller {driver.process.pid}" in told.stdout
+    assert "would be removed" in told.stdout
+    for pid in left.values():
+        assert f"process {pid} of " in told.stdout
+        assert is_running(pid)
+
+    told = _helmsman(driver, "clean")
+    assert told.returncode == 0, told.stdout + told.stderr
+    wait_gone(left)
+    assert not list(Path(driver.temporary.name).glob(f"helmsman-{run_id}-*")), "its folder of sockets is gone"
+    assert driver.process.pid not in _records(driver)
+    assert all(map(is_running, living.values())), "the other run goes on"
+    assert other.process.pid in _records(driver)
+    assert run_id not in _helmsman(driver, "clean").stdout
+
+    alive = _helmsman(driver, "clean", "--run", _records(driver)[other.process.pid].run_id)
+    assert alive.returncode == 1
+    assert "is alive; end its script" in alive.stderr
+    assert all(map(is_running, living.values()))
+    assert "alive" in _helmsman(driver, "runs").stdout
+
+
+def test_after_an_end_in_order_there_is_nothing_to_clean(run_driver: Callable[..., Driver]) -> None:
+    script = "with make() as scheduler:\n    scheduler.create_workers(Job(role='a'))\n    tell(run_id=scheduler.run_id)\n"
+    driver = run_driver(script)
+    run_id = driver.facts()["run_id"]
+    assert driver.wait() == 0
+    assert _records(driver) == {}
+    assert run_id not in _helmsman(driver, "clean").stdout
+    assert f"run {run_id}: nothing of it is here" in _helmsman(driver, "clean", "--run", run_id).stdout
+
+
+def test_a_forked_child_of_the_script_does_not_pass_for_it(run_driver: Callable[..., Driver]) -> None:
+    driver = run_driver(
+        """
+scheduler = make()
+child = os.fork()
+if child == 0:
+    while True:
+        time.sleep(3600)
+tell(child=child)
+"""
+        + WAIT
+    )
+    child = driver.facts()["child"]
+    (record,) = _records(driver).values()
+    path = next(Path(driver.temporary.name).glob(f"helmsman-*/runs/{record.run_id}.json"))
+    with path.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.kill(driver.process.pid, signal.SIGKILL)
+    driver.process.wait()
+    assert is_running(child)
+    assert f"run {record.run_id}: dead" in _helmsman(driver, "clean", "--dry-run").stdout
+    os.kill(child, signal.SIGKILL)

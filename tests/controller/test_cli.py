@@ -1,0 +1,116 @@
+"""The command line as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.controller.cli import main
+from tests.contract.helpers import ROOT
+
+JOBS, CLUSTER = str(ROOT / "examples" / "jobs.yaml"), str(ROOT / "examples" / "cluster.yaml")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Any:
+    """Write a file and return its path."""
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_examples_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", JOBS, "--cluster", CLUSTER]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["role", "ranks", "node", "devices", "ports"]
+    assert sum(line.startswith("train ") for line in lines) == 8, "a line for the ranks of each node"
+    assert lines[-1] == "128 devices on 17 of 21 nodes; 4 other nodes keep all of theirs free"
+
+
+def test_a_plan_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", JOBS, "--cluster", CLUSTER, "--json"]) == 0
+    roles = json.loads(capsys.readouterr().out)["roles"]
+    assert {role["role"] for role in roles} == {"train", "rollout", "server", "reward", "reference"}
+
+
+def test_what_does_not_fit(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = files("jobs.toml", '[[jobs]]\nrole = "big"\ntasks = [{gpu = 9}]\n')
+    assert main(["plan", jobs, "--cluster", CLUSTER]) == 1
+    told = capsys.readouterr().out
+    for fact in ("now or later", "9 GPU", "at most 8 GPU", "short of 1 GPU", "Set SchedulingSpec.gpu to 8"):
+        assert fact in told
+    assert main(["plan", jobs, "--cluster", CLUSTER, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["shortfall"]["missing"] == {"GPU": 1.0}
+
+
+def test_what_does_not_fit_now(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = files("cluster.yaml", "- {cpu: 8, gpu: 8, free: {gpu: 2}}")
+    jobs = files("jobs.yaml", "- {role: r, tasks: [{gpu: 4}]}")
+    assert main(["plan", jobs, "--cluster", cluster]) == 1
+    told = capsys.readouterr().out
+    assert "does not fit now, but would if the cluster were empty" in told
+    assert "short of 2 GPU" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (["plan", "nowhere.yaml", "--cluster", CLUSTER], ["nowhere.yaml", "No such file"]),
+        (["plan", JOBS, "--cluster", JOBS], ["expected a list of nodes"]),
+        (["plan", JOBS, "--address", "127.0.0.1:9"], ["no Ray cluster at '127.0.0.1:9'", "nobody answers"]),
+    ],
+)
+def test_what_makes_no_sense_ends_in_a_line(arguments: list[str], facts: list[str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "helmsman", *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert ended.returncode == 2
+    for fact in facts:
+        assert fact in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_a_job_that_can_never_start(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", files("jobs.yaml", "- {role: r, replicas: 0}"), "--cluster", CLUSTER]) == 2
+    assert "asks for 0 replicas" in capsys.readouterr().err
+
+
+def test_no_command_and_a_wrong_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["fly"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "usage: helmsman" in capsys.readouterr().err
+
+
+def test_the_environment_of_a_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "31")
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    assert main(["env"]) == 0
+    told = capsys.readouterr().out
+    shown = {line.split()[0]: line for line in told.splitlines() if line.strip()}
+    assert "INFO" in shown["NCCL_DEBUG"]
+    assert "HF_TOKEN" in shown
+    assert "hf_secret" not in told
+    assert "CUDA_VISIBLE_DEVICES" not in shown
+    assert "more reach no worker" in told
+    assert main(["env", "--all"]) == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "nowhere" in shown["CUDA_VISIBLE_DEVICES"]
+    assert "env_vars" in shown["SOMETHING_ELSE"]
+
+
+def test_importing_it_loads_neither_ray_nor_torch() -> None:
+    script = "import sys, helmsman.controller.cli; sys.exit(any(name in sys.modules for name in ('ray', 'torch', 'yaml')))"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
