@@ -160,7 +160,7 @@ class Driver:
                 "PYTHONPATH": str(ROOT),
                 "TMPDIR": self.temporary.name,
                 "RAY_TMPDIR": self.temporary.name,
-                "DRIVER_MARK": self.mark,
+                "HELMSMAN_DRIVER_MARK": self.mark,
                 **(environment or {}),
             },
         )
@@ -191,7 +191,7 @@ class Driver:
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if left:
-            for pid in processes_with("DRIVER_MARK", self.mark).values():
+            for pid in processes_with("HELMSMAN_DRIVER_MARK", self.mark).values():
                 os.kill(pid, signal.SIGKILL)
             pytest.fail(f"left behind {limit_s:g} s after the driver's end: {left}\n{self.errors()}", pytrace=False)
 
@@ -200,7 +200,7 @@ class Driver:
         sockets = [str(path) for path in Path(self.temporary.name).rglob("*.sock") if "ray" not in path.parts]
         run_dirs = [name for name in os.listdir(self.temporary.name) if _is_run_dir(name)]
         shared = [name for name in set(os.listdir("/dev/shm")) - self.before if self._is_ours(name)]
-        return list(processes_with("DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
+        return list(processes_with("HELMSMAN_DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
 
     def _is_ours(self, name: str) -> bool:
         # Other suites run beside this one on the same machine; what is named after a process tells whose it is.
@@ -213,7 +213,7 @@ class Driver:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
-        for pid in processes_with("DRIVER_MARK", self.mark).values():
+        for pid in processes_with("HELMSMAN_DRIVER_MARK", self.mark).values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.temporary.cleanup()

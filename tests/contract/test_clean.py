@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from helmsman.controller.runs import RunRecord
@@ -50,11 +51,10 @@ def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[
     family = {name: pid for name, pid in driver.facts()["pids"].items() if not name.startswith("worker")}
     wait_until(lambda: all(map(is_running, family.values())), "its family runs")
     os.kill(driver.process.pid, signal.SIGSTOP)
-    for _ in range(3):  # a watcher of a worker is started with an empty environment; what it forks comes after it
-        others = {pid for pid in _run_processes(driver) if pid not in family.values() and pid != driver.process.pid}
-        for pid in others:
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # all are held before the first dies, so that nobody can clean up
+        for pid in _run_processes(driver) - set(family.values()) - {driver.process.pid}:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
     os.kill(driver.process.pid, signal.SIGKILL)
     driver.process.wait()
     yield driver, {name: pid for name, pid in family.items() if is_running(pid)}
@@ -64,10 +64,14 @@ def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[
 
 
 def _run_processes(driver: Driver) -> set[int]:
-    marked = set(processes_with("DRIVER_MARK", driver.mark).values())
-    listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    guardians = {int(line.split()[0]) for line in listed if "guardian.py" in line and str(driver.folder) in line}
-    return marked | guardians
+    found = set(processes_with("HELMSMAN_DRIVER_MARK", driver.mark).values())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if "guardian.py" in command and str(driver.folder) in command:  # started with an empty environment
+                found.add(process.pid)
+            found |= {child.pid for child in process.children(recursive=True)} if process.pid in found else set()
+    return found
 
 
 def test_it_is_removed_and_a_run_that_lives_is_not_touched(
@@ -85,9 +89,9 @@ def test_it_is_removed_and_a_run_that_lives_is_not_touched(
     assert told.returncode == 0, told.stderr
     assert f"run {run_id}: dead, controller {driver.process.pid}" in told.stdout
     assert "would be removed" in told.stdout
-    for pid in left.values():
-        assert f"process {pid} of " in told.stdout
-        assert is_running(pid)
+    missed = {name for name, pid in left.items() if f"process {pid} of " not in told.stdout}
+    assert not missed
+    assert all(map(is_running, left.values()))
 
     told = _helmsman(driver, "clean")
     assert told.returncode == 0, told.stdout + told.stderr
