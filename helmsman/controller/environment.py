@@ -42,7 +42,7 @@ _EVERYWHERE_PREFIXES = {
     "torch and its compilers": "TORCH_ PYTORCH_ TORCHINDUCTOR_ TORCHDYNAMO_ TRITON_ NVTE_",
     "CUDA and its libraries": "CUDA_ CUBLAS_ CUDNN_",
     "CANN and torch_npu": "ASCEND_ ACL_ ATB_",
-    "how threads are bound": "OMP_ KMP_ MKL_",
+    "how libraries compute": "OMP_ KMP_ MKL_ OPENBLAS_ NVPL_",
     "models and data": "HF_ TRANSFORMERS_ TOKENIZERS_ DATASETS_ SAFETENSORS_ MODELSCOPE_",
     "inference engines": "VLLM_ SGLANG_ SGL_ FLASHINFER_ FLASH_ATTENTION_ LMCACHE_",
     "experiment trackers": "WANDB_ MLFLOW_ SWANLAB_ TENSORBOARD_",
@@ -161,10 +161,16 @@ def worker_environment(
     """
     reaches = ("everywhere", "this machine") if same_machine else ("everywhere",)
     forwarded = {name: value for name, value in environ.items() if forwarding_of(name).reach in reaches}
-    threads = dict.fromkeys(THREAD_VARIABLES, str(max(1, int(spec.cpu))))
+    threads = dict.fromkeys(THREAD_VARIABLES, _thread_count(spec))
     layers = (("driver", forwarded), ("cpu count", threads), ("devices", devices), ("spec.env_vars", spec.env_vars))
     variables = {name: EnvironmentVariable(name, value, source) for source, layer in layers for name, value in layer.items()}
     return [variables[name] for name in sorted(variables)]
+
+
+def _thread_count(spec: SchedulingSpec) -> str:
+    """The spec's own OMP_NUM_THREADS holds for the other libraries, too: torch takes MKL's count for its own."""
+    own = spec.env_vars.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # what follows is for nested levels
+    return own if own.isdecimal() else str(max(1, int(spec.cpu)))
 
 
 def as_mapping(variables: Iterable[EnvironmentVariable]) -> dict[str, str]:
