@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 
-_PEER_S = 2.0
+_PEER_S = 0.5
 """Longest wait for a peer that has connected."""
 
 
@@ -19,6 +19,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
 
     def listen(self, port: int | None, proof: bytes = b"", limit_s: float = 0.0) -> str:
         """Answer whoever connects to ``port`` within ``limit_s`` seconds with ``proof``; None ends it. Returns why it cannot
@@ -31,16 +32,18 @@ class Listener:
         except OSError as error:
             return error.strerror or str(error)
         self._listener.settimeout(limit_s)
-        threading.Thread(target=_answer, args=(self._listener, proof), name="listen", daemon=True).start()
+        self._thread = threading.Thread(target=_answer, args=(self._listener, proof), name="listen", daemon=True)
+        self._thread.start()
         return ""
 
     def close(self) -> None:
         """Listen no more. Idempotent."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
+        listener, thread, self._listener, self._thread = self._listener, self._thread, None, None
+        if listener is not None and thread is not None:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, where closing alone would not
             listener.close()
+            thread.join(_PEER_S)  # until it has gone the kernel counts the port as listened on
 
 
 def _bound(port: int) -> socket.socket:

@@ -1,0 +1,128 @@
+"""What reaches a worker's environment on every scheduler, and who is said to have set it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.environment import MASK, EnvironmentVariable
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine
+
+STRANGE = {
+    "CONTRACT_A": "1,2,3",
+    "CONTRACT_B": "a=b=c,d=e",
+    "CONTRACT_C": "two\nlines\n",
+    "CONTRACT_D": " é \t",
+    "CONTRACT_E": "",
+}
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+def described(scheduler: Scheduler, worker_id: str) -> dict[str, EnvironmentVariable]:
+    variables = scheduler.environment(worker_id.rpartition("/")[0])[worker_id]
+    assert [each.name for each in variables] == sorted(each.name for each in variables)
+    return {each.name: each for each in variables}
+
+
+def change_environment(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+def torch_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def test_strange_values_survive(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=STRANGE)]))
+    engine = Engine.create(scheduler, worker, Counter)
+    assert engine.call("environ", *STRANGE) == STRANGE
+    found = described(scheduler, worker)
+    assert {name: found[name].value for name in STRANGE} == STRANGE
+    assert {found[name].source for name in STRANGE} == {"spec.env_vars"}
+    later = {f"{name}_LATER": value for name, value in STRANGE.items()}
+    asyncio.run(scheduler.set_worker_env(worker, later))
+    assert engine.call("environ", *later) == later
+
+
+@pytest.mark.not_on("inline", "its workers have the script's own environment")
+def test_what_the_script_has_is_forwarded_by_list(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CONTRACT", "a,b=c")
+    monkeypatch.setenv("CONTRACT_UNLISTED", "stays")
+    monkeypatch.setenv("MASTER_ADDR", "the driver's")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "77")
+    (worker,) = scheduler.create_workers(Job(role=role))
+    found = described(scheduler, worker)
+    assert found["NCCL_CONTRACT"] == EnvironmentVariable("NCCL_CONTRACT", "a,b=c", "driver")
+    assert found["CUDA_VISIBLE_DEVICES"] == EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "devices")
+    assert found.get("MASTER_ADDR") is None
+    assert found.get("LOCAL_RANK") is None
+    assert found.get("CONTRACT_UNLISTED") is None
+    assert found["PATH"].value, "a program can be found in it"
+
+
+def test_each_variable_is_told_with_who_set_it(
+    scheduler: Scheduler, backend: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_CONTRACT", "x")
+    spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "1", "CONTRACT_CHANGED": "1"})
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    asyncio.run(scheduler.set_worker_env(worker, {"CONTRACT_SET": "2"}))
+    engine = Engine.create(scheduler, worker, Counter)
+    engine.call("apply", change_environment, "CONTRACT_CHANGED", "3")
+    engine.call("apply", change_environment, "CONTRACT_NEW", "4")
+    found = described(scheduler, worker)
+    expected = {
+        "WANDB_CONTRACT": ("x", "driver"),
+        "CONTRACT_SPEC": ("1", "spec.env_vars"),
+        "CONTRACT_SET": ("2", "set_worker_env"),
+        "CONTRACT_CHANGED": ("3", "engine"),
+        "CONTRACT_NEW": ("4", "engine"),
+    }
+    assert {name: (found[name].value, found[name].source) for name in expected} == expected
+    assert found["PATH"].source == ("node" if backend == "ray" else "driver")
+    if backend != "inline":
+        assert found["HELMSMAN_WORKER_TAG"].source == "helmsman"
+
+
+def test_secrets_do_not_leave_the_worker(scheduler: Scheduler, role: str) -> None:
+    secrets = {"CONTRACT_TOKEN": "hunter2", "CONTRACT_URL": "http://me:hunter2@host/", "CONTRACT_API_KEY": "hunter2"}
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=secrets)]))
+    found = described(scheduler, worker)
+    assert {name: found[name].value for name in secrets} == {
+        "CONTRACT_TOKEN": MASK,
+        "CONTRACT_URL": f"http://{MASK}@host/",
+        "CONTRACT_API_KEY": MASK,
+    }
+    assert "hunter2" not in str(found)
+    engine = Engine.create(scheduler, worker, Counter)
+    assert engine.call("environ", *secrets) == secrets, "the worker itself has them"
+
+
+@pytest.mark.not_on("inline", "its workers have the script's own threads")
+@pytest.mark.parametrize(
+    ("spec", "count"),
+    [
+        (SchedulingSpec(cpu=2), 2),
+        (SchedulingSpec(cpu=0.5), 1),
+        (SchedulingSpec(cpu=2, env_vars={"OMP_NUM_THREADS": "1"}), 1),
+    ],
+    ids=["cpu=2", "cpu=0.5", "overridden"],
+)
+def test_threads_follow_the_cpus(scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    engine = Engine.create(scheduler, worker, Counter)
+    assert engine.call("environ", *THREADS) == dict.fromkeys(THREADS, str(count))
+    assert engine.call("apply", torch_threads) == count  # torch takes no more than the machine's cores by itself
+
+
+def test_the_environment_of_an_unknown_role(scheduler: Scheduler) -> None:
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.environment("nobody")

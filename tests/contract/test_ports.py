@@ -1,0 +1,153 @@
+"""Ports of workers on every scheduler: apart from each other's and everybody's, bound by their owners, free when those end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.rpc_server.ports import RANGE_VARIABLE
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, wait_until
+
+FIRST, LAST = 20_200, 20_399
+NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 16, 8, 50
+
+
+class Owner:
+    """Binds its ports as the plainest program does."""
+
+    def __init__(self, ports: list[str]) -> None:
+        self._listeners = [socket.create_server(("0.0.0.0", int(port)), reuse_port=False) for port in ports[::2]]
+        for port in ports[1::2]:
+            self._listeners.append(socket.socket())
+            self._listeners[-1].bind(("0.0.0.0", int(port)))
+            self._listeners[-1].listen()
+
+    def bound(self) -> list[int]:
+        """The ports it listens on."""
+        return [listener.getsockname()[1] for listener in self._listeners]
+
+    def destroy(self) -> None:
+        """Close them."""
+        for listener in self._listeners:
+            listener.close()
+
+
+@pytest.fixture
+def squatted() -> Iterator[set[int]]:
+    """Ports of the range that other programs have bound, half of them without listening."""
+    with contextlib.ExitStack() as stack:
+        taken = set()
+        for number, port in enumerate(random.Random(7).sample(range(FIRST, LAST + 1), NUM_SQUATTERS)):
+            squatter = stack.enter_context(socket.socket())
+            squatter.bind(("127.0.0.1" if number % 3 else "0.0.0.0", port))
+            if number % 2:
+                squatter.listen()
+            taken.add(port)
+        yield taken
+
+
+@pytest.fixture(autouse=True)
+def _range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANGE_VARIABLE, f"{FIRST}-{LAST}")
+
+
+def leased(scheduler: Scheduler, role: str) -> list[list[int]]:
+    return [[int(port) for port in worker.engine_ports] for worker in scheduler.get_workers(role)]
+
+
+def test_many_workers_among_squatters(scheduler: Scheduler, role: str, squatted: set[int]) -> None:
+    spec = SchedulingSpec(cpu=1, port_count=NUM_PORTS)
+    workers = scheduler.create_workers(Job(role=role, replicas=NUM_WORKERS, tasks=[spec]))
+    ports = leased(scheduler, role)
+    everything = [port for each in ports for port in each]
+    assert len(set(everything)) == NUM_WORKERS * NUM_PORTS
+    assert not squatted & set(everything)
+    assert all(FIRST <= port <= LAST for port in everything)
+    owners = [
+        Engine.create(scheduler, worker, Owner, None, list(map(str, each))) for worker, each in zip(workers, ports, strict=True)
+    ]
+    assert [sorted(owner.call("bound")) for owner in owners] == [sorted(each) for each in ports]
+    with pytest.raises(errors.WorkerStartError) as caught:
+        scheduler.create_workers(Job(role=f"{role}-more", tasks=[SchedulingSpec(port_count=30)]))
+    message = str(caught.value)
+    assert f"leased {NUM_WORKERS * NUM_PORTS}" in message
+    assert f"other programs have bound {NUM_SQUATTERS}" in message
+    assert f"{FIRST}-{LAST}" in message
+    assert RANGE_VARIABLE in message
+
+
+@pytest.mark.not_on("inline", "its workers are not processes")
+@pytest.mark.skipif(sys.platform != "linux", reason="leases are sockets of Linux's abstract namespace")
+def test_what_a_killed_worker_held_is_free(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANGE_VARIABLE, "20100-20107")
+    spec = SchedulingSpec(port_count=8)
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    engine = Engine.create(scheduler, worker, Counter)
+    with pytest.raises(errors.WorkerStartError, match=r"only 0 of 1 ports are free: .* leased 8, "):
+        scheduler.create_workers(Job(role=f"{role}-other", tasks=[SchedulingSpec(port_count=1)]))
+    os.kill(engine.call("pid"), signal.SIGKILL)
+    wait_until(lambda: all(status.health is None for status in scheduler.status() if status.worker_id == worker), "its death")
+    scheduler.create_workers(Job(role=f"{role}-heir", tasks=[spec]))
+    assert sorted(leased(scheduler, f"{role}-heir")[0]) == list(range(20100, 20108))
+
+
+def test_a_range_that_is_none_is_said_in_a_line(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANGE_VARIABLE, "20000")
+    with pytest.raises(errors.WorkerStartError, match=r"HELMSMAN_PORT_RANGE is '20000'; expected 'FIRST-LAST'"):
+        scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(port_count=1)]))
+
+
+# --- commands -----------------------------------------------------------------------------------------------------------
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0):
+        return True
+    return False
+
+
+def test_a_command_binds_the_ports_that_it_is_told(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cmd="http.server --bind 127.0.0.1 {port1}", port_count=2, env_vars={"CONTRACT_CMD": "a b,c=d"})
+    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
+    ports = leased(scheduler, role)[0]
+    wait_until(lambda: answers(ports[1]), "the server listens on its port")
+    with open(f"/proc/{scheduler.call_engine(worker, 'pid')}/environ") as file:
+        environment = dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
+    assert environment["HELMSMAN_PORTS"] == f"{ports[0]},{ports[1]}"
+    assert environment["CONTRACT_CMD"] == "a b,c=d"
+
+
+def test_a_command_without_a_count_has_one_port(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")]))
+    ((port,),) = leased(scheduler, role)
+    wait_until(lambda: answers(port), "the server listens on its port")
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("no.such.module {port}", "ended at once with exit code 1"),
+        ("http.server {port3}", "asks for {port3}, but the worker has 1 leased ports; set SchedulingSpec.port_count to 4"),
+        ("http.server 'unclosed", "No closing quotation"),
+    ],
+)
+def test_a_command_that_cannot_run_fails_the_start(
+    scheduler: Scheduler, backend: str, role: str, command: str, reason: str
+) -> None:
+    with pytest.raises(errors.EngineCreationError) as caught:
+        scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd=command)]))
+    assert reason in str(caught.value)
+    if "module" in command and backend != "inline":
+        assert "No module named" in str(caught.value), "what the child wrote"
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers(role)

@@ -1,0 +1,177 @@
+"""Where ranks meet is tried before they wait there: each fault is caused, and told with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, SchedulingSpec, Worker
+from helmsman.controller import rendezvous
+from helmsman.controller.local import LocalScheduler
+from helmsman.controller.train import TrainController
+from helmsman.rpc_server.ports import hand_over
+from helmsman.rpc_server.reach import Listener, reach
+from tests.controller.engines import RecordingTrainer
+
+TEST_NET = "198.51.100.1"
+"""An address for documentation (RFC 5737): no network routes it."""
+
+
+class LocalAtAnotherAddress(LocalScheduler):
+    """Tells a wrong address of its nodes, as one does whose name resolves to another network."""
+
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        return [msgspec.structs.replace(worker, ip=TEST_NET) for worker in super().get_workers(role, timeout)]
+
+
+class Holder:
+    """Lets go of a port's hold."""
+
+    def hand_over(self, port: int) -> None:
+        """As the call of the engine's author would."""
+        hand_over(port)
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
+    with LocalScheduler(log_dir=tmp_path, preload=()) as made:
+        yield made
+
+
+def start(scheduler: LocalScheduler, replicas: int = 3) -> tuple[str, int]:
+    """Address and port of a role's rank 0."""
+    scheduler.create_workers(Job(role="train", replicas=replicas, tasks=[SchedulingSpec(port_count=1)]))
+    master = scheduler.get_workers("train")[0]
+    return master.ip, int(master.engine_ports[0])
+
+
+def probe(scheduler: LocalScheduler, address: str, port: int) -> None:
+    asyncio.run(scheduler.probe_rendezvous("train", address, port))
+
+
+def test_ranks_meet_and_leave_the_port_as_it_was(scheduler: LocalScheduler) -> None:
+    address, port = start(scheduler)
+    for _ in range(2):
+        probe(scheduler, address, port)
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind((address, port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address, port)).close()
+
+
+def test_a_port_that_rank_0_lost_is_told_with_its_reason(scheduler: LocalScheduler) -> None:
+    address, port = start(scheduler)
+    asyncio.run(scheduler.create_engine("train/0", Holder))
+    scheduler.call_engine("train/0", "hand_over", None, port)
+    with socket.socket() as squatter:
+        squatter.bind(("0.0.0.0", port))
+        squatter.listen()
+        with pytest.raises(errors.RendezvousError) as caught:
+            probe(scheduler, address, port)
+    assert f"rank 0 cannot listen on port {port}: Address already in use" in str(caught.value)
+    assert "rank 0 is train/0; 127.0.0.1 is the address of its node" in str(caught.value)
+    assert f"port {port} is leased to it" in str(caught.value)
+    assert (caught.value.reached, caught.value.failed) == ([], {})
+
+
+def test_an_address_that_no_rank_reaches_is_told_with_the_reasons(
+    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
+    _, port = start(scheduler)
+    with pytest.raises(errors.RendezvousError) as caught:
+        probe(scheduler, TEST_NET, port)
+    assert sorted(caught.value.failed) == ["train/0", "train/1", "train/2"]
+    assert all(caught.value.failed.values())
+    assert "not the address of its node, which is 127.0.0.1" in str(caught.value)
+    assert "3 of 3 ranks" in str(caught.value)
+    probe(scheduler, "127.0.0.1", port)
+
+
+def test_a_rank_that_has_died_is_the_one_that_does_not_reach_it(scheduler: LocalScheduler) -> None:
+    address, port = start(scheduler)
+    pids = {status.worker_id: status.pid for status in scheduler.status()}
+    asyncio.run(scheduler.create_engine("train/1", RecordingTrainer))
+    os.kill(int(pids["train/1"] or 0), signal.SIGKILL)
+    with pytest.raises(errors.WorkerFailedError):
+        scheduler.call_engine("train/1", "report")
+    with pytest.raises(errors.RendezvousError) as caught:
+        probe(scheduler, address, port)
+    assert caught.value.reached == ["train/0", "train/2"]
+    assert "SIGKILL" in caught.value.failed["train/1"]
+
+
+def test_a_training_job_on_a_wrong_address_fails_at_once_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
+    with LocalAtAnotherAddress(log_dir=tmp_path, preload=()) as scheduler:
+        actor = TrainController(scheduler, RecordingTrainer, Job(role="actor", replicas=2))
+        with pytest.raises(errors.RendezvousError, match=rf"cannot meet at {TEST_NET}:.*2 of 2 ranks"):
+            actor.initialize()
+        assert scheduler.status() == []
+
+
+# --- the two ends -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    yield made
+    made.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_listener_is_reached(listener: Listener, address: str) -> None:
+    port = free_port()
+    assert listener.listen(port, b"proof", 30.0) == ""
+    assert reach(address, port, b"proof", 30.0) == ""
+
+
+def test_nobody_listens(listener: Listener) -> None:
+    port = free_port()
+    assert listener.listen(port, b"proof", 30.0) == ""
+    assert listener.listen(None) == ""
+    assert reach("127.0.0.1", port, b"proof", 30.0) == "Connection refused"
+
+
+def test_somebody_else_listens(listener: Listener) -> None:
+    port = free_port()
+    assert listener.listen(port, b"another", 30.0) == ""
+    assert reach("127.0.0.1", port, b"the one", 30.0) == "something else answers there"
+
+
+def test_somebody_listens_and_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert reach("127.0.0.1", silent.getsockname()[1], b"proof", 0.2) == "no answer within 0.2 s"
+
+
+def test_many_at_once_leave_nothing_on_the_port(listener: Listener) -> None:
+    port = free_port()
+    assert listener.listen(port, b"proof", 30.0) == ""
+    outcomes: list[Any] = []
+    threads = [threading.Thread(target=lambda: outcomes.append(reach("127.0.0.1", port, b"proof", 30.0))) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [""] * 200
+    listener.close()
+    with socket.socket() as plain:  # without SO_REUSEADDR, so a connection that lingers would be in the way
+        plain.bind(("127.0.0.1", port))
