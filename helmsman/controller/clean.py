@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -23,6 +24,7 @@ from helmsman.controller.runs import RunRecord, forget_run, read_runs, user_dir
 from helmsman.rpc_server.guardian import TAG_VARIABLE, process_table, wait_until
 
 _END_S = 5.0
+_RUN_FOLDER = re.compile(r"helmsman-([0-9a-f]{12})-\w+")
 
 
 class LeftProcess(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ class Leftover(msgspec.Struct, frozen=True):
 
     run_id: str
     state: str
-    """alive, dead, or unknown where there is no record."""
+    """alive, dead, or unknown where there are processes and no record."""
     record: RunRecord | None
     processes: list[LeftProcess]
     folders: list[str]
@@ -55,14 +57,25 @@ def leftovers(run_ids: Collection[str] = ()) -> list[Leftover]:
     processes: dict[str, list[LeftProcess]] = {}
     for process in _tagged():
         processes.setdefault(process.run_id, []).append(process)
+    folders = _folders()
     found = []
-    for run_id in [*records, *(run_id for run_id in processes if run_id not in records)]:
+    for run_id in dict.fromkeys([*records, *processes, *folders]):
         if run_ids and run_id not in run_ids:
             continue
         record, alive = records.get(run_id, (None, False))
-        state = "unknown" if record is None else "alive" if alive else "dead"
-        folders = sorted(str(path) for path in Path(tempfile.gettempdir()).glob(f"helmsman-{run_id}-*"))
-        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders))
+        state = "alive" if alive else "dead" if record is not None or run_id not in processes else "unknown"
+        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders.get(run_id, [])))
+    return found
+
+
+def _folders() -> dict[str, list[str]]:
+    """This user's folders of sockets, by run. One without record and processes is nobody's: a run writes its record first."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
+        match = _RUN_FOLDER.fullmatch(path.name)
+        with contextlib.suppress(OSError):
+            if match and path.stat().st_uid == os.getuid():
+                found.setdefault(match.group(1), []).append(str(path))
     return found
 
 

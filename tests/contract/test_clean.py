@@ -109,6 +109,18 @@ def test_it_is_removed_and_a_run_that_lives_is_not_touched(
     assert "alive" in _helmsman(driver, "runs").stdout
 
 
+def test_a_folder_that_is_nobodys_goes(run_driver: Callable[..., Driver]) -> None:
+    driver = run_driver("tell(done=True)")
+    driver.facts()
+    folder = Path(driver.temporary.name) / "helmsman-0123456789ab-x1"
+    strange = Path(driver.temporary.name) / "helmsman-notes-of-mine"
+    folder.mkdir()
+    strange.mkdir()
+    assert f"folder {folder}" in _helmsman(driver, "clean").stdout
+    assert not folder.exists()
+    assert strange.exists()
+
+
 def test_after_an_end_in_order_there_is_nothing_to_clean(run_driver: Callable[..., Driver]) -> None:
     script = "with make() as scheduler:\n    scheduler.create_workers(Job(role='a'))\n    tell(run_id=scheduler.run_id)\n"
     driver = run_driver(script)
