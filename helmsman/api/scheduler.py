@@ -7,10 +7,12 @@ Names follow the field's existing Scheduler API, so that scripts written to it c
 from __future__ import annotations
 
 import abc
+import math
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
@@ -81,6 +83,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise a JobError unless the job makes sense on its own, whatever the cluster."""
+        self._require_types()
         if not self.role or "/" in self.role or self.role != self.role.strip():
             raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
         if self.replicas < 1:
@@ -88,13 +91,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.tasks) not in (1, self.replicas):
             raise TaskCountError(role=self.role, replicas=self.replicas, num_tasks=len(self.tasks))
         for spec in self.tasks:
-            for field in ("cpu", "gpu", "mem", "port_count"):
-                if getattr(spec, field) < 0:
-                    raise InvalidSpecError(role=self.role, field=field, value=getattr(spec, field), expected="0 or more")
+            amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
+            for field, amount in (
+                amounts | {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
+            ).items():
+                if not (0 <= amount < math.inf):
+                    raise InvalidSpecError(role=self.role, field=field, value=amount, expected="0 or more")
             if spec.gpu != int(spec.gpu):
                 raise InvalidSpecError(
                     role=self.role, field="gpu", value=spec.gpu, expected="a whole number; colocate roles to share a device"
                 )
+        for field in ("ray_placement_strategy", "node_packing"):
+            values = sorted({getattr(spec, field) for spec in self.tasks})
+            if len(values) > 1:
+                raise InvalidSpecError(role=self.role, field=field, value=values, expected="the same for all tasks of a job")
         strategy = self.scheduling_strategy
         if strategy.type == "colocation" and not strategy.target:
             raise InvalidSpecError(
@@ -105,9 +115,47 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
                 role=self.role, field="scheduling_strategy", value=strategy, expected="target and fork only with colocation"
             )
 
+    def _require_types(self) -> None:
+        """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be taken for another one."""
+        try:
+            msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
+        except (msgspec.ValidationError, TypeError, NotImplementedError) as error:
+            reason, _, where = str(error).partition(" - at `$.")
+            field = where.rstrip("`") or "job"
+            choices = _CHOICES.get(field.rpartition(".")[2])
+            expected = (
+                f"one of {', '.join(map(repr, choices))}" if choices else reason.removeprefix("Expected ").replace("`", "")
+            )
+            raise InvalidSpecError(role=str(self.role), field=field, value=_at(self, field), expected=expected) from error
+
     def spec(self, index: int) -> SchedulingSpec:
         """The spec of replica ``index``."""
         return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
+
+
+_CHOICES = {
+    "ray_placement_strategy": get_args(PlacementStrategy),
+    "node_packing": get_args(NodePacking),
+    "type": get_args(StrategyType),
+}
+
+
+def _as_number(value: Any) -> Any:
+    """A number of numpy's as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise NotImplementedError(f"Expected plain values, got `{type(value).__name__}`")
+
+
+def _at(job: Job, path: str) -> Any:
+    """The value at a path such as 'tasks[0].gpu'; the job itself where it leads nowhere."""
+    value: Any = job
+    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
+        try:
+            value = getattr(value, name) if name else value[int(index)]
+        except (AttributeError, LookupError, TypeError):
+            break
+    return value
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

@@ -297,6 +297,26 @@ SPEC = SchedulingSpec()
         (Job(role="r", tasks=[SchedulingSpec(gpu=-0.5)]), errors.InvalidSpecError, "gpu is -0.5"),
         (Job(role="r", tasks=[SchedulingSpec(mem=-1)]), errors.InvalidSpecError, "mem is -1"),
         (Job(role="r", tasks=[SchedulingSpec(port_count=-1)]), errors.InvalidSpecError, "port_count is -1"),
+        (Job(role="r", tasks=[SchedulingSpec(gpu=0.5)]), errors.InvalidSpecError, "gpu is 0.5; expected a whole number"),
+        (Job(role="r", tasks=[SchedulingSpec(cpu=float("nan"))]), errors.InvalidSpecError, "cpu is nan; expected 0 or more"),
+        (Job(role="r", tasks=[SchedulingSpec(gpu=float("inf"))]), errors.InvalidSpecError, "gpu is inf"),
+        (Job(role="r", tasks=[SchedulingSpec(resources={"x": -1})]), errors.InvalidSpecError, "resources['x'] is -1"),
+        (
+            Job(role="r", tasks=[SchedulingSpec(ray_placement_strategy="seperate")]),  # type: ignore[arg-type]
+            errors.InvalidSpecError,
+            "tasks[0].ray_placement_strategy is 'seperate'; expected one of 'shared', 'separate', 'deferred'",
+        ),
+        (
+            Job(role="r", tasks=[SchedulingSpec(nodelist="gpu-1")]),
+            errors.InvalidSpecError,
+            "tasks[0].nodelist is 'gpu-1'; expected array, got str",
+        ),
+        (Job(role="r", tasks=[SchedulingSpec(env_vars={"A": 1})]), errors.InvalidSpecError, "expected str, got int"),  # type: ignore[dict-item]
+        (
+            Job(role="r", replicas=2, tasks=[SPEC, SchedulingSpec(ray_placement_strategy="separate")]),
+            errors.InvalidSpecError,
+            "ray_placement_strategy is ['separate', 'shared']; expected the same for all tasks of a job",
+        ),
         (Job(role=""), errors.InvalidSpecError, "role is ''"),
         (Job(role="a/b"), errors.InvalidSpecError, "role is 'a/b'"),
         (
