@@ -1,0 +1,60 @@
+"""Plans, and starts of several jobs, on every scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine
+
+
+def _jobs(role: str, gpu: int = 1) -> list[Job]:
+    colocated = SchedulingStrategy(type="colocation", target=role)
+    return [
+        Job(role=f"{role}-beside", replicas=1, scheduling_strategy=colocated),
+        Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=gpu, port_count=1)]),
+        Job(role=f"{role}-cpu", tasks=[SchedulingSpec(cpu=0.5)]),
+    ]
+
+
+def test_a_plan_is_what_a_start_does(backend: str, scheduler: Scheduler, role: str) -> None:
+    before = {status.worker_id for status in scheduler.status()}
+    plan = scheduler.plan(_jobs(role))
+    assert {status.worker_id for status in scheduler.status()} == before, "nothing was started"
+    planned = [worker.worker_id for each in plan.roles for worker in each.workers]
+    assert planned == [f"{role}-beside/0", f"{role}/0", f"{role}/1", f"{role}-cpu/0"]
+    assert all(worker_id.rpartition("/")[0] in plan.table() for worker_id in planned)
+    assert scheduler.create_workers(_jobs(role)) == planned
+    if backend != "inline":
+        assert [len(worker.devices) for worker in scheduler.get_workers(role)] == [1, 1]
+    engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in planned]
+    assert [engine.call("add", 1) for engine in engines] == [1, 1, 1, 1]
+    assert (engines[0].call("pid") == engines[1].call("pid")) is True
+    scheduler.delete_workers(role)
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers(f"{role}-beside")
+
+
+@pytest.mark.not_on("inline", "it has no devices to hand out")
+def test_one_job_that_does_not_fit_keeps_all_from_starting(scheduler: Scheduler, role: str) -> None:
+    before = {status.worker_id for status in scheduler.status()}
+    for attempt in (scheduler.plan, scheduler.create_workers):
+        with pytest.raises(errors.PlacementInfeasibleError, match="10 GPU"):
+            attempt(_jobs(role, gpu=5))
+    assert {status.worker_id for status in scheduler.status()} == before
+    assert len(scheduler.create_workers(_jobs(role))) == 4, "the names are free"
+
+
+@pytest.mark.not_on("inline", "it has no devices to hand out")
+def test_a_plan_says_who_holds_what_is_missing(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=6)]))
+    with pytest.raises(errors.PlacementTimeoutError, match=f"{role}"):
+        scheduler.plan(Job(role=f"{role}-more", tasks=[SchedulingSpec(cpu=0, gpu=3)]))
+
+
+def test_jobs_of_one_start_have_names_of_their_own(scheduler: Scheduler, role: str) -> None:
+    with pytest.raises(errors.InvalidSpecError, match="a name of its own among the jobs"):
+        scheduler.create_workers([Job(role=role), Job(role=role)])
+    assert scheduler.create_workers([]) == []
