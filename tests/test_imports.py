@@ -34,6 +34,7 @@ NEEDS_RAY = {
     "helmsman.controller.ray_address",
     "helmsman.controller.ray_holders",
     "helmsman.controller.ray_state",
+    "helmsman.controller.ray_transport",
     "helmsman.controller.ray_scheduler",
     "helmsman.rpc_server.ray_server",
 }

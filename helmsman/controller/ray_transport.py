@@ -1,0 +1,133 @@
+"""The way from the controller to one worker on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import ray
+
+from helmsman.api import errors
+from helmsman.controller import placement_group as placement
+from helmsman.controller import ray_state
+from helmsman.controller.client import Ending, Transport, TransportLostError, describe_exit, tail_of
+from helmsman.controller.embedded_ray import bounded
+from helmsman.controller.loop import in_thread
+from helmsman.controller.places import Place
+from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.guardian import read_record
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
+from helmsman.rpc_server.ray_server import Greeting, pack, unpack_reply
+
+log = logging.getLogger(__name__)
+
+_RAY_CALL_S = 2.0
+"""Longest wait for a call of Ray's while things are taken down; it is milliseconds unless the cluster's head is gone."""
+_DEATH_S = 3.0
+"""Longest wait for Ray to know that an actor which it was told to kill is dead."""
+_REMAINS_S = 1.5
+"""Longest wait for what a guardian records; milliseconds, but Ray's workers run at low priority, and it with them."""
+_PUT_IN_THREAD_BYTES = 1 << 20
+
+
+class RayTransport(Transport):
+    """Requests as actor tasks, each sent once (no task retries, no restarts)."""
+
+    def __init__(self, actor: Any, place: Place, here: str) -> None:
+        self._actor = actor
+        self.place = place
+        self._here = here
+        self._worker_id = "a worker that starts"
+        self.log_path = ""
+        self._reason: BaseException | None = None
+        self._killed = False
+        self._turn = asyncio.Lock()
+        self._num_sent = 0
+        """Engine work sent; Ray starts the tasks of an async actor in any order, so each bears its number."""
+
+    async def greet(self) -> Greeting:
+        """The worker's first answer. Raises TransportLostError with the reason."""
+        greeting: Greeting = await self._await(self._actor.greet.remote())
+        return greeting
+
+    async def adopt(self, identity: WorkerIdentity) -> None:
+        """Make it this worker. Raises TransportLostError."""
+        self._worker_id, self.log_path = identity.worker_id, identity.log_path
+        await self._await(self._actor.adopt.remote(identity))
+
+    async def pending(self) -> str:
+        """Why its actor may not have started, as far as Ray tells."""
+        state = await in_thread(ray_state.actor_state, self._actor._actor_id.hex())
+        return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
+
+    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
+        method = getattr(self._actor, request.verb.value)
+        if request.verb not in ENGINE_WORK:
+            return unpack_reply(await self._await(method.remote(*pack(request, payload))))
+        async with self._turn:
+            packed = pack(request, payload, self._num_sent)
+            if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
+                reference = await asyncio.to_thread(method.remote, packed[0], packed[1])
+            else:
+                reference = method.remote(*packed)
+            self._num_sent += 1  # not before: the worker waits for every number
+        return unpack_reply(await self._await(reference))
+
+    async def _await(self, reference: Any) -> Any:
+        try:
+            return await reference
+        except ray.exceptions.RayTaskError as error:
+            raise errors.ProtocolError(f"{self._worker_id}: the server in the worker failed: {error}") from error
+        except ray.exceptions.RayError as error:
+            self._reason = error
+            raise TransportLostError(_reason_text(error)) from error
+
+    async def ending(self) -> Ending:
+        if self.place.node_id != self._here and (loss := await in_thread(ray_state.loss_of_node, self.place.node_id)):
+            return Ending(f"was lost with its node: {loss}")
+        record, tail = await self._remains()
+        if record is None:
+            cause = describe_exit(None, None)
+            if isinstance(self._reason, ray.exceptions.OutOfMemoryError):
+                cause = "was ended by Ray's memory monitor, because its node ran out of memory"
+            return Ending(cause, log_tail=tail)
+        code, number = record["exit_code"], record["exit_signal"]
+        return Ending(describe_exit(code, number), code, number, tail)
+
+    async def _remains(self) -> tuple[dict[str, int | None] | None, str]:
+        """What the worker's guardian recorded and the end of its log, read on the worker's node."""
+        if self.place.node_id == self._here:
+            return await in_thread(_read_remains, self.log_path)
+        reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
+        reference = reader.options(scheduling_strategy=placement.on_node(self.place.node_id)).remote(self.log_path)
+        try:
+            async with asyncio.timeout(_REMAINS_S):
+                remains: tuple[dict[str, int | None] | None, str] = await reference
+                return remains
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            log.warning("%s: the remains on its node could not be read: %s", self._worker_id, error)
+            return None, ""
+
+    async def kill(self) -> None:
+        if self._killed:
+            return
+        with contextlib.suppress(TimeoutError):
+            await bounded(lambda: ray.kill(self._actor, no_restart=True), limit_s=_RAY_CALL_S)
+        with contextlib.suppress(TransportLostError, TimeoutError):
+            async with asyncio.timeout(_DEATH_S):
+                await self._await(self._actor.greet.remote())  # fails as soon as the actor is known to be dead
+        self._killed = True
+
+
+def _reason_text(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+def _read_remains(log_path: str) -> tuple[dict[str, int | None] | None, str]:
+    """The record of a worker's end, for which its guardian needs a moment, and its log's tail."""
+    from helmsman.rpc_server.guardian import wait_until
+
+    wait_until(lambda: read_record(log_path) is not None, _REMAINS_S)
+    return read_record(log_path), tail_of(log_path)
