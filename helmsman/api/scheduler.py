@@ -29,17 +29,21 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker needs."""
 
     cpu: float = 1
-    """CPU cores."""
+    """CPU cores. Thread counts (OMP_NUM_THREADS and its like, torch's) are these, 1 at least."""
     gpu: float = 0
     """Accelerators of whatever kind the cluster has."""
     mem: float = 0
     """Memory in GB (10^9 bytes); 0 asks for none in particular."""
     port_count: int = 0
-    """Ports leased to the worker for its engine."""
+    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'), and held
+    against programs that look for a free one until it binds them. Before something binds one in a way that Python does not tell
+    of (a plain bind in C, or in a forked child), call ``helmsman.rpc_server.ports.hand_over(port)``. A worker with a ``cmd`` has
+    one at least."""
     env_vars: dict[str, str] = {}
     """Environment variables of the worker; they win over everything that is forwarded."""
     cmd: str | None = None
-    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None for engines alone."""
+    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None for engines alone. Quoted as
+    for a shell; ``{port0}``, ``{port1}``, ... are the worker's leased ports, ``{port}`` the first; HELMSMAN_PORTS has all."""
     ray_placement_strategy: PlacementStrategy = "shared"
     """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose
     devices are left to the server that the worker launches."""

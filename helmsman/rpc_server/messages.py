@@ -27,8 +27,8 @@ class Verb(StrEnum):
     LEASE_PORTS = "lease_ports"
     """(int) -> list[int], ports held for this worker until it ends."""
     LISTEN = "listen"
-    """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port of None ends that. Returns why
-    it cannot, '' when it does."""
+    """(port, proof, seconds) -> str. Listens on a port, so that others can try to reach it; a port of None ends that. Returns
+    why it cannot, '' when it does."""
     REACH = "reach"
     """(address, port, proof, seconds) -> str. Connects to a worker that listens; returns why it cannot, '' when it did."""
     CREATE_ENGINE = "create_engine"

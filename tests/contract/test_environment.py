@@ -74,7 +74,7 @@ def test_each_variable_is_told_with_who_set_it(
     monkeypatch.setenv("WANDB_CONTRACT", "x")
     spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "1", "CONTRACT_CHANGED": "1"})
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    asyncio.run(scheduler.set_worker_env(worker, {"CONTRACT_SET": "2"}))
+    asyncio.run(scheduler.set_worker_env(worker, {"CONTRACT_SET_LATER": "2"}))
     engine = Engine.create(scheduler, worker, Counter)
     engine.call("apply", change_environment, "CONTRACT_CHANGED", "3")
     engine.call("apply", change_environment, "CONTRACT_NEW", "4")
@@ -82,7 +82,7 @@ def test_each_variable_is_told_with_who_set_it(
     expected = {
         "WANDB_CONTRACT": ("x", "driver"),
         "CONTRACT_SPEC": ("1", "spec.env_vars"),
-        "CONTRACT_SET": ("2", "set_worker_env"),
+        "CONTRACT_SET_LATER": ("2", "set_worker_env"),
         "CONTRACT_CHANGED": ("3", "engine"),
         "CONTRACT_NEW": ("4", "engine"),
     }
