@@ -36,7 +36,7 @@ from helmsman.api.scheduler import (
 from helmsman.controller.admission import busy, require_feasible
 from helmsman.controller.client import WorkerClient, encode_arguments
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
-from helmsman.controller.colocation import tile
+from helmsman.controller.colocation import targets_first, tile
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.environment import worker_environment
 from helmsman.controller.loop import await_all, run_async, run_sync
@@ -162,7 +162,7 @@ class SchedulerBase(Scheduler):
     async def _start_roles(self, jobs: Sequence[Job]) -> list[Role]:
         """Start all of these roles, or none."""
         deadline = Deadline(self.timeouts.start_s)
-        colocated = self._targets_first(jobs)
+        colocated = targets_first(jobs, self._roles)
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Place]) -> None:
@@ -186,21 +186,6 @@ class SchedulerBase(Scheduler):
             for role in started.values():
                 role.resources = stacks[role.name].pop_all()
         return [started[job.role] for job in jobs]
-
-    def _targets_first(self, jobs: Sequence[Job]) -> list[Job]:
-        """The colocated jobs, each after its target where that is among them. Raises RoleNotFoundError where it is nowhere, or
-        stands on the job itself."""
-        known = {*self._roles, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
-        waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
-        ordered: list[Job] = []
-        while waiting:
-            ready = [job for job in waiting if job.scheduling_strategy.target in known]
-            if not ready:
-                raise errors.RoleNotFoundError(name=str(waiting[0].scheduling_strategy.target), known=sorted(known))
-            ordered += ready
-            known.update(job.role for job in ready)
-            waiting = [job for job in waiting if job not in ready]
-        return ordered
 
     async def _prepare(self, job: Job, index: int, client: WorkerClient, deadline: Deadline) -> None:
         """Configure a new worker and have it lease its ports, before anybody else may see it."""

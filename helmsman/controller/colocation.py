@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from helmsman.api.errors import InvalidSpecError
+from helmsman.api.errors import InvalidSpecError, RoleNotFoundError
 from helmsman.api.plan import PlannedWorker
 from helmsman.api.scheduler import Job
+
+
+def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
+    """The colocated ones of these jobs, each after its target where that is among them.
+
+    Raises: RoleNotFoundError where a target is neither among them nor running, or stands on the job itself.
+    """
+    known = {*running, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
+    waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
+    ordered: list[Job] = []
+    while waiting:
+        ready = [job for job in waiting if job.scheduling_strategy.target in known]
+        if not ready:
+            raise RoleNotFoundError(name=str(waiting[0].scheduling_strategy.target), known=sorted(known))
+        ordered += ready
+        known.update(job.role for job in ready)
+        waiting = [job for job in waiting if job not in ready]
+    return ordered
 
 
 class Share(msgspec.Struct, frozen=True):

@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from helmsman.api.errors import RoleNotFoundError
 from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole, PlannedWorker, Shortfall
 from helmsman.api.scheduler import Job
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
-from helmsman.controller.colocation import tile
+from helmsman.controller.colocation import targets_first, tile
 from helmsman.controller.demand import Demand, Way, ways
 from helmsman.controller.packing import Packing, Placed, Work
 from helmsman.controller.packing_rules import lay
@@ -43,6 +42,7 @@ def plan_jobs(
     Raises: RoleNotFoundError (a target that is neither among the jobs nor running), InvalidSpecError (a colocation that does
     not tile).
     """
+    colocated = targets_first(jobs, [role.role for role in running])
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
     free = [dict(node.available if of == "available" else node.total) for node in snapshot.nodes]
     found = _find(snapshot.nodes, free, separate, work or Work())
@@ -51,11 +51,8 @@ def plan_jobs(
     way, placed = found
     roles = {role.role: role for role in _roles(snapshot.nodes, free, separate, way, placed)}
     known = {role.role: role for role in running} | roles
-    waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
-    while waiting:
-        job = next((job for job in waiting if job.scheduling_strategy.target in known), waiting[0])
-        roles[job.role] = known[job.role] = _beside(job, known)
-        waiting.remove(job)
+    for job in colocated:
+        roles[job.role] = known[job.role] = _beside(job, known[str(job.scheduling_strategy.target)])
     return Plan(roles=tuple(roles[job.role] for job in jobs))
 
 
@@ -174,10 +171,7 @@ def _role(
     return PlannedRole(role=job.role, accelerator=kind, instances=tuple(instances))
 
 
-def _beside(job: Job, known: Mapping[str, PlannedRole]) -> PlannedRole:
-    target = known.get(str(job.scheduling_strategy.target))
-    if target is None:
-        raise RoleNotFoundError(name=str(job.scheduling_strategy.target), known=list(known))
+def _beside(job: Job, target: PlannedRole) -> PlannedRole:
     workers = [
         PlannedWorker(
             worker_id=f"{job.role}/{index}",
