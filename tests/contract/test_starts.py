@@ -286,4 +286,5 @@ def test_a_local_run_below_a_long_temporary_folder(backend: str, tmp_path: Path,
     with make_scheduler("local", log_dir=tmp_path, preload=()) as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         assert Engine.create(scheduler, worker, Counter).call("add") == 1
-    assert list(long.iterdir()) == []
+    assert [path for path in long.rglob("*") if not path.is_dir()] == [], "of the records of runs only their folder is left"
+    assert not list(long.glob("helmsman-*-*"))
