@@ -42,8 +42,9 @@ from helmsman.rpc_server.ray_server import Granted, granted_here
 
 _POLL_S = (0.005, 0.1)
 """First and longest pause between two looks at groups that were asked for."""
-_STALLED_S = 1.0
-"""Without one more group created for so long, what the plan counted on has been taken by somebody else."""
+_REFUSED_S, _STALLED_S = 0.1, 1.0
+"""Without one more group created for so long, what the plan counted on has been taken by somebody else: where the head has
+found no room, and where it still asks nodes."""
 _PAUSE_S = (0.05, 0.5)
 """First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
 _TELL_S = (2.0, 30.0)
@@ -171,7 +172,8 @@ async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> li
         left = [request for request in waiting if phases[request.id] is not GroupPhase.CREATED]
         if len(left) < len(waiting):
             waiting, since, pause_s = left, time.monotonic(), _POLL_S[0]
-        if not left or deadline.passed or time.monotonic() - since > _STALLED_S:
+        in_flight = GroupPhase.IN_FLIGHT in phases.values()
+        if not left or deadline.passed or time.monotonic() - since > (_STALLED_S if in_flight else _REFUSED_S):
             return left
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_S[1])

@@ -131,11 +131,11 @@ def test_two_runs_with_the_same_role_names_never_meet(make_run: Callable[..., Ra
     one, two = make_run(), make_run()
     for run in (one, two):
         run.create_workers(_job("actor", 1, 1))
-    engines = [Engine.create(run, "actor/0", engines.Counter) for run in (one, two)]
-    assert engines[0].call("add", 5) == 5
-    assert engines[1].call("add", 7) == 7
+    both = [Engine.create(run, "actor/0", engines.Counter) for run in (one, two)]
+    assert both[0].call("add", 5) == 5
+    assert both[1].call("add", 7) == 7
     one.delete_workers()
-    assert engines[1].call("add", 1) == 8
+    assert both[1].call("add", 1) == 8
 
 
 @pytest.mark.slow
