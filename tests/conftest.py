@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ import pytest
 SESSION_ENV_VAR = "HELMSMAN_TEST_SESSION"
 SESSION = uuid.uuid4().hex
 GRACE_S = 10.0
+
+# In the background of a shell that has it ignored, what the tests start would be deaf to Ctrl-C, too: only that is inherited.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Inherited by every process that a test causes, also by those that left its process group or were adopted by init.
 os.environ[SESSION_ENV_VAR] = SESSION
