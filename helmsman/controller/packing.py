@@ -113,16 +113,21 @@ class Packing:
         wanted: Counter[tuple[Amounts, frozenset[int], int]] = Counter()
         for demand in demands:
             wanted[self.amounts(demand), demand.nodes, demand.job if demand.apart else -1] += len(demand.replicas)
-        for (amounts, nodes, apart), count in wanted.items():
-            selection = self._selection[nodes]
-            room = 0
-            for group in groups:
-                if group.met[selection]:
-                    times = times_in(group.free, amounts)
-                    room += len(group.nodes) * (min(1, times) if apart >= 0 else times)
-            if room < count:
-                return False
+        if any(self._room(amounts, nodes, apart >= 0) < count for (amounts, nodes, apart), count in wanted.items()):
+            return False
         return all(self._may_fit_pieces(position, wanted, groups) for position in range(len(self.names)))
+
+    def room(self, demand: Demand) -> int:
+        """How many such bundles alone fit into what is free now."""
+        return self._room(self.amounts(demand), demand.nodes, demand.apart)
+
+    def _room(self, wanted: Amounts, nodes: frozenset[int], apart: bool) -> int:
+        selection, room = self._selection[nodes], 0
+        for group in self._classes.values():
+            if group.met[selection]:
+                times = times_in(group.free, wanted)
+                room += len(group.nodes) * (min(1, times) if apart else times)
+        return room
 
     def _may_fit_pieces(
         self, position: int, wanted: Mapping[tuple[Amounts, frozenset[int], int], int], groups: Sequence[Class]

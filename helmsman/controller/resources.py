@@ -34,8 +34,13 @@ def show(resources: Mapping[str, float]) -> str:
     """Resources for people: '8 GPU, 64 CPU, 100 GB memory'."""
     order = sorted(resources, key=lambda name: (name not in ACCELERATORS, name == "memory"))
     return ", ".join(
-        f"{resources[name] / 1e9:.4g} GB memory" if name == "memory" else f"{resources[name]:g} {name}" for name in order
+        f"{_digits(resources[name] / 1e9)} GB memory" if name == "memory" else f"{resources[name]:.10g} {name}"
+        for name in order
     )
+
+
+def _digits(gigabytes: float) -> str:
+    return f"{gigabytes:.4g}" if gigabytes < 1000 else f"{gigabytes:.0f}"
 
 
 def field_of(resource: str) -> str:

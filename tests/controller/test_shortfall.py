@@ -9,7 +9,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.plan import Plan, Shortfall
-from helmsman.api.scheduler import Job
+from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.controller.admission import busy, require_feasible
 from helmsman.controller.advice import advise
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
@@ -84,6 +84,51 @@ def test_several_jobs_are_cut_where_it_hurts_least() -> None:
     shortfall = told(snapshot, job("train", 16, gpu=1), job("rollout", 5, "separate", gpu=4))
     assert shortfall.role == "train and rollout"
     assert shortfall.change.startswith("Set Job.replicas of 'rollout' to 4, or add 1 node")
+
+
+def test_a_role_and_those_colocated_with_it_are_cut_together() -> None:
+    snapshot = cluster(*[node(f"n{index}") for index in range(4)])
+    servers = Job(
+        role="servers",
+        replicas=8,
+        tasks=[SchedulingSpec(gpu=8)],
+        scheduling_strategy=SchedulingStrategy(type="colocation", target="train", fork=True),
+    )
+    shortfall = told(snapshot, job("train", 64, gpu=1), servers)
+    assert shortfall.change.startswith("Set Job.replicas of 'train' to 32 and of 'servers' to 4, or add 4 nodes")
+
+
+def test_more_nodes_are_like_one_that_the_job_may_use() -> None:
+    snapshot = cluster(node("a", gpu=4, labels={"rack": "a"}), *[node(f"b{index}", labels={"rack": "b"}) for index in range(3)])
+    shortfall = told(snapshot, job("r", 3, "separate", gpu=4, node_labels={"rack": "a"}))
+    assert "add 2 nodes like a (4 GPU" in shortfall.change
+
+
+def test_a_nodelist_is_not_met_by_new_nodes() -> None:
+    snapshot = cluster(*[node(f"n{index}") for index in range(4)])
+    assert told(snapshot, job("r", 3, "separate", gpu=8, nodelist=["n0", "n1"])).change == "Set Job.replicas to 2"
+
+
+def test_specs_that_differ_are_each_cut() -> None:
+    specs = [SchedulingSpec(gpu=9), SchedulingSpec(gpu=1), SchedulingSpec(gpu=10)]
+    snapshot = cluster(*[node(f"n{index}") for index in range(3)])
+    assert told(snapshot, Job(role="r", replicas=3, tasks=specs)).change == "Set SchedulingSpec.gpu to 8"
+
+
+def test_an_instance_over_more_nodes_than_there_are() -> None:
+    snapshot = cluster(*[node(f"n{index}") for index in range(4)])
+    change = told(snapshot, job("s", 1, "deferred", gpu=40)).change
+    assert change.startswith("Set SchedulingSpec.gpu to 32, or add 1 node like n0")
+
+
+def test_no_accelerator_anywhere() -> None:
+    change = told(cluster(node("a", gpu=0)), job("r", 1, gpu=1)).change
+    assert change == "Add nodes with accelerators, of which those that 'r' may use have none"
+
+
+def test_a_cluster_without_nodes() -> None:
+    shortfall = told(cluster(), job("r", 1, gpu=1))
+    assert (shortfall.requested, shortfall.change) == ("a node", "Add nodes")
 
 
 @pytest.mark.parametrize(
