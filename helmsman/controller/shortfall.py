@@ -61,7 +61,7 @@ def _selector(nodes: Sequence[NodeState], jobs: Sequence[Job], demand: Demand) -
         requested=f"a node that meets {asked}" if asked else "a node",
         observed=f"none among {len(nodes)} nodes; {there}",
         missing={},
-        missing_text="such a node" if asked else "a node",
+        missing_text=asked or "a node",
         change=change,
     )
 
