@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from helmsman.controller.loop import submit
-from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, process_table
+from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
 
 T = TypeVar("T")
 
@@ -72,6 +72,8 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
     starting = submit(init())
     try:
         starting.result()
+        if address == "local":
+            _guard_raylet(f"{run_id}/ray")
     except BaseException:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
         _end_half_started(others)
@@ -79,6 +81,19 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
     finally:
         if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
+
+
+def _guard_raylet(tag: str) -> None:
+    """See that the raylet's children go with it, as they should when the script is killed.
+
+    Its agents notice by themselves, but first tell the head, and wait for it a minute or more where it has gone too (seen with
+    Ray 2.60, about every second time).
+    """
+    from ray._private import worker
+
+    node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
+    for process in node.all_processes["raylet"]:
+        guard(process.process.pid, tag)
 
 
 def _end_half_started(others: set[int]) -> None:

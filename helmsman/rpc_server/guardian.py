@@ -196,9 +196,17 @@ def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, forks_fd: int) -
     """Wait for a process to end, record how, and end its family. The guardian's whole life.
 
     Args:
+        log_path: beside which its end is recorded; '' for nowhere.
         forks_fd: where the worker and its forks tell the pids of their forks.
     """
     forks = _collect_forks(pidfd, forks_fd)
+    if log_path:
+        _record(worker_pid, pidfd, log_path)
+    born = {(fork.pid, fork.started) for fork in forks}
+    end_family(worker_pid, tag, lambda table: {row.pid for row in table.values() if (row.pid, row.started) in born})
+
+
+def _record(worker_pid: int, pidfd: int, log_path: str) -> None:
     status = exit_status_of(worker_pid, pidfd)
     code, number = split_status(status) if status is not None else (None, None)
     temporary = f"{record_path(log_path)}.{os.getpid()}"
@@ -208,8 +216,6 @@ def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, forks_fd: int) -
         os.replace(temporary, record_path(log_path))
     except OSError as error:  # the log folder has gone; the family must end all the same
         print(f"guardian of {worker_pid}: no record at {log_path}: {error}", file=sys.stderr)
-    born = {(fork.pid, fork.started) for fork in forks}
-    end_family(worker_pid, tag, lambda table: {row.pid for row in table.values() if (row.pid, row.started) in born})
 
 
 def _collect_forks(pidfd: int, forks_fd: int) -> set[Process]:
@@ -237,23 +243,28 @@ def _collect_forks(pidfd: int, forks_fd: int) -> set[Process]:
 
 def spawn_guardian(tag: str, log_path: str) -> None:
     """Start a guardian for this process; it outlives us by the moment it needs."""
+    theirs, ours = os.pipe()
+    guard(os.getpid(), tag, log_path, theirs)
+    os.close(theirs)
+    os.register_at_fork(after_in_child=lambda: _tell_fork(ours))
+    # Ray writes its worker's title over the environment that others can read, and forks inherit that; a descriptor stays
+    # legible.
+    os.memfd_create(f"{TAG_VARIABLE}={tag}")
+
+
+def guard(pid: int, tag: str, log_path: str = "", forks_fd: int | None = None) -> None:
+    """Start a guardian for a process that lives; see watch."""
     import subprocess
 
-    theirs, ours = os.pipe()
     subprocess.run(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), tag, log_path],
-        stdin=theirs,
+        [sys.executable, "-I", "-S", __file__, str(pid), tag, log_path],
+        stdin=subprocess.DEVNULL if forks_fd is None else forks_fd,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         env={},
         close_fds=True,
         check=True,
     )
-    os.close(theirs)
-    os.register_at_fork(after_in_child=lambda: _tell_fork(ours))
-    # Ray writes its worker's title over the environment that others can read, and forks inherit that; a descriptor stays
-    # legible.
-    os.memfd_create(f"{TAG_VARIABLE}={tag}")
 
 
 def _tell_fork(fd: int) -> None:

@@ -100,6 +100,25 @@ scheduler.create_workers(Job(role="more", replicas=3))
     driver.wait_nothing_left()
 
 
+@pytest.mark.not_on("inline", "one process, whose engines' children are the script's own")
+@pytest.mark.not_on("local", "it has no cluster under it")
+def test_the_driver_and_the_head_under_it_are_killed_at_once(run_driver: Callable[..., Driver]) -> None:
+    """The raylet's agents would tell the head that their raylet has gone, and wait for it."""
+    driver = run_driver(
+        """
+scheduler = make()
+from ray._private import worker
+scheduler.create_workers(Job(role="a"))
+tell(head=worker._global_node.all_processes["gcs_server"][0].process.pid)
+"""
+        + WAIT
+    )
+    os.kill(driver.facts()["head"], signal.SIGKILL)
+    _sigkill(driver)
+    driver.wait()
+    driver.wait_nothing_left()
+
+
 @inline_has_no_processes
 def test_the_driver_is_killed_with_forked_children_of_its_own(run_driver: Callable[..., Driver]) -> None:
     """A child that a script forks holds a copy of every descriptor, so no closed connection tells that the driver died."""
