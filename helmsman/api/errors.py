@@ -37,6 +37,10 @@ HelmsmanError
 │   └── HandleLostError (LookupError)
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
+├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
+├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
+├── TopologyMismatchError                 workers that see other coordinates than the controller has computed
+├── ResourcesNotMetError                  nodes or devices that a ResourceManager was told of and the cluster does not have
 ├── CodecError                            a payload that cannot be packed or unpacked
 │   ├── NotSerializableError (TypeError)
 │   └── NotLoadableError
@@ -728,6 +732,76 @@ class GroupCallError(HelmsmanError):
             num_ranks=num_ranks,
         )
         self.__cause__ = first
+
+
+class DispatchError(HelmsmanError, TypeError):
+    """A declaration, argument or result that does not go with how a group method is dispatched and collected."""
+
+    method: str
+
+    def __init__(self, *, method: str, reason: str, step: str) -> None:
+        super().__init__(f"{method}: {reason}. {step}.", method=method, reason=reason)
+
+
+class UnevenBatchError(HelmsmanError, ValueError):
+    """Rows that do not divide over the ranks, where the method is declared to take nothing else."""
+
+    num_rows: int
+    divisor: int
+    nearest: list[int]
+
+    def __init__(self, *, num_rows: int, divisor: int, derivation: str = "", what: str = "a batch") -> None:
+        below = num_rows // divisor * divisor
+        nearest = [size for size in (below, below + divisor) if size]
+        derived = f" = {derivation}" if derivation else ""
+        super().__init__(
+            f"{what} of {num_rows} rows does not divide over {divisor} parts ({divisor}{derived}); nearest valid sizes: "
+            f"{' and '.join(map(str, nearest))}. Give one of these, or declare remainder='pad' (the last row is repeated and "
+            "masked) or remainder='uneven' (some ranks get one row more).",
+            num_rows=num_rows,
+            divisor=divisor,
+            derivation=derivation,
+            nearest=nearest,
+        )
+
+
+class TopologyMismatchError(HelmsmanError):
+    """Workers whose own coordinates are not those that the controller has computed from the configuration."""
+
+    cluster: str
+    differences: dict[str, tuple[str, str]]
+    """Worker id -> (what the controller computed, what the worker says)."""
+
+    def __init__(self, *, cluster: str, num_ranks: int, differences: dict[str, tuple[str, str]]) -> None:
+        width = max(map(len, differences))
+        rows = [f"  {name.ljust(width)}  {ours}; it says {theirs}" for name, (ours, theirs) in list(differences.items())[:16]]
+        more = [f"  and {len(differences) - 16} more"] if len(differences) > 16 else []
+        super().__init__(
+            f"{len(differences)} of the {num_ranks} ranks of cluster {cluster!r} see other coordinates than worker_config "
+            "gives them, so batches would go to the wrong ranks. Make the sizes and mesh of worker_config those of their "
+            "parallel groups.\n" + "\n".join([*rows, *more]),
+            cluster=cluster,
+            differences=differences,
+        )
+
+
+class ResourcesNotMetError(HelmsmanError):
+    """A ResourceManager that was told of nodes or devices which the cluster does not have."""
+
+    requested: str
+    observed: str
+
+    def __init__(self, *, requested: str, observed: str, step: str) -> None:
+        super().__init__(
+            f"the cluster does not have what the ResourceManager was told of. {step}.\n"
+            f"requested:\n{_indented(requested)}\nobserved:\n{_indented(observed)}",
+            requested=requested,
+            observed=observed,
+        )
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
