@@ -213,6 +213,43 @@ ROWS = [
         ("train: step", "2 of 4 ranks", "1 other rank(s)", "train/0", *(fact.strip() for fact in WORKER_FAILED_FACTS)),
         "Root cause:",
     ),
+    Row(
+        errors.DispatchError(
+            method="Actor.step",
+            reason="execute mode RANK_ZERO gives the batch to one rank, and dispatch mode DP_MP_COMPUTE cuts it for 4",
+            step="Declare Execute.ALL",
+        ),
+        ("Actor.step", "RANK_ZERO", "DP_MP_COMPUTE cuts it for 4"),
+        "Declare Execute.ALL",
+    ),
+    Row(
+        errors.UnevenBatchError(
+            num_rows=12, divisor=5, derivation="dp = 20 ranks / (tp 2 x pp 2 x cp 1)", what="argument 'batch' of Actor.step"
+        ),
+        ("argument 'batch' of Actor.step", "12 rows", "5 parts", "5 = dp = 20 ranks / (tp 2 x pp 2 x cp 1)", "10 and 15"),
+        "declare remainder='pad'",
+    ),
+    Row(
+        errors.TopologyMismatchError(
+            cluster="actor_train",
+            num_ranks=32,
+            differences={
+                "actor_train/1": ("dp=0/2 tp=1/2", "dp=1/2 tp=0/2"),
+                **{f"actor_train/{rank}": ("dp=1/2 tp=0/2", "dp=0/2 tp=1/2") for rank in range(2, 20)},
+            },
+        ),
+        ("19 of the 32 ranks", "'actor_train'", "actor_train/1   dp=0/2 tp=1/2; it says dp=1/2 tp=0/2", "and 3 more"),
+        "Make the sizes and mesh of worker_config those of their parallel groups",
+    ),
+    Row(
+        errors.ResourcesNotMetError(
+            requested="2 nodes with 8 devices each",
+            observed="node-a: 8 GPU\nnode-b: 4 GPU",
+            step="Set num_gpus_per_node to 4",
+        ),
+        ("  2 nodes with 8 devices each", "  node-a: 8 GPU\n  node-b: 4 GPU"),
+        "Set num_gpus_per_node to 4",
+    ),
     Row(errors.CodecError(path="x", value_type="int", reason="odd"), ("x", "int", "odd"), ""),
     Row(errors.NotSerializableError(path="x.f", value_type="lambda", reason="odd"), ("x.f", "lambda", "odd"), ""),
     Row(errors.NotLoadableError(path="x.f", value_type="lambda", reason="odd"), ("x.f", "lambda", "odd"), ""),
@@ -338,6 +375,8 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("ArgumentNotSerializableError", TypeError),
         ("ResultNotSerializableError", TypeError),
         ("HandleLostError", LookupError),
+        ("DispatchError", TypeError),
+        ("UnevenBatchError", ValueError),
         ("NotSerializableError", TypeError),
         ("PlatformPicklingError", TypeError),
     ],
