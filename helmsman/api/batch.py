@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, overload
 
-from helmsman.api.columns import Column, Ragged, concat_columns, kind_of, same, slice_of, take
+from helmsman.api.columns import Column, Ragged, concat_columns, kind_of, own, same, slice_of, take
 from helmsman.api.errors import UnevenBatchError
+from helmsman.api.row_numbers import GivenRows, RowNumbers
 
 Remainder: TypeAlias = Literal["error", "pad", "uneven"]
 """What becomes of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is repeated and masked; uneven:
 the first parts get one row more."""
+
+
+_NAN = float("nan")
+"""What stands for every NaN among the keys of groups."""
 
 
 class PerPart(tuple[Any, ...]):
@@ -43,10 +49,11 @@ class Batch:
         num_rows: int | None = None,
         num_padding: int = 0,
     ) -> None:
-        """Describe a batch; no data is copied.
+        """Describe a batch; no data is copied, and of lists only the references.
 
         Args:
             columns: name -> tensor (N, ...) of any dtype and device, array (N, ...), list of N objects, or Ragged of N rows.
+                A tensor is strided; of a nested one make a Ragged.
             meta: entries that hold for all rows.
             num_rows: N; needed only without columns.
             num_padding: of the N rows, how many at the end are padding.
@@ -56,22 +63,22 @@ class Batch:
         for name, column in columns.items():
             if not isinstance(name, str):
                 raise TypeError(f"names of columns are strings, not {name!r}")
-            kept[name] = list(column) if isinstance(column, tuple) else column
+            # A list that its owner goes on to fill, or clears, must not change under the batch.
+            kept[name] = list(column) if isinstance(column, (list, tuple)) else column
             if not kind_of(kept[name]):
-                raise TypeError(
-                    f"column {name!r} is a {type(column).__qualname__}; a column is a tensor or array with at least one "
-                    "dimension, a list, a tuple or a Ragged. Put what belongs to all rows in meta"
-                )
+                raise TypeError(_no_column(name, column))
         lengths = {name: len(column) for name, column in kept.items()}
         if num_rows is not None:
-            lengths["num_rows"] = num_rows
+            lengths["num_rows"] = operator.index(num_rows)
+            if num_rows < 0:
+                raise ValueError(f"num_rows is {num_rows}; it is 0 or more")
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name}: {length}" for name, length in lengths.items())
             raise ValueError(f"columns of one batch have as many rows; got {shown}")
         size = next(iter(lengths.values()), 0)
         if not 0 <= num_padding <= size:
             raise ValueError(f"num_padding is {num_padding} of {size} rows")
-        self._freeze(kept, meta or {}, size, num_padding)
+        self._freeze(kept, meta or {}, size, operator.index(num_padding))
 
     def _freeze(self, columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> None:
         set_ = object.__setattr__
@@ -107,15 +114,16 @@ class Batch:
     def mask(self) -> Column:
         """(N,) bool, False for padding: a tensor where the batch has tensors (on the device of the first), else an array where
         it has arrays, else a list."""
-        flags = [True] * (len(self) - self.num_padding) + [False] * self.num_padding
+        num_real = len(self) - self.num_padding
         for kind in ("tensor", "array"):
             for column in self.columns.values():
                 dense: Any = column.values if isinstance(column, Ragged) else column
                 if kind_of(dense) == kind:
                     module = sys.modules["torch" if kind == "tensor" else "numpy"]
-                    made: Column = module.tensor(flags, device=dense.device) if kind == "tensor" else module.array(flags, bool)
+                    on = {"device": dense.device} if kind == "tensor" else {}
+                    made: Column = module.arange(len(self), **on) < num_real
                     return made
-        return list(flags)
+        return [row < num_real for row in range(len(self))]
 
     def __len__(self) -> int:
         return self._num_rows
@@ -135,9 +143,9 @@ class Batch:
     @overload
     def __getitem__(self, key: int) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, key: slice | Sequence[int]) -> Batch: ...
-    def __getitem__(self, key: str | int | slice | Sequence[int]) -> Any:
-        """A column by its name; a row as a dict; rows of a slice as a view; rows of a list of indices as a copy."""
+    def __getitem__(self, key: slice | GivenRows) -> Batch: ...
+    def __getitem__(self, key: str | int | slice | GivenRows) -> Any:
+        """A column by its name; a row as a dict; rows of a slice as a view; rows of indices or a mask as a copy (see take)."""
         if isinstance(key, str):
             if key not in self.columns:
                 raise KeyError(f"no column {key!r}; there are {', '.join(self.columns) or 'none'}")
@@ -145,12 +153,14 @@ class Batch:
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             return self._slice(start, max(start, stop)) if step == 1 else self.take(range(start, stop, step))
-        if hasattr(key, "__index__") and not getattr(key, "shape", ()):
-            index = key.__index__()
+        if isinstance(key, int) or getattr(key, "shape", None) == ():
+            if isinstance(key, bool) or "bool" in str(getattr(key, "dtype", "")):
+                raise TypeError(f"a single {key!r} does not tell rows; a mask has a value for each row")
+            index = operator.index(key)  # type: ignore[arg-type]  # an integer of NumPy or torch
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of {len(self)}")
             return {name: column[index % len(self)] for name, column in self.columns.items()}
-        return self.take(key)  # type: ignore[arg-type]
+        return self._take(key, "indexing")
 
     def equals(self, other: Batch) -> bool:
         """Whether rows, columns, meta and padding are the same, element for element; NaN equals NaN."""
@@ -174,6 +184,15 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (dict(self.columns), dict(self.meta), len(self), self.num_padding)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The codec sends views of tensors by itself, without this copy; it asks __reduce__.
+        return _restore, (
+            {name: own(column) for name, column in self.columns.items()},
+            dict(self.meta),
+            len(self),
+            self.num_padding,
+        )
+
     # --- columns and meta -------------------------------------------------------------------------------------------
 
     def select(self, *names: str) -> Batch:
@@ -186,7 +205,7 @@ class Batch:
             _ = self[name]
         return self._with({name: column for name, column in self.columns.items() if name not in names})
 
-    def with_columns(self, **columns: Column) -> Batch:
+    def with_columns(self, **columns: Column | tuple[Any, ...]) -> Batch:
         """With these columns added, or in place of those of the same name."""
         return Batch({**self.columns, **columns}, self.meta, num_rows=len(self), num_padding=self.num_padding)
 
@@ -204,44 +223,60 @@ class Batch:
                 f"a union is made row by row; got {len(self)} rows ({self.num_padding} padding) and {len(other)} rows "
                 f"({other.num_padding} padding)"
             )
-        for what, own, others in (("column", self.columns, other.columns), ("meta entry", self.meta, other.meta)):
-            for name in own.keys() & others.keys():
-                if not same(own[name], others[name]):
+        for what, held, others in (("column", self.columns, other.columns), ("meta entry", self.meta, other.meta)):
+            for name in held:
+                if name in others and not same(held[name], others[name]):
                     raise ValueError(f"both batches have the {what} {name!r}, with different values; drop or rename one")
         return _restore({**self.columns, **other.columns}, {**self.meta, **other.meta}, len(self), self.num_padding)
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def take(self, rows: Sequence[int]) -> Batch:
-        """These rows, copied, in their order; a row may be taken again. Only a batch without padding."""
-        self._require_no_padding("take")
-        found = [int(row) for row in (rows.tolist() if hasattr(rows, "tolist") else rows)]
-        for row in found:
-            if not -len(self) <= row < len(self):
-                raise IndexError(f"row {row} of {len(self)}")
-        found = [row % len(self) for row in found]
+    def take(self, rows: GivenRows) -> Batch:
+        """These rows, copied, in their order; a row may be taken again. Only a batch without padding.
+
+        Args:
+            rows: integers, negative ones from the end, in a sequence, array or tensor of one dimension; or a mask: N booleans.
+        Raises: IndexError for rows that are not there and masks of another length; TypeError for other indices; ValueError for
+            a batch with padding.
+        """
+        return self._take(rows, "take")
+
+    def _take(self, rows: GivenRows, operation: str) -> Batch:
+        found = RowNumbers(rows, len(self))
+        self._require_no_padding(operation)
         return _restore({name: take(column, found) for name, column in self.columns.items()}, self.meta, len(found), 0)
 
-    def reorder(self, permutation: Sequence[int]) -> Batch:
+    def reorder(self, permutation: GivenRows) -> Batch:
         """The same rows in another order: row i of the result is row ``permutation[i]`` of this one.
 
         Raises: ValueError where it is not a permutation of all rows.
         """
-        found = [int(row) for row in (permutation.tolist() if hasattr(permutation, "tolist") else permutation)]
-        if sorted(found) != list(range(len(self))):
-            raise ValueError(f"a permutation of {len(self)} rows has each of them once; got {len(found)} indices: {found[:8]}")
-        return self.take(found)
+        try:
+            found = RowNumbers(permutation, len(self))
+        except IndexError as error:
+            raise ValueError(f"a permutation of {len(self)} rows has each of them once: {error}") from error
+        if sorted(found.numbers) != list(range(len(self))):
+            shown = ", ".join(map(str, found.numbers[:8])) + (", ..." if len(found) > 8 else "")
+            raise ValueError(f"a permutation of {len(self)} rows has each of them once; got {len(found)} indices: {shown}")
+        return self._take(found, "reorder")
 
     def repeat(self, times: int, *, interleave: bool = True) -> Batch:
         """Each row ``times`` times: one after another (aabb), or the whole batch again (abab) without ``interleave``."""
-        if times < 0:
-            raise ValueError(f"times is {times}; it is 0 or more")
+        count = operator.index(times)
+        if count < 0:
+            raise ValueError(f"times is {count}; it is 0 or more")
         rows = range(len(self))
-        return self.take([row for row in rows for _ in range(times)] if interleave else [*rows] * times)
+        return self._take([row for row in rows for _ in range(count)] if interleave else [*rows] * count, "repeat")
 
     def group_by(self, key: str | Callable[[dict[str, Any]], Hashable]) -> dict[Any, Batch]:
-        """Rows by the value of a column, or by what a function makes of each row; groups in the order of their first rows."""
-        groups: dict[Any, list[int]] = {}
+        """Rows by the value of a column, or by what a function makes of each row; groups in the order of their first rows.
+
+        Groups are views: of this batch where the rows of each lie together, else of one copy. All NaN are one value.
+
+        Raises: KeyError, TypeError for a column that has not one hashable value for each row; ValueError for a batch with
+            padding.
+        """
+        self._require_no_padding("group_by")
         if callable(key):
             values: Sequence[Any] = [key(row) for row in self]
         else:
@@ -249,16 +284,26 @@ class Batch:
             if isinstance(column, Ragged) or len(getattr(column, "shape", (1,))) > 1:
                 raise TypeError(f"column {key!r} has more than one value for a row; give group_by a function of the row")
             values = column.tolist() if hasattr(column, "tolist") else column
-        for row, value in enumerate(values):
-            groups.setdefault(value, []).append(row)
-        return {value: self.take(rows) for value, rows in groups.items()}
+        groups: dict[Any, list[int]] = {}
+        try:
+            for row, value in enumerate(values):
+                groups.setdefault(_NAN if isinstance(value, float) and value != value else value, []).append(row)
+        except TypeError as error:
+            raise TypeError(f"rows are grouped by hashable values: {error}; give group_by a function of the row") from error
+        order = [row for rows in groups.values() for row in rows]
+        together = self if order == list(range(len(self))) else self._take(order, "group_by")
+        return dict(zip(groups, together.split([len(rows) for rows in groups.values()]), strict=True))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Views of so many rows each, which are all rows together."""
-        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
-            raise ValueError(f"sizes {list(sizes)[:8]} do not add up to the {len(self)} rows")
+        """Views of so many rows each, which are all rows together. Raises: ValueError."""
+        counts = [operator.index(size) for size in sizes]
+        if min(counts, default=0) < 0:
+            raise ValueError(f"a part has {min(counts)} rows; it has 0 or more")
+        if sum(counts) != len(self):
+            shown = ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
+            raise ValueError(f"sizes [{shown}] add up to {sum(counts)}, and there are {len(self)} rows")
         parts, start = [], 0
-        for size in sizes:
+        for size in counts:
             parts.append(self._slice(start, start + size))
             start += size
         return parts
@@ -266,25 +311,44 @@ class Batch:
     def chunk(self, num_chunks: int, remainder: Remainder = "error") -> list[Batch]:
         """Views of equal numbers of rows, as far as ``remainder`` asks for it; always ``num_chunks`` of them.
 
-        Raises: UnevenBatchError.
+        With 'pad' only those that have padding are copies.
+
+        Raises: UnevenBatchError; ValueError for fewer than one chunk, or another remainder.
         """
-        batch = self.pad(num_chunks) if remainder == "pad" else self
-        return batch.split(part_sizes(len(batch), num_chunks, remainder))
+        if remainder != "pad":
+            return self.split(part_sizes(len(self), num_chunks, remainder))
+        missing = -len(self) % _positive(num_chunks, "num_chunks")
+        size = (len(self) + missing) // num_chunks
+        starts = [min(len(self), size * index) for index in range(num_chunks)]
+        parts = [self._slice(start, min(len(self), start + size)) for start in starts]
+        return [self._extended(part, size - len(part)) for part in parts]
 
     def pad(self, multiple: int) -> Batch:
-        """Rows added until their number is a multiple: copies of the last one, which ``mask`` shows and ``unpad`` removes."""
-        missing = -len(self) % multiple
-        if not missing:
-            return self
-        last = self._slice(len(self) - 1, len(self))
+        """Rows added until their number is a multiple: copies of the last one, which ``mask`` shows and ``unpad`` removes.
+
+        No rows are a multiple of everything.
+        """
+        return self._extended(self, -len(self) % _positive(multiple, "multiple"))
+
+    def _extended(self, part: Batch, num_missing: int) -> Batch:
+        """A part with so many copies of this batch's last row behind it, which are padding."""
+        if not num_missing:
+            return part
         columns = {
-            name: concat_columns([column, take(last.columns[name], [0] * missing)]) for name, column in self.columns.items()
+            name: concat_columns([part.columns[name], take(slice_of(column, len(self) - 1, len(self)), [0] * num_missing)])
+            for name, column in self.columns.items()
         }
-        return _restore(columns, self.meta, len(self) + missing, self.num_padding + missing)
+        return _restore(columns, self.meta, len(part) + num_missing, part.num_padding + num_missing)
 
     def unpad(self) -> Batch:
         """Without the padding."""
         return _restore(*self._parts(0, len(self) - self.num_padding), 0) if self.num_padding else self
+
+    def with_padding(self, num_padding: int) -> Batch:
+        """The same rows, of which so many at the end count as padding."""
+        if not 0 <= num_padding <= len(self):
+            raise ValueError(f"num_padding is {num_padding} of {len(self)} rows")
+        return _restore(self.columns, self.meta, len(self), num_padding)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -292,8 +356,10 @@ class Batch:
 
         Entries of meta that are not the same in all become a PerPart. Only the last rows may be padding.
 
-        Raises: ValueError for no batches or different columns, TypeError for columns of different kinds or dtypes.
+        Raises: ValueError for no batches, different columns, or columns whose rows have different shapes or devices; TypeError
+            for columns of different kinds or dtypes.
         """
+        batches = list(batches)
         if not batches:
             raise ValueError("concat needs at least one batch")
         if len(batches) == 1:
@@ -302,16 +368,14 @@ class Batch:
         padding = 0
         for index, batch in enumerate(batches):
             if set(batch.columns) != set(names):
-                raise ValueError(f"batch {index} has the columns {', '.join(batch.columns)}; the first has {', '.join(names)}")
+                raise ValueError(
+                    f"batch {index} has the columns {', '.join(batch.columns) or 'none'}; the first has "
+                    f"{', '.join(names) or 'none'}"
+                )
             if padding and batch.num_padding < len(batch):
                 raise ValueError(f"batch {index} has rows behind the padding of one before it; unpad first")
             padding += batch.num_padding
-        columns = {}
-        for name in names:
-            try:
-                columns[name] = concat_columns([batch.columns[name] for batch in batches])
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise type(error)(f"column {name!r}: {error}") from error
+        columns = {name: concat_columns([batch.columns[name] for batch in batches], f"column {name!r}: ") for name in names}
         return _restore(columns, join_meta([batch.meta for batch in batches]), sum(map(len, batches)), padding)
 
     # --- to and from others -----------------------------------------------------------------------------------------
@@ -376,10 +440,32 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def part_sizes(num_rows: int, num_parts: int, remainder: Remainder, derivation: str = "") -> list[int]:
-    """How many rows each part gets; with 'pad' the rows have been padded already. Raises: UnevenBatchError."""
-    if num_parts < 1:
-        raise ValueError(f"num_parts is {num_parts}; it is 1 or more")
-    size, rest = divmod(num_rows, num_parts)
+    """How many rows each part gets; with 'pad' the rows have been padded already.
+
+    Raises: UnevenBatchError; ValueError for fewer than one part, or another remainder.
+    """
+    if remainder not in get_args(Remainder):
+        raise ValueError(f"remainder is {remainder!r}; it is one of {', '.join(get_args(Remainder))}")
+    size, rest = divmod(num_rows, _positive(num_parts, "num_parts"))
     if rest and remainder != "uneven":
         raise UnevenBatchError(num_rows=num_rows, divisor=num_parts, derivation=derivation)
     return [size + (index < rest) for index in range(num_parts)]
+
+
+def _positive(number: int, name: str) -> int:
+    if operator.index(number) < 1:
+        raise ValueError(f"{name} is {number}; it is 1 or more")
+    return number
+
+
+def _no_column(name: str, value: Any) -> str:
+    """Why a value cannot be a column."""
+    if getattr(value, "is_nested", False):
+        return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
+    if getattr(value, "is_sparse", False) or "sparse" in str(getattr(value, "layout", "")):
+        return f"column {name!r} is a sparse tensor; make a dense one of it (to_dense)"
+    shown = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__
+    return (
+        f"column {name!r} is a {shown}; a column is a tensor or array with at least one dimension, a list, a tuple or a "
+        "Ragged. Put what belongs to all rows in meta"
+    )

@@ -6,9 +6,12 @@ Slices of tensors, arrays and ragged columns are views of the same memory.
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
+
+from helmsman.api.row_numbers import GivenRows, RowNumbers, int64_vector
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +26,7 @@ Column: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged"
 class Ragged:
     """Rows of different lengths in one piece of memory.
 
-    Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors.
+    Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors. It is frozen, as a Batch is.
     """
 
     __slots__ = ("offsets", "values")
@@ -34,30 +37,44 @@ class Ragged:
     """(N + 1,) int64 on the host, of the same library as ``values``; from 0 to T, never falling."""
 
     def __init__(self, values: Dense, offsets: Dense | Sequence[int]) -> None:
-        """Raises: ValueError for offsets that do not describe the values, TypeError for values that are neither a tensor nor an
-        array."""
-        if kind_of(values) not in ("tensor", "array"):
+        """Takes over ``values`` and copies ``offsets``.
+
+        Raises: ValueError for offsets that do not describe the values; TypeError for values that are neither a tensor nor an
+        array, and offsets that are not integers.
+        """
+        kind = kind_of(values)
+        if kind not in ("tensor", "array"):
             raise TypeError(f"the values of a ragged column are a tensor or an array of (T, ...), not {_described(values)}")
-        found = [int(offset) for offset in (offsets.tolist() if hasattr(offsets, "tolist") else offsets)]
-        if not found or found[0] != 0 or found[-1] != len(values) or any(a > b for a, b in itertools.pairwise(found)):
-            shown = f"{found[:8]}{'...' if len(found) > 8 else ''}"
+        try:
+            found = int64_vector(offsets, kind)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"offsets of a ragged column: {error}") from error
+        if not len(found) or found[0] != 0 or found[-1] != len(values) or (found[1:] < found[:-1]).any():
+            shown = ", ".join(map(str, found[:8].tolist())) + (", ..." if len(found) > 8 else "")
             raise ValueError(
-                f"offsets go from 0 to the {len(values)} values without falling, one more than there are rows; got {shown}"
+                f"offsets go from 0 to the {len(values)} values without falling, one more than there are rows; got [{shown}]"
             )
-        self.values = values
-        self.offsets = _integers_like(values, found)
+        _fill(self, values, found)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Dense]) -> Ragged:
-        """Copies rows of (t, ...) each into one column; at least one, which says dtype and device."""
-        if not rows:
+    def from_rows(cls, rows: Iterable[Dense]) -> Ragged:
+        """Copies rows of (t, ...) each into one column; at least one, which says dtype and device.
+
+        Raises: ValueError for no rows; TypeError, ValueError for rows that do not go together.
+        """
+        found = list(rows)
+        if not found:
             raise ValueError("a ragged column is made of at least one row; without any, give empty values and offsets [0]")
-        offsets = [0]
-        for row in rows:
-            offsets.append(offsets[-1] + len(row))
-        values = concat_columns(list(rows))
-        assert not isinstance(values, (list, Ragged))
-        return cls(values, offsets)
+        for index, row in enumerate(found):
+            if kind_of(row) not in ("tensor", "array"):
+                raise TypeError(f"row {index} of a ragged column is a tensor or an array of (t, ...), not {_described(row)}")
+        return cls(_joined(found, "rows of a ragged column: "), list(itertools.accumulate(map(len, found), initial=0)))
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"a Ragged is frozen; {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a Ragged is frozen; {name!r} cannot be deleted")
 
     @property
     def lengths(self) -> list[int]:
@@ -76,33 +93,48 @@ class Ragged:
         if longest > size:
             raise ValueError(f"a row has {longest} values, which do not fit a length of {size}")
         shape = (len(lengths), size, *self.values.shape[1:])
-        if kind_of(self.values) == "tensor":
+        values: Any = self.values
+        if kind_of(values) == "tensor":
             import torch
 
-            full: Any = torch.full(shape, value, dtype=self.values.dtype, device=self.values.device)
-            mask: Any = torch.arange(size)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
-            mask = mask.to(full.device)
+            full: Any = torch.full(shape, value, dtype=values.dtype, device=values.device)
+            there: Any = torch.arange(size)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
+            mask: Any = there.to(values.device)
+            if values.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch (2.13) cannot assign these by a mask
+                signed = getattr(torch, str(values.dtype).removeprefix("torch.u"))
+                full.view(signed)[mask] = values.view(signed)
+                return full, mask
         else:
             import numpy as np
 
-            full = np.full(shape, value, dtype=self.values.dtype)
+            full = np.full(shape, value, dtype=values.dtype)
             mask = np.arange(size)[None, :] < np.array(lengths, dtype=np.int64)[:, None]
-        full[mask] = self.values
+        full[mask] = values
         return full, mask
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> Dense:
-        """Row ``index`` as a view of (t, ...)."""
+    @overload
+    def __getitem__(self, index: int) -> Dense: ...
+    @overload
+    def __getitem__(self, index: slice) -> Ragged: ...
+    def __getitem__(self, index: int | slice) -> Dense | Ragged:
+        """Row ``index`` as a view of (t, ...); rows of a slice without a step as a view, too."""
         num_rows = len(self)
-        if not -num_rows <= index < num_rows:
-            raise IndexError(f"row {index} of {num_rows}")
-        at = index % num_rows
+        if isinstance(index, slice):
+            start, stop, step = index.indices(num_rows)
+            if step != 1:
+                return _take_ragged(self, RowNumbers(range(start, stop, step), num_rows))
+            return _slice_ragged(self, start, max(start, stop))
+        at = operator.index(index)
+        if not -num_rows <= at < num_rows:
+            raise IndexError(f"row {at} of {num_rows}")
+        at %= num_rows
         return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])]
 
     def __iter__(self) -> Iterator[Dense]:
-        return (self[index] for index in range(len(self)))
+        return (self.values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist()))
 
     def __repr__(self) -> str:
         return f"Ragged({len(self)} rows, values {tuple(self.values.shape)} {self.values.dtype})"
@@ -110,11 +142,19 @@ class Ragged:
     def __reduce__(self) -> tuple[Any, ...]:
         return _ragged, (self.values, self.offsets)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _ragged, (own(self.values), own(self.offsets))
 
-def _ragged(values: Dense, offsets: Dense) -> Ragged:
+
+def _fill(column: Ragged, values: Dense, offsets: Dense) -> None:
+    object.__setattr__(column, "values", values)
+    object.__setattr__(column, "offsets", offsets)
+
+
+def _ragged(values: Any, offsets: Any) -> Ragged:
     """A ragged column of parts that are known to agree."""
     made = Ragged.__new__(Ragged)
-    made.values, made.offsets = values, offsets
+    _fill(made, values, offsets)
     return made
 
 
@@ -126,7 +166,7 @@ def kind_of(value: Any) -> str:
         return "ragged"
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        return "tensor" if value.dim() else ""
+        return "tensor" if value.layout is torch.strided and not value.is_nested and value.dim() else ""
     if numpy is not None and isinstance(value, numpy.ndarray):
         return "array" if value.ndim else ""
     return ""
@@ -134,97 +174,116 @@ def kind_of(value: Any) -> str:
 
 def slice_of(column: Column, start: int, stop: int) -> Column:
     """Rows ``start`` to ``stop``: a view, or a shorter list."""
-    if isinstance(column, Ragged):
-        first, last = int(column.offsets[start]), int(column.offsets[stop])
-        return _ragged(column.values[first:last], column.offsets[start : stop + 1] - first)
-    return column[start:stop]
+    return _slice_ragged(column, start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
-def take(column: Column, rows: Sequence[int]) -> Column:
-    """These rows, copied, in their order."""
+def _slice_ragged(column: Ragged, start: int, stop: int) -> Ragged:
+    first, last = int(column.offsets[start]), int(column.offsets[stop])
+    return _ragged(column.values[first:last], column.offsets[start : stop + 1] - first)
+
+
+def take(column: Column, rows: GivenRows) -> Column:
+    """These rows, copied, in their order. Raises: as RowNumbers."""
+    found = rows if isinstance(rows, RowNumbers) else RowNumbers(rows, len(column))
     if isinstance(column, list):
-        return [column[row] for row in rows]
+        return [column[row] for row in found.numbers]
     if isinstance(column, Ragged):
-        if not rows:
-            return slice_of(column, 0, 0)
-        return Ragged.from_rows([column[row] for row in rows])
-    index: Any = _integers_like(column, rows)
-    return column[index.to(column.device) if kind_of(column) == "tensor" else index]
+        return _take_ragged(column, found)
+    dense: Any = column
+    taken: Column = dense[_beside(dense, found.vector(kind_of(column)))]
+    return taken
 
 
-def concat_columns(columns: Sequence[Column]) -> Column:
+def _take_ragged(column: Ragged, rows: RowNumbers) -> Ragged:
+    kind = kind_of(column.values)
+    module = sys.modules["torch" if kind == "tensor" else "numpy"]
+    repeated = module.repeat_interleave if kind == "tensor" else module.repeat
+    index, offsets, values = rows.vector(kind), column.offsets, column.values
+    starts: Any = offsets[index]
+    lengths = offsets[index + 1] - starts
+    ends = lengths.cumsum(0)
+    moved = starts - (ends - lengths)  # how far each row's values were from where they come to lie
+    at = module.arange(int(ends[-1]) if len(ends) else 0) + repeated(moved, lengths)
+    return _ragged(values[_beside(values, at)], module.concatenate([offsets[:1], ends]))
+
+
+def _beside(column: Any, index: Any) -> Any:
+    """An index on the device of what it is used on."""
+    return index.to(column.device) if kind_of(column) == "tensor" else index
+
+
+def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
     """One column of all rows; the column itself where there is only one.
 
-    Raises: TypeError for columns of different kinds; what torch or NumPy raise for shapes that do not go together.
+    Args:
+        where: the beginning of an error's message.
+    Raises: TypeError for columns of different kinds or dtypes, ValueError for different shapes of a row or devices.
     """
     kinds = {kind_of(column) for column in columns}
     if len(kinds) > 1 or "" in kinds:
-        raise TypeError(f"parts of different kinds: {', '.join(dict.fromkeys(map(_described, columns)))}")
+        raise TypeError(f"{where}parts of different kinds: {', '.join(dict.fromkeys(map(_described, columns)))}")
     if len(columns) == 1:
         return columns[0]
     kind = kinds.pop()
     if kind == "list":
         return [row for column in columns for row in column]
-    if kind == "ragged":
-        return _concat_ragged([column for column in columns if isinstance(column, Ragged)])
-    dense: Any = columns
-    dtypes = dict.fromkeys(str(column.dtype) for column in dense)
-    if len(dtypes) > 1:
-        raise TypeError(f"parts of different dtypes: {', '.join(dtypes)}")
-    if kind == "tensor":
-        import torch
-
-        return torch.cat(dense)
-    import numpy as np
-
-    return np.concatenate(dense)
+    if kind != "ragged":
+        return _joined(columns, where)
+    ragged = [column for column in columns if isinstance(column, Ragged)]
+    values = concat_columns([column.values for column in ragged], where)
+    ends = itertools.accumulate((len(column.values) for column in ragged[:-1]), initial=0)
+    offsets = [ragged[0].offsets[:1], *(column.offsets[1:] + end for column, end in zip(ragged, ends, strict=True))]
+    return _ragged(values, _joined(offsets, where))
 
 
-def _concat_ragged(columns: Sequence[Ragged]) -> Ragged:
-    values = concat_columns([column.values for column in columns])
-    offsets, end = [0], 0
-    for column in columns:
-        offsets += [end + offset for offset in column.offsets.tolist()[1:]]
-        end = offsets[-1]
-    assert not isinstance(values, (list, Ragged))
-    return Ragged(values, offsets)
+def _joined(parts: Sequence[Any], where: str) -> Dense:
+    """Tensors, or arrays, one behind the other."""
+    facts: list[tuple[type[Exception], str, set[Any]]] = [
+        (TypeError, "kinds", {kind_of(part) for part in parts}),
+        (TypeError, "dtypes", {part.dtype for part in parts}),
+        (ValueError, "shapes of a row", {tuple(part.shape[1:]) for part in parts}),
+        (ValueError, "devices", {getattr(part, "device", None) for part in parts}),
+    ]
+    for error, what, found in facts:
+        # Texts of different lengths have different dtypes in NumPy, which joins them all the same.
+        if len(found) > 1 and not (what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})):
+            raise error(f"{where}parts of different {what}: {', '.join(sorted(map(str, found)))}")
+    module = sys.modules["torch" if kind_of(parts[0]) == "tensor" else "numpy"]
+    made: Dense = module.concatenate(list(parts))
+    return made
+
+
+def own(column: Any) -> Any:
+    """The column, or a copy of a tensor that is a view of something larger, which torch would pickle whole."""
+    if kind_of(column) == "tensor" and column.untyped_storage().nbytes() > column.numel() * column.element_size():
+        return column.clone()
+    return column
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values are equal in every element, type, dtype and shape; NaN equals NaN."""
+    """Whether two values are equal in every element, type, dtype, shape and device; NaN equals NaN."""
     if first is second:
         return True
     if type(first) is not type(second):
         return False
-    kind = kind_of(first)
-    if kind == "ragged":
+    if isinstance(first, Ragged):
         return same(first.values, second.values) and same(first.offsets, second.offsets)
-    if hasattr(first, "dtype") and hasattr(first, "shape"):
-        if first.dtype != second.dtype or first.shape != second.shape:
-            return False
-        if "torch" in type(first).__module__:
-            return bool(first.device == second.device and (first.eq(second) | (first.ne(first) & second.ne(second))).all())
-        equal = (first == second) | ((first != first) & (second != second))
-        return bool(equal.all() if hasattr(equal, "all") else equal)
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     try:
-        return bool(first == second) or bool(first != first and second != second)
-    except (TypeError, ValueError):
+        if not (hasattr(first, "dtype") and hasattr(first, "shape")):
+            return bool(first == second) or bool(first != first and second != second)
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        if first.dtype == object:
+            return same(first.tolist(), second.tolist())
+        if getattr(first, "device", None) != getattr(second, "device", None):
+            return False
+        return bool(((first == second) | ((first != first) & (second != second))).all())
+    except Exception:  # noqa: BLE001 - the values' own __eq__ runs here, and may raise anything
         return False
-
-
-def _integers_like(values: Any, numbers: Sequence[int]) -> Any:
-    """An int64 vector on the host, of the library of ``values``."""
-    if kind_of(values) == "tensor":
-        import torch
-
-        return torch.tensor(numbers, dtype=torch.int64)
-    import numpy as np
-
-    return np.array(numbers, dtype=np.int64)
 
 
 def _described(value: Any) -> str:
