@@ -20,6 +20,8 @@ from typing import Any
 import cloudpickle
 import msgspec
 
+from helmsman.api.batch import Batch
+from helmsman.api.columns import Ragged
 from helmsman.api.errors import NotLoadableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.blame import find_culprit
@@ -176,6 +178,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         if kind is ResultHandle:
             self._handles.setdefault(obj.id, obj)
             return _handle_at, (list(self._handles).index(obj.id),)
+        if kind is Batch or kind is Ragged:
+            return obj.__reduce__()  # views as they are: of their memory nothing else is sent
         if kind is self._array_type and obj.nbytes >= self._inband_below and not obj.flags.forc:
             # NumPy puts an array with gaps inside the stream; its compact copy goes out of band.
             return obj.copy(order="K").__reduce_ex__(5)
