@@ -65,10 +65,11 @@ def abandoned(run_driver: Callable[..., Driver]) -> Iterator[tuple[Driver, dict[
 
 def _run_processes(driver: Driver) -> set[int]:
     found = set(processes_with("HELMSMAN_DRIVER_MARK", driver.mark).values())
+    run_id = _records(driver)[driver.process.pid].run_id
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if "guardian.py" in command and str(driver.folder) in command:  # started with an empty environment
+            if "guardian.py" in command and run_id in command:  # started with an empty environment
                 found.add(process.pid)
             found |= {child.pid for child in process.children(recursive=True)} if process.pid in found else set()
     return found
