@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the cluster at one moment."""
+
+    node_id: str
+    address: str
+    hostname: str = ""
+    accelerator: str = ""
+    """Ray's resource of its accelerators, 'GPU' or 'NPU'; empty where it has none."""
+    num_devices: int = 0
+    num_free_devices: int = 0
+    num_cpus: float = 0
+    num_free_cpus: float = 0
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is held for one replica."""
+
+    node_id: str
+    node: str
+    """Address of the node."""
+    devices: tuple[str, ...] = ()
+    """Physical ids, in the order of the node."""
+    bundles: tuple[int, ...] = ()
+    """Of each of these devices, its bundle in the placement group."""
+    placement_group: Any = None
+    """Ray's; None where the scheduler has none."""
 
 
 class PlannedBundle(msgspec.Struct, frozen=True, kw_only=True):

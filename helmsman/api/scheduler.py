@@ -18,7 +18,8 @@ import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
-from helmsman.api.plan import Plan
+from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.topology import RankInfo
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
 NodePacking = Literal["pack", "spread", "strict_spread"]
@@ -55,9 +56,9 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     accelerator_type: str | None = None
     """Accelerator model that the worker's node must have, as Ray names it."""
     nodelist: Sequence[str] = ()
-    """Addresses or host names of the only nodes that may be used; empty for all."""
+    """Addresses, host names or ids of the only nodes that may be used; empty for all."""
     exclude: Sequence[str] = ()
-    """Addresses or host names of nodes that must not be used."""
+    """Addresses, host names or ids of nodes that must not be used."""
     node_packing: NodePacking = "pack"
     """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two
     of the job's bundles on one node."""
@@ -73,6 +74,9 @@ class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
     fork: bool = False
     """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling
     process."""
+    device_mapping: Sequence[Sequence[int]] = ()
+    """With fork: for each replica the devices of the target that it gets, counted over the target's workers in rank order, on
+    one node. Several replicas may get the same device. Empty: neighbours share evenly."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +122,26 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidSpecError(
                 role=self.role, field="scheduling_strategy", value=strategy, expected="target and fork only with colocation"
             )
+        if strategy.device_mapping:
+            self._require_mapping(strategy)
+
+    def _require_mapping(self, strategy: SchedulingStrategy) -> None:
+        """Which devices the target has is known later; see colocation.tile."""
+        field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
+        if not strategy.fork:
+            raise InvalidSpecError(role=self.role, field=field, value=mapping, expected="only with colocation and fork")
+        if len(mapping) != self.replicas:
+            raise InvalidSpecError(
+                role=self.role, field=field, value=mapping, expected=f"an entry for each of the {self.replicas} replicas"
+            )
+        for index, devices in enumerate(mapping):
+            if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
+                raise InvalidSpecError(
+                    role=self.role,
+                    field=f"{field}[{index}]",
+                    value=devices,
+                    expected="devices from 0 on, each once, at least one",
+                )
 
     def _require_types(self) -> None:
         """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be taken for another one."""
@@ -230,18 +254,37 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None when the worker did not answer."""
 
 
+CONTROLLER = "controller"
+"""Stands for a worker's id in the handle of a value that the script has put."""
+
+
 class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     """A result that stayed in its worker. As an argument of a call it arrives as the value, moved from worker to worker."""
 
     id: str
     worker_id: str
-    """Worker that made the value."""
+    """Worker that made the value; CONTROLLER for one that was put."""
     location: Any
     """Where the value lies; only the transport that made it can read this."""
     nbytes: int
     """Size of the packed value."""
     summary: str
     """What the value is, for people."""
+    type_name: str = ""
+    """Name of the value's type, 'Batch'."""
+    length: int | None = None
+    """``len()`` of the value where it has one: rows, for batches, tensors and lists."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What create_engine builds, with what is to be set before."""
+
+    target: str | type[Any]
+    """Import path or class."""
+    env: dict[str, str] = {}
+    """Environment variables, set before its module is imported by path and before its constructor runs."""
+    rank_info: RankInfo | None = None
+    """Its place in a worker group, which a GroupWorker has as an attribute before its constructor runs."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,6 +316,15 @@ class Scheduler(abc.ABC):
     def n_gpus_per_node(self) -> int:
         """Accelerators on each node of the cluster (the most that any node has); 0 without accelerators."""
 
+    @property
+    def shares_process(self) -> bool:
+        """Whether the workers live in the script's own process, and so have one environment and no devices of their own."""
+        return False
+
+    @abc.abstractmethod
+    def nodes(self) -> list[Node]:
+        """The nodes that live, neighbours together, with what each has and what of it is free."""
+
     @abc.abstractmethod
     def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
         """Start the workers of a job, or of several jobs together, and return their ids in the order of the jobs.
@@ -293,8 +345,28 @@ class Scheduler(abc.ABC):
         """
 
     @abc.abstractmethod
+    def reserve(self, job: Job) -> list[Reservation]:
+        """Hold what the replicas of a job need without starting a process for any, until delete_workers(role).
+
+        Jobs that are colocated with it with fork run there, and go with it. On Ray every device is a bundle of its own, in a
+        placement group for each replica of a 'separate' job.
+
+        Raises: as create_workers; nothing is held then.
+        """
+
+    @abc.abstractmethod
+    def restart_worker(self, worker_id: str) -> None:
+        """End a worker's process, if it lives, and start another in its place.
+
+        It has the same id, node and devices, but new ports and no engines.
+
+        Raises: WorkerNotFoundError; InvalidSpecError for a worker that belongs to another role; StartError, after which the
+        worker counts as failed and may be restarted again.
+        """
+
+    @abc.abstractmethod
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
-        """The role's workers in rank order, each having answered within ``timeout`` seconds.
+        """The role's workers in rank order, each having answered within ``timeout`` seconds; 0 asks nobody.
 
         Raises: RoleNotFoundError, WorkerFailedError, CallTimeoutError.
         """
@@ -325,12 +397,13 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     async def create_engine(
-        self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
+        self, worker_id: str, engine: str | type[Any] | EngineSpec, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Build ``engine(*args, **kwargs)`` in the worker.
 
         Args:
-            engine: import path 'package.module.Class', or a class (sent by cloudpickle when it is not importable).
+            engine: import path 'package.module.Class', or a class (sent by cloudpickle when it is not importable), or an
+                EngineSpec that says more.
             engine_name: its name in the worker; the worker's id when None.
         Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError, CallTimeoutError,
         WorkerFailedError.
@@ -353,7 +426,7 @@ class Scheduler(abc.ABC):
             timeout: seconds; ``timeouts.call_s`` when None.
             rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach its model-parallel group;
                 {"keep": True} leaves the result in the worker and returns a ResultHandle, which may be an argument of any
-                other call.
+                other call; {"discard": True} drops the result there and returns None.
         Raises: a CallError that says what happened; see helmsman.api.errors.
         """
 
@@ -369,6 +442,17 @@ class Scheduler(abc.ABC):
         **kwargs: Any,
     ) -> Any:
         """As call_engine, awaited. Cancelling the await does not undo a call that has begun."""
+
+    @abc.abstractmethod
+    def put(self, value: Any) -> ResultHandle:
+        """Pack a value once, for arguments of many calls, until ``release``. It moves to each node once, whoever asks for it.
+
+        Raises: NotSerializableError.
+        """
+
+    @abc.abstractmethod
+    def get(self, handle: ResultHandle) -> Any:
+        """The value of a handle, here. Raises: HandleLostError."""
 
     @abc.abstractmethod
     def release(self, handle: ResultHandle) -> None:

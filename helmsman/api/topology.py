@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -55,7 +56,7 @@ class Topology:
     Args:
         dp, tp, pp, cp: ranks along each axis.
         mesh: the four axes, outermost first: ranks that differ in the last one only are neighbours.
-    Raises: ValueError.
+    Raises: ValueError for sizes below 1 and a mesh that does not name each axis once; TypeError for sizes that are no integers.
     """
 
     def __init__(
@@ -67,18 +68,19 @@ class Topology:
         cp: int = 1,
         mesh: Sequence[Axis] = DEFAULT_MESH,
     ) -> None:
+        dp, tp, pp, cp = map(operator.index, (dp, tp, pp, cp))  # NumPy's integers would reach messages and JSON
         self.sizes: Mapping[Axis, int] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
         for axis, size in self.sizes.items():
             if size < 1:
                 raise ValueError(f"{axis}_size is {size}; it is 1 or more")
-        if sorted(mesh) != sorted(AXES):
-            raise ValueError(f"mesh is {list(mesh)}; it names each of {', '.join(AXES)} once, outermost first")
+        if len(mesh) != len(AXES) or set(mesh) != set(AXES):
+            raise ValueError(f"mesh is {mesh!r}; it names each of {', '.join(AXES)} once, outermost first")
         self.mesh: tuple[Axis, ...] = tuple(mesh)
-        self._ranks: list[RankInfo] = []
+        ranks: list[RankInfo] = []
         self._at: dict[tuple[int, ...], int] = {}
         for rank, position in enumerate(itertools.product(*(range(self.sizes[axis]) for axis in self.mesh))):
             at: dict[str, int] = dict(zip(self.mesh, position, strict=True))
-            self._ranks.append(
+            ranks.append(
                 RankInfo(
                     rank=rank,
                     world_size=self.world_size,
@@ -93,6 +95,8 @@ class Topology:
                 )
             )
             self._at[tuple(at[axis] for axis in AXES)] = rank
+        self.ranks: Sequence[RankInfo] = tuple(ranks)
+        """All ranks, in order."""
 
     @classmethod
     def of(
@@ -109,8 +113,11 @@ class Topology:
 
         Raises: ValueError where the sizes do not make up the world.
         """
-        model = math.prod(max(1, size) for size in (tp, pp, cp))  # the constructor tells of what is not positive
-        if world_size % model or dp not in (None, world_size // model):
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it is 1 or more")
+        model = math.prod(max(1, size) for size in (tp, pp, cp))
+        is_positive = min(tp, pp, cp, 1 if dp is None else dp) > 0  # else the constructor tells
+        if is_positive and (world_size % model or dp not in (None, world_size // model)):
             given, factors = (
                 ("", {max(1, world_size // model), -(-world_size // model)}) if dp is None else (f"dp {dp} x ", {dp})
             )
@@ -118,7 +125,7 @@ class Topology:
                 f"{given}tp {tp} x pp {pp} x cp {cp} does not make up a world of {world_size} ranks; it makes up "
                 f"{' or '.join(str(model * factor) for factor in sorted(factors))}"
             )
-        return cls(dp=world_size // model, tp=tp, pp=pp, cp=cp, mesh=mesh)
+        return cls(dp=world_size // model if dp is None else dp, tp=tp, pp=pp, cp=cp, mesh=mesh)
 
     @property
     def world_size(self) -> int:
@@ -145,38 +152,47 @@ class Topology:
         """Context-parallel ranks."""
         return self.sizes["cp"]
 
-    @property
-    def ranks(self) -> Sequence[RankInfo]:
-        """All ranks, in order."""
-        return self._ranks
-
     def get_rank_info(self, rank: int) -> RankInfo:
         """The coordinates of a rank. Raises: IndexError."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank}; there are ranks 0 to {self.world_size - 1}")
-        return self._ranks[rank]
+        return self.ranks[rank]
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank at these coordinates, ``dp=1, tp=0``; 0 along axes that are not named."""
+        """The rank at these coordinates, ``dp=1, tp=0``; 0 along axes that are not named.
+
+        Raises: ValueError for other axes, IndexError for coordinates that are not there.
+        """
+        self._require_axes(coordinates)
+        for axis, size in self.sizes.items():
+            if not 0 <= coordinates.get(axis, 0) < size:
+                raise IndexError(f"{axis}={coordinates[axis]}; {axis} goes from 0 to {size - 1}")
         return self._at[tuple(coordinates.get(axis, 0) for axis in AXES)]
 
-    def num_parts(self, axes: Iterable[Axis]) -> int:
-        """Number of coordinates along these axes together."""
+    def num_parts(self, axes: Sequence[Axis]) -> int:
+        """Number of coordinates along these axes together. Raises: ValueError."""
+        self._require_axes(axes)
         return math.prod(self.sizes[axis] for axis in axes)
 
     def part_of(self, rank: int, axes: Sequence[Axis]) -> int:
-        """The rank's number along these axes together, the first of them outermost."""
+        """The rank's number along these axes together, the first of them outermost. Raises: ValueError, IndexError."""
+        self._require_axes(axes)
+        info = self.get_rank_info(rank)
         number = 0
         for axis in axes:
-            number = number * self.sizes[axis] + self._ranks[rank].along(axis)
+            number = number * self.sizes[axis] + info.along(axis)
         return number
 
+    def _require_axes(self, axes: Collection[str]) -> None:
+        if len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
+            raise ValueError(f"axes are {', '.join(axes)}; they are of {', '.join(AXES)}, each at most once")
+
     def derivation(self, axes: Sequence[Axis]) -> str:
-        """How the number of parts along these axes comes about: '5 = 20 ranks / (tp 2 x pp 2 x cp 1)' without the '5 ='."""
+        """How the number of parts along these axes comes about: 'dp = 20 ranks / (tp 2 x pp 2 x cp 1)'. Raises: ValueError."""
+        self._require_axes(axes)
         others = " x ".join(f"{axis} {self.sizes[axis]}" for axis in ("tp", "pp", "cp", "dp") if axis not in axes)
-        names = " x ".join(axes)
-        return f"{names} = {self.world_size} ranks / ({others})" if others else f"{names} = {self.world_size} ranks"
+        return f"{' x '.join(axes) or '1'} = {self.world_size} ranks" + (f" / ({others})" if others else "")
 
     def table(self) -> str:
         """A line for each rank."""
-        return "\n".join(f"{info.rank:>4}  {info}" for info in self._ranks)
+        return "\n".join(f"{info.rank:>4}  {info}" for info in self.ranks)

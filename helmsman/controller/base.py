@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.plan import Plan, PlannedRole
+from helmsman.api.plan import Node, Plan, PlannedRole, Reservation
 from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import (
+    CONTROLLER,
+    EngineSpec,
     Job,
     ResultHandle,
     Scheduler,
@@ -35,7 +37,7 @@ from helmsman.api.scheduler import (
 )
 from helmsman.controller.admission import busy, require_feasible
 from helmsman.controller.client import WorkerClient, encode_arguments
-from helmsman.controller.cluster_snapshot import ClusterSnapshot
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, as_node
 from helmsman.controller.colocation import targets_first, tile
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.environment import worker_environment
@@ -45,7 +47,8 @@ from helmsman.controller.planner import plan_jobs
 from helmsman.controller.rendezvous import probe
 from helmsman.controller.running import Role, stop_roles
 from helmsman.controller.runs import RunLock, default_log_dir
-from helmsman.rpc_server.codec import decode
+from helmsman.rpc_server.codec import Packed, decode, encode
+from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
 
 log = logging.getLogger(__name__)
@@ -72,6 +75,9 @@ class SchedulerBase(Scheduler):
         self._roles: dict[str, Role] = {}
         self._starting: set[str] = set()
         self._released: set[str] = set()
+        self._put: set[str] = set()
+        """Ids of the values that the script has put and not released."""
+        self._store = self._make_store()
         self._book = threading.Lock()
         self._closed = False
         self._platform_guard = self._guard_platform()
@@ -104,13 +110,31 @@ class SchedulerBase(Scheduler):
 
     @abc.abstractmethod
     async def _launch(
-        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
+        self,
+        job: Job,
+        ranks: Sequence[int],
+        places: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
-        """Start a process at each of these places and return clients that can reach them, in rank order.
+        """Start a process for each of these ranks at its place, and return clients that can reach them, in rank order.
 
         Everything acquired is pushed on ``resources`` as it is acquired, so that unwinding it ends the processes at once and
         frees what they held. A place of a sibling (``Place.shared``) has devices that its target holds. Raises: StartError.
         """
+
+    async def _hold(
+        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[tuple[Place, Reservation]]:
+        """Take what each replica needs and say what it is, or nothing; as _reserve."""
+        places = await self._reserve([job], deadline, {job.role: resources})
+        return [
+            (place, Reservation(node_id=place.node_id, node=place.node, devices=place.devices)) for place in places[job.role]
+        ]
+
+    @abc.abstractmethod
+    def _make_store(self) -> HandleStore:
+        """Where values lie that the script puts."""
 
     def _guard_platform(self) -> contextlib.ExitStack:
         """What holds for the platform in this process while the scheduler is open: a driver needs no accelerator."""
@@ -123,15 +147,42 @@ class SchedulerBase(Scheduler):
 
     def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
         jobs = self._valid_jobs(job)
-        self._require_open("create_workers")
+        roles = self._publish(jobs, "create_workers", self._start_roles)
+        self._run_commands(roles)
+        return [worker_id for role in roles for worker_id in role.worker_ids]
+
+    def reserve(self, job: Job) -> list[Reservation]:
+        jobs = self._valid_jobs(job)
+        if job.scheduling_strategy.type != "separation":
+            raise errors.InvalidSpecError(
+                role=job.role,
+                field="scheduling_strategy",
+                value=job.scheduling_strategy,
+                expected="separation, to hold something",
+            )
+        held: list[tuple[Place, Reservation]] = []
+
+        async def hold(jobs: Sequence[Job]) -> list[Role]:
+            async with contextlib.AsyncExitStack() as resources:
+                held.extend(await self._hold(jobs[0], Deadline(self.timeouts.start_s), resources))
+                return [Role(jobs[0], [], resources.pop_all(), places=[place for place, _ in held])]
+
+        self._publish(jobs, "reserve", hold)
+        return [reservation for _, reservation in held]
+
+    def _publish(
+        self, jobs: Sequence[Job], operation: str, start: Callable[[Sequence[Job]], Coroutine[Any, Any, list[Role]]]
+    ) -> list[Role]:
+        """Start roles whose names are free, and let them be known once all of them are ready."""
+        self._require_open(operation)
         with self._book:
             for each in jobs:
                 if each.role in self._roles or each.role in self._starting:
                     running = self._roles.get(each.role)
-                    raise errors.RoleExistsError(role=each.role, num_workers=len(running.clients) if running else each.replicas)
+                    raise errors.RoleExistsError(role=each.role, num_workers=len(running.places) if running else each.replicas)
             self._starting.update(each.role for each in jobs)
         try:
-            roles = run_sync(self._start_roles(jobs))
+            roles = run_sync(start(jobs))
             with self._book:
                 known = {*self._roles, *(role.name for role in roles)}
                 lost = [role.target for role in roles if role.target is not None and role.target not in known]
@@ -142,11 +193,10 @@ class SchedulerBase(Scheduler):
             with self._book:
                 self._starting.difference_update(each.role for each in jobs)
         if not published:  # another thread has closed this or deleted a target, and did not know of these roles yet
-            run_sync(stop_roles(roles[::-1], False, "create_workers", self.timeouts.shutdown_s))
-            self._require_open("create_workers")
+            run_sync(stop_roles(roles[::-1], False, operation, self.timeouts.shutdown_s))
+            self._require_open(operation)
             raise errors.RoleNotFoundError(name=str(lost[0]), known=list(self._roles))
-        self._run_commands(roles)
-        return [worker_id for role in roles for worker_id in role.worker_ids]
+        return roles
 
     @staticmethod
     def _valid_jobs(job: Job | Sequence[Job]) -> list[Job]:
@@ -166,9 +216,9 @@ class SchedulerBase(Scheduler):
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Place]) -> None:
-            clients = await self._launch(job, places, deadline, stacks[job.role])
+            clients = await self._launch(job, range(job.replicas), places, deadline, stacks[job.role])
             await await_all(self._prepare(job, index, client, deadline) for index, client in enumerate(clients))
-            started[job.role] = Role(job, clients, stacks[job.role], reuses=False)
+            started[job.role] = Role(job, clients, stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
             stacks = {job.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
@@ -215,6 +265,31 @@ class SchedulerBase(Scheduler):
                 log_tail=tail,
             ) from error
 
+    def restart_worker(self, worker_id: str) -> None:
+        old = self._client(worker_id)
+        role = self._role(worker_id.rpartition("/")[0])
+        if role.reuses:
+            raise errors.InvalidSpecError(
+                role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
+            )
+        run_sync(self._restart(role, role.clients.index(old), old))
+        if command := role.job.spec(role.worker_ids.index(worker_id)).cmd:
+            run_sync(self._run_command(worker_id, command))
+
+    async def _restart(self, role: Role, rank: int, old: WorkerClient) -> None:
+        deadline = Deadline(self.timeouts.start_s)
+        await old.transport.kill()
+        async with contextlib.AsyncExitStack() as resources:
+            (client,) = await self._launch(role.job, [rank], [old.place], deadline, resources)
+            await self._prepare(role.job, rank, client, deadline)
+            with self._book:
+                if self._roles.get(role.name) is not role:  # deleted by another thread
+                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
+                for entry in self._roles.values():  # also those that reuse it
+                    entry.clients = [client if each is old else each for each in entry.clients]
+                    entry.engine_names.pop(f"{entry.name}/{rank}", None)
+                role.resources.push_async_callback(resources.pop_all().aclose)
+
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         self._require_open("get_workers")
         entry = self._role(role)
@@ -223,7 +298,8 @@ class SchedulerBase(Scheduler):
         async def answered() -> None:
             await await_all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients)
 
-        run_sync(answered())
+        if limit_s > 0:
+            run_sync(answered())
         return [
             Worker(
                 id=worker_id,
@@ -268,7 +344,6 @@ class SchedulerBase(Scheduler):
 
     def _run_commands(self, roles: Sequence[Role]) -> None:
         """Run a module beside each worker whose spec says so; when one does not start, all of these roles go."""
-        engine = "helmsman.rpc_server.command.CommandEngine"
         commands = {
             worker_id: command
             for role in roles
@@ -277,10 +352,7 @@ class SchedulerBase(Scheduler):
         }
 
         async def run_all() -> None:
-            await await_all(
-                self.create_engine(worker_id, engine, None, command, self._client(worker_id).engine_ports)
-                for worker_id, command in commands.items()
-            )
+            await await_all(self._run_command(worker_id, command) for worker_id, command in commands.items())
 
         try:
             run_sync(run_all())
@@ -289,6 +361,10 @@ class SchedulerBase(Scheduler):
                 with contextlib.suppress(errors.RoleNotFoundError):  # it went with its target
                     self.delete_workers(role.name)
             raise
+
+    async def _run_command(self, worker_id: str, command: str) -> None:
+        engine = "helmsman.rpc_server.command.CommandEngine"
+        await self.create_engine(worker_id, engine, None, command, self._client(worker_id).engine_ports)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -327,7 +403,12 @@ class SchedulerBase(Scheduler):
         await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))
 
     async def create_engine(
-        self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
+        self,
+        worker_id: str,
+        engine: str | type[Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         client = self._client(worker_id)
         name = engine_name or worker_id
@@ -375,16 +456,36 @@ class SchedulerBase(Scheduler):
         """The coroutine of one call; the arguments are packed here, in the caller's thread, before anything is awaited."""
         client = self._client(worker_id)
         meta = dict(rpc_meta or {})
-        keep, broadcast = bool(meta.pop("keep", False)), meta.pop("broadcast", None)
+        keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
+        broadcast = meta.pop("broadcast", None)
         if meta:
-            raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast' and 'keep'")
+            raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast', 'keep' and 'discard'")
         name = engine_name or worker_id
         payload = encode_arguments(worker_id, name, method, (args, kwargs))
         self._require_values(payload.handles)
-        return client.call(name, method, payload, keep=keep, broadcast=broadcast, limit_s=timeout)
+        return client.call(name, method, payload, keep=keeps, discard=discards, broadcast=broadcast, limit_s=timeout)
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def put(self, value: Any) -> ResultHandle:
+        self._require_open("put")
+        payload = value.payload if isinstance(value, Packed) else encode(value)
+        self._require_values(payload.handles)
+        handle = keep(self._store, CONTROLLER, payload, value)
+        self._put.add(handle.id)
+        return handle
+
+    def get(self, handle: ResultHandle) -> Any:
+        self._require_open("get")
+        self._require_values([handle])
+        return decode(self._store.fetch(handle))
 
     def release(self, handle: ResultHandle) -> None:
         self._require_open("release")
+        if handle.worker_id == CONTROLLER:
+            self._put.discard(handle.id)
+            self._store.drop(handle.id)
+            return
         self._released.add(handle.id)
         try:
             client = self._client(handle.worker_id)
@@ -394,6 +495,10 @@ class SchedulerBase(Scheduler):
             run_sync(client.control(Verb.RELEASE, handle.id))
 
     # --- what is known ----------------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        self._require_open("nodes")
+        return [as_node(state) for state in self._snapshot().nodes]
 
     def status(self) -> list[WorkerStatus]:
         clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients}
@@ -443,6 +548,8 @@ class SchedulerBase(Scheduler):
         try:
             await stop_roles(doomed, True, "close", self.timeouts.shutdown_s)
         finally:
+            while self._put:
+                self._store.drop(self._put.pop())
             await self._sweep()
             self._platform_guard.close()
             if self._record is not None:
@@ -481,6 +588,10 @@ class SchedulerBase(Scheduler):
         """Raise HandleLostError for a handle whose value is known to be gone. On Ray it may outlive its maker for a while."""
         for handle in handles:
             reason = "it was released" if handle.id in self._released else ""
+            if handle.worker_id == CONTROLLER:
+                if handle.id not in self._put:
+                    raise errors.HandleLostError(worker_id=CONTROLLER, handle_id=handle.id, reason="it was released")
+                continue
             try:
                 if self._client(handle.worker_id).state in (WorkerState.FAILED, WorkerState.STOPPED):
                     reason = reason or "its worker has ended"

@@ -100,11 +100,12 @@ class WorkerClient:
         payload: Payload,
         *,
         keep: bool = False,
+        discard: bool = False,
         broadcast: bool | None = None,
         limit_s: float | None = None,
     ) -> Payload:
         """Call an engine's method; ``payload`` is (args, kwargs). Returns the packed result."""
-        request = Request(next(self._ids), Verb.CALL, engine_name, method, keep, broadcast)
+        request = Request(next(self._ids), Verb.CALL, engine_name, method, keep, broadcast, discard)
         if limit_s is None:
             return await self._exchange(request, payload, self._timeouts.call_s, "Timeouts.call_s")
         return await self._exchange(request, payload, limit_s, "the call's timeout argument")

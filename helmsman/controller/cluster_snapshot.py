@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from helmsman.controller.resources import Resources
+from helmsman.api.plan import Node
+from helmsman.controller.resources import ACCELERATORS, Resources
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,3 +27,18 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeState, ...]
     can_grow: bool = True
     """Whether nodes could be added."""
+
+
+def as_node(state: NodeState) -> Node:
+    """The node as scripts see it."""
+    kind = next((name for name in ACCELERATORS if state.total.get(name)), "")
+    return Node(
+        node_id=state.node_id,
+        address=state.address,
+        hostname=state.hostname,
+        accelerator=kind,
+        num_devices=int(state.total.get(kind, 0.0)),
+        num_free_devices=int(state.available.get(kind, 0.0) + 1e-6),
+        num_cpus=state.total.get("CPU", 0.0),
+        num_free_cpus=state.available.get("CPU", 0.0),
+    )

@@ -44,10 +44,13 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
     """Lay the job's replicas over the target's workers, neighbours together, every worker in just as many shares as any other.
 
     Replicas may be as many as the target's workers, or a divisor of them (each gets the devices of a run of neighbours, which
-    must be on one node), or with fork a multiple (each gets an equal part of one worker's devices).
+    must be on one node), or with fork a multiple (each gets an equal part of one worker's devices). A device mapping of the job
+    says instead which devices each gets.
 
     Raises: InvalidSpecError.
     """
+    if job.scheduling_strategy.device_mapping:
+        return [_mapped(job, target, index) for index in range(job.replicas)]
     fork, name = job.scheduling_strategy.fork, job.scheduling_strategy.target
     per_replica, rest = divmod(len(target), job.replicas)
     if per_replica and not rest:
@@ -73,6 +76,28 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
                 expected=f"{share.num_devices}, which is its share of the devices of {name!r}, or 0 for just that",
             )
     return shares
+
+
+def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
+    """What the job's device mapping gives a replica."""
+    wanted = job.scheduling_strategy.device_mapping[index]
+    owners = [(rank, position) for rank, worker in enumerate(target) for position in range(worker.num_devices)]
+
+    def refuse(expected: str) -> InvalidSpecError:
+        field = f"scheduling_strategy.device_mapping[{index}]"
+        return InvalidSpecError(role=job.role, field=field, value=list(wanted), expected=expected)
+
+    if max(wanted) >= len(owners):
+        has = f"only 0 to {len(owners) - 1}" if owners else "none"
+        raise refuse(f"devices that {job.scheduling_strategy.target!r} has, which are {has}")
+    chosen = [owners[device] for device in wanted]
+    first = target[chosen[0][0]]
+    if any(target[rank].node_id != first.node_id for rank, _ in chosen):
+        nodes = ", ".join(f"{device} on {target[rank].node}" for device, (rank, _) in zip(wanted, chosen, strict=True))
+        raise refuse(f"devices of one node; these are {nodes}")
+    known = all(target[rank].devices for rank, _ in chosen)
+    devices = tuple(target[rank].devices[position] for rank, position in chosen) if known else ()
+    return Share(tuple(dict.fromkeys(rank for rank, _ in chosen)), first.node_id, first.node, len(chosen), devices)
 
 
 def _of_neighbours(job: Job, target: Sequence[PlannedWorker], first: int, count: int) -> Share:

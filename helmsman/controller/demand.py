@@ -159,7 +159,7 @@ def allowed_nodes(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> frozenset
 
 
 def _is_allowed(spec: SchedulingSpec, node: NodeState, use: set[str], avoid: set[str]) -> bool:
-    names = {node.address, node.hostname, node.hostname.partition(".")[0]} - {""}
+    names = {node.node_id, node.address, node.hostname, node.hostname.partition(".")[0]} - {""}
     if (use and not names & use) or names & avoid:
         return False
     if spec.accelerator_type and not has_accelerator_type(node, spec.accelerator_type):

@@ -27,6 +27,7 @@ from helmsman.controller.deadline import Deadline
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
 from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.handles import HandleStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, Request
 
@@ -43,7 +44,6 @@ class InlineScheduler(SchedulerBase):
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._store = _SharedStore()
         self._environment = dict(os.environ)
         self._set_by: dict[str, tuple[str, str]] = {}
         """Variable -> (worker that set it, value)."""
@@ -51,6 +51,13 @@ class InlineScheduler(SchedulerBase):
     @property
     def n_gpus_per_node(self) -> int:
         return 0
+
+    @property
+    def shares_process(self) -> bool:
+        return True
+
+    def _make_store(self) -> HandleStore:
+        return _SharedStore()
 
     def _guard_platform(self) -> contextlib.ExitStack:
         return allow_in_this_process()
@@ -67,10 +74,15 @@ class InlineScheduler(SchedulerBase):
         return {job.role: [Place(node=_ADDRESS, node_id=_ADDRESS)] * job.replicas for job in jobs}
 
     async def _launch(
-        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
+        self,
+        job: Job,
+        ranks: Sequence[int],
+        places: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
         clients = []
-        for index, place in enumerate(places):
+        for index, place in zip(ranks, places, strict=True):
             identity = msgspec.structs.replace(self._identity(job, index, place.node), log_path="")
             host = EngineHost(identity, self._store, seeding=False)
             host.engine_thread.start(identity.worker_id)

@@ -30,6 +30,8 @@ from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
 from helmsman.rpc_server.forkserver import Spawn
 from helmsman.rpc_server.guardian import split_status
+from helmsman.rpc_server.handles import HandleStore
+from helmsman.rpc_server.local_server import LocalHandleStore
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb
 from helmsman.rpc_server.wire import FrameReader, RequestFrame, connect, decode_reply, encode_frame, pack_length
 
@@ -77,6 +79,9 @@ class LocalScheduler(SchedulerBase):
     def _as_planned_for(self, job: Job) -> Job:
         return on_one_machine(job)
 
+    def _make_store(self) -> HandleStore:
+        return LocalHandleStore()
+
     def _holders(self, jobs: Sequence[Job]) -> str:
         held = "; ".join(f"{worker}: {','.join(ids)}" for worker, ids in self._devices.holders())
         return f"this script's own workers ({held}), which delete_workers frees"
@@ -94,11 +99,17 @@ class LocalScheduler(SchedulerBase):
         return places
 
     async def _launch(
-        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
+        self,
+        job: Job,
+        ranks: Sequence[int],
+        places: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
         server, run_dir = await self._ensure_server()
         return await await_all(
-            self._start_worker(job, index, place, server, run_dir, deadline, resources) for index, place in enumerate(places)
+            self._start_worker(job, rank, place, server, run_dir, deadline, resources)
+            for rank, place in zip(ranks, places, strict=True)
         )
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:

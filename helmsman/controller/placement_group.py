@@ -79,13 +79,19 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 async def admit(
-    jobs: Sequence[Job], prefix: str, deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    jobs: Sequence[Job],
+    prefix: str,
+    deadline: Deadline,
+    resources: Mapping[str, contextlib.AsyncExitStack],
+    *,
+    per_device: bool = False,
 ) -> dict[str, list[Slot]]:
     """Placement groups for all of these jobs: slots in rank order, by role.
 
     Args:
         prefix: 'helmsman/RUN', with which the names of the run's groups begin.
         resources: of each role, where the removal of its groups is pushed.
+        per_device: make a bundle for each device, of which there are then several for a worker.
     Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once when roles of this very run
     hold what is missing, since nobody else would free that. Nothing of the jobs is left then.
     """
@@ -96,7 +102,7 @@ async def admit(
         snapshot = _without(await in_thread(ray_state.snapshot), silent)
         outcome = await in_thread(plan_jobs, snapshot, jobs)
         if isinstance(outcome, Plan):
-            slots, refused = await _request(outcome, jobs, prefix, deadline, resources)
+            slots, refused = await _request(outcome, jobs, prefix, deadline, resources, per_device)
             if not refused:
                 return slots
             silent = await in_thread(_silent_nodes, silent | refused)
@@ -122,15 +128,21 @@ def _without(snapshot: ClusterSnapshot, silent: set[str]) -> ClusterSnapshot:
 
 
 async def _request(
-    plan: Plan, jobs: Sequence[Job], prefix: str, deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    plan: Plan,
+    jobs: Sequence[Job],
+    prefix: str,
+    deadline: Deadline,
+    resources: Mapping[str, contextlib.AsyncExitStack],
+    per_device: bool,
 ) -> tuple[dict[str, list[Slot]], set[str]]:
     """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes that did not grant theirs."""
     requests: list[_Request] = []
 
     def ask() -> None:
         for role in plan.roles:
-            for instance in role.instances:
-                requests.append(_Request(role, instance, _create(role, instance, prefix)))  # noqa: PERF401 - kept as they come
+            for planned in role.instances:
+                instance = _by_device(planned, role.accelerator) if per_device else planned
+                requests.append(_Request(role, instance, _create(role, instance, prefix)))
 
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(_remove, requests)
@@ -151,6 +163,16 @@ async def _request(
         resources[role.role].push_async_callback(_remove, own)
         slots[role.role] = [slot for request in own for slot in _slots(request, strategies[role.role] == "deferred")]
     return slots, set()
+
+
+def _by_device(instance: PlannedInstance, accelerator: str) -> PlannedInstance:
+    """The same with each bundle cut into one for each of its devices."""
+    bundles = []
+    for bundle in instance.bundles:
+        parts = max(1, int(bundle.resources.get(accelerator, 0.0)))
+        share = {name: amount / parts for name, amount in bundle.resources.items()}
+        bundles += [msgspec.structs.replace(bundle, resources=share)] * parts
+    return msgspec.structs.replace(instance, bundles=tuple(bundles))
 
 
 def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> PlacementGroup:

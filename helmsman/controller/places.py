@@ -9,7 +9,7 @@ import msgspec
 
 from helmsman.api.plan import PlannedWorker
 from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
-from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller.colocation import Share
 
 
@@ -73,18 +73,17 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def in_device_order(job: Job, places: Sequence[Place]) -> list[int]:
+def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Place]) -> list[int]:
     """Index of the place that each rank shall have, so that the ranks of a node stand in the order of its devices.
 
-    Only replicas of one node and with the same spec are exchanged. Ray promises no order of the devices it grants (ray#59547).
+    Only ranks of one node and with the same spec are exchanged. Ray promises no order of the devices it grants (ray#59547).
     """
     alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    specs: list[SchedulingSpec] = []
-    for index, place in enumerate(places):
-        spec = job.spec(index)
-        if spec not in specs:
-            specs.append(spec)
-        alike[place.node_id, specs.index(spec)].append(index)
+    different: list[SchedulingSpec] = []
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        if spec not in different:
+            different.append(spec)
+        alike[place.node_id, different.index(spec)].append(index)
     order = list(range(len(places)))
     for ranks in alike.values():
         origins = sorted(ranks, key=lambda index: places[index].positions)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
@@ -39,7 +40,8 @@ try:
     from helmsman.controller.ray_address import choose_address
     from helmsman.controller.ray_holders import describe_holders
     from helmsman.controller.ray_transport import RayTransport
-    from helmsman.rpc_server.ray_server import Granted, Greeting, RayRPCServer
+    from helmsman.rpc_server.handles import HandleStore
+    from helmsman.rpc_server.ray_server import Granted, Greeting, RayHandleStore, RayRPCServer
 except ImportError as error:
     if error.name is not None and error.name.partition(".")[0] != "ray":
         raise
@@ -131,19 +133,56 @@ class RayScheduler(SchedulerBase):
     ) -> Mapping[str, Sequence[Place]]:
         return await placement.admit(jobs, self._prefix, deadline, resources)
 
+    async def _hold(
+        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[tuple[Place, Reservation]]:
+        slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
+        return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
+
+    async def _held(self, job: Job, index: int, slot: placement.Slot, deadline: Deadline) -> tuple[Place, Reservation]:
+        """What a group was granted, with its bundles in the order of the node's devices."""
+        found: list[tuple[int, str, int]] = []
+        if slot.num_devices:
+            try:
+                async with asyncio.timeout(deadline.remaining_s):
+                    granted = await placement.devices_of(slot)
+            except (TimeoutError, TransportLostError) as error:
+                reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
+                raise errors.WorkerStartError(
+                    role=job.role, worker_id=f"{job.role}/{index}", node=slot.node, reason=reason, log_path="", log_tail=""
+                ) from error
+            for bundle, grant in enumerate(granted):
+                own = _with_devices(slot, grant)
+                found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
+        found.sort()
+        devices = tuple(id_ for _, id_, _ in found)
+        place = msgspec.structs.replace(slot, devices=devices, positions=tuple(position for position, _, _ in found))
+        bundles = tuple(bundle for _, _, bundle in found)
+        return place, Reservation(
+            node_id=slot.node_id, node=slot.node, devices=devices, bundles=bundles, placement_group=slot.group
+        )
+
+    def _make_store(self) -> HandleStore:
+        return RayHandleStore()
+
     async def _launch(
-        self, job: Job, places: Sequence[Place], deadline: Deadline, resources: contextlib.AsyncExitStack
+        self,
+        job: Job,
+        ranks: Sequence[int],
+        places: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
         workers: list[RayTransport] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places:
             workers.append(RayTransport(self._actor(job, place), place, self._here))  # noqa: PERF401 - kept as they come
         greetings = await await_all(
-            self._answer(job, index, worker, worker.greet(), deadline) for index, worker in enumerate(workers)
+            self._answer(job, rank, worker, worker.greet(), deadline) for rank, worker in zip(ranks, workers, strict=True)
         )
         granted = await await_all(
-            self._granted(job, index, worker, greeting, deadline)
-            for index, (worker, greeting) in enumerate(zip(workers, greetings, strict=True))
+            self._granted(job, rank, worker, greeting, deadline)
+            for rank, worker, greeting in zip(ranks, workers, greetings, strict=True)
         )
 
         async def adopt(index: int, origin: int) -> WorkerClient:
@@ -156,7 +195,8 @@ class RayScheduler(SchedulerBase):
                 client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
             return client
 
-        return await await_all(adopt(index, origin) for index, origin in enumerate(in_device_order(job, granted)))
+        order = in_device_order([job.spec(rank) for rank in ranks], granted)
+        return await await_all(adopt(rank, origin) for rank, origin in zip(ranks, order, strict=True))
 
     def _actor(self, job: Job, place: Place) -> Any:
         options: dict[str, Any]

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
-from helmsman.api.scheduler import Job, Scheduler, Worker
+from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
 from helmsman.controller.group import Call, call_all, gather_all
 from helmsman.controller.loop import run_sync
 
@@ -85,7 +85,7 @@ class RoleController:
             raise HelmsmanError(f"the controller of role {self.role!r} is {state}.", role=self.role)
         self.scheduler.create_workers(self.job)
         try:
-            workers = tuple(self.scheduler.get_workers(self.role, timeout=self.scheduler.timeouts.start_s))
+            workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
             run_sync(self._make_ready(workers))
             if self._closed:
                 raise HelmsmanError(f"the controller of role {self.role!r} was closed while it started.", role=self.role)
@@ -122,6 +122,10 @@ class RoleController:
         """Environment variables by worker id, set before the engines are created."""
         return {}
 
+    def _engine_of(self, rank: int, workers: Sequence[Worker]) -> str | type[Any] | EngineSpec:
+        """What is built on a rank."""
+        return self._engine
+
     def _on_started(self) -> None:
         """Called once, when every worker is ready."""
 
@@ -136,8 +140,10 @@ class RoleController:
             role,
             "create_engine",
             {
-                worker.id: scheduler.create_engine(worker.id, self._engine, name, *self._engine_args, **self._engine_kwargs)
-                for worker in workers
+                worker.id: scheduler.create_engine(
+                    worker.id, self._engine_of(rank, workers), name, *self._engine_args, **self._engine_kwargs
+                )
+                for rank, worker in enumerate(workers)
             },
         )
         calls = {worker.id: Call() for worker in workers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from helmsman.api import errors
 from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
@@ -18,11 +19,21 @@ log = logging.getLogger(__name__)
 
 
 class Role:
-    """A role that runs: its workers, and what has to be undone when it goes."""
+    """A role that runs: its workers, and what has to be undone when it goes. One that is only reserved has places alone."""
 
-    def __init__(self, job: Job, clients: list[WorkerClient], resources: contextlib.AsyncExitStack, *, reuses: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        clients: list[WorkerClient],
+        resources: contextlib.AsyncExitStack,
+        *,
+        reuses: bool = False,
+        places: Sequence[Place] | None = None,
+    ) -> None:
         self.job = job
         self.clients = clients
+        self.places = [client.place for client in clients] if places is None else list(places)
+        """Where its replicas are, in rank order."""
         self.resources = resources
         self.reuses = reuses
         """Whether the workers belong to another role (colocation without fork)."""
@@ -41,18 +52,13 @@ class Role:
 
     @property
     def workers(self) -> list[PlannedWorker]:
-        """Its workers as a plan has them, in rank order."""
-        return [place.as_planned(worker_id) for worker_id, place in zip(self.worker_ids, self.places, strict=True)]
+        """Its replicas as a plan has them, in rank order."""
+        return [place.as_planned(f"{self.name}/{index}") for index, place in enumerate(self.places)]
 
     @property
     def target(self) -> str | None:
         """The role that it is colocated with."""
         return self.job.scheduling_strategy.target
-
-    @property
-    def places(self) -> list[Place]:
-        """Where its workers are, in rank order."""
-        return [client.place for client in self.clients]
 
     def as_planned(self) -> PlannedRole:
         """The role as a plan has it; what its placement groups hold is counted by the cluster itself."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from helmsman.api.engines import LossFn, Sample
-from helmsman.api.errors import HelmsmanError, InvalidSpecError
+from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.controller.group import Call
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import sample_lengths, split_by_tokens
+from helmsman.controller.rank_environment import rank_environment
 from helmsman.controller.role import RoleController
 
 if TYPE_CHECKING:
@@ -28,37 +28,6 @@ _REPLICATED = {"broadcast": False}
 """Every rank is given the arguments itself: they are small, and no rank waits for another to read them."""
 _FROM_HEAD = {"broadcast": True}
 """The head of each model-parallel group is given the arguments, and the others get them from it."""
-
-
-def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str, str]]:
-    """The rendezvous variables of torch for each worker, by worker id.
-
-    The master is rank 0's own node and the first port leased to it; local ranks count the workers of one address.
-
-    Raises: InvalidSpecError when rank 0 has no leased port.
-    """
-    master = workers[0]
-    if not master.engine_ports:
-        raise InvalidSpecError(
-            role=role,
-            field="port_count",
-            value=0,
-            expected=f"at least 1 for {master.id}, where the process group meets (with colocation, in the target's spec)",
-        )
-    per_node = Counter(worker.ip for worker in workers)
-    seen: Counter[str] = Counter()
-    environment = {}
-    for rank, worker in enumerate(workers):
-        environment[worker.id] = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(workers)),
-            "LOCAL_RANK": str(seen[worker.ip]),
-            "LOCAL_WORLD_SIZE": str(per_node[worker.ip]),
-            "MASTER_ADDR": master.ip,
-            "MASTER_PORT": master.engine_ports[0],
-        }
-        seen[worker.ip] += 1
-    return environment
 
 
 class TrainController(RoleController):

@@ -27,7 +27,7 @@ from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.blame import find_culprit
 from helmsman.rpc_server.struct_classes import StructMeta, reduce_struct_class
 
-__all__ = ["Payload", "ResultHandle", "decode", "encode"]
+__all__ = ["Packed", "Payload", "ResultHandle", "decode", "encode"]
 
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = frozenset({tuple, list, dict})
@@ -52,6 +52,26 @@ class Payload(msgspec.Struct, frozen=True):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Payload, (pickle.PickleBuffer(self.data), [pickle.PickleBuffer(buffer) for buffer in self.buffers], self.handles)
+
+
+class Packed:
+    """A value that is packed already, as a part of others: packed once for many messages, it arrives as the value."""
+
+    __slots__ = ("payload",)
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The handles are pickled as such, so by the time this is unpacked they are what the receiver makes of them.
+        buffers = [pickle.PickleBuffer(buffer) for buffer in self.payload.buffers]
+        return _unpack, (pickle.PickleBuffer(self.payload.data), buffers, self.payload.handles)
+
+
+def _unpack(data: Any, buffers: list[Any], values: list[Any]) -> Any:
+    if not values:
+        return pickle.loads(data, buffers=buffers)
+    return _HandleUnpickler(data, buffers, values).load()
 
 
 def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payload:
@@ -104,9 +124,7 @@ def decode(
         else payload.buffers
     )
     try:
-        if not values:
-            return pickle.loads(payload.data, buffers=buffers)
-        return _HandleUnpickler(payload.data, buffers, values).load()
+        return _unpack(payload.data, buffers, values)
     except Exception as exc:  # unpickling imports modules and runs constructors, which may raise anything
         raise NotLoadableError(
             path=root,

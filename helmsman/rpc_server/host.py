@@ -10,37 +10,26 @@ import inspect
 import os
 import threading
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
-from helmsman.api.scheduler import ResultHandle, WorkerHealth
+from helmsman.api.scheduler import EngineSpec, WorkerHealth
+from helmsman.api.topology import RankInfo
+from helmsman.api.worker_group import GroupWorker
 from helmsman.rpc_server import inspection, reach
 from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.environment import Environment, follow_thread_count
+from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
 from helmsman.rpc_server.remote_errors import remote_error, traceback_text
 from helmsman.rpc_server.threads import EngineLoop, EngineThread
 
 ReplyFn = Callable[[Reply, Payload], None]
-
-
-class HandleStore(Protocol):
-    """Where results stay that are answered with a handle."""
-
-    def put(self, handle_id: str, payload: Payload) -> Any:
-        """Keep a packed value; returns its location, which travels in the handle."""
-
-    def fetch(self, handle: ResultHandle) -> Payload:
-        """The packed value of a handle, of this worker or another. Raises HandleLostError."""
-
-    def drop(self, handle_id: str) -> None:
-        """Forget a value; nothing happens when it is not known."""
 
 
 class EngineHost:
@@ -231,9 +220,12 @@ class EngineHost:
     def _create_engine(self, request: Request, name: str, payload: Payload) -> None:
         try:
             engine, args, kwargs = self._load(request, payload)
-            engine_type = self._import(name, engine) if isinstance(engine, str) else engine
+            spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
+            if spec.env:
+                self.set_environment([EnvironmentVariable(key, value, "EngineSpec.env") for key, value in spec.env.items()])
+            engine_type = self._import(name, spec.target) if isinstance(spec.target, str) else spec.target
             self._seed_libraries()
-            self._engines[name] = self._run_engine_code(request, lambda: engine_type(*args, **kwargs))
+            self._engines[name] = self._run_engine_code(request, lambda: _construct(engine_type, spec.rank_info, args, kwargs))
         finally:
             self._creating.discard(name)
 
@@ -353,10 +345,12 @@ class EngineHost:
     # --- replies ----------------------------------------------------------------------------------------------------
 
     def _send_result(self, request: Request, reply: ReplyFn, result: Any) -> None:
+        if request.discard:
+            result = None
         try:
             payload = encode(result, root="result")
             if request.keep and result is not None:
-                payload = encode(self._keep(payload, result))
+                payload = encode(keep(self._store, self.identity.worker_id, payload, result))
             reply(Reply(request.id, True), payload)
         except errors.CodecError as error:
             failure = errors.ResultNotSerializableError(
@@ -371,16 +365,14 @@ class EngineHost:
         except OSError as error:  # no memory or file descriptor is left in which to keep or send it
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 
-    def _keep(self, payload: Payload, value: Any) -> ResultHandle:
-        handle_id = uuid.uuid4().hex
-        nbytes = len(payload.data) + sum(memoryview(buffer).nbytes for buffer in payload.buffers)
-        return ResultHandle(
-            id=handle_id,
-            worker_id=self.identity.worker_id,
-            location=self._store.put(handle_id, payload),
-            nbytes=nbytes,
-            summary=f"{type(value).__qualname__} of {nbytes} bytes",
-        )
+
+def _construct(engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if rank_info is None or not (isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)):
+        return engine_type(*args, **kwargs)
+    engine = engine_type.__new__(engine_type, *args, **kwargs)
+    engine.rank_info = rank_info  # its constructor may already ask for it
+    engine_type.__init__(engine, *args, **kwargs)
+    return engine
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:

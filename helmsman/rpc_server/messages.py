@@ -63,6 +63,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """Leave the result in the worker and answer with a handle."""
     broadcast: bool | None = None
     """Whether arguments come from the head of the model-parallel group; None lets the engine's topology decide."""
+    discard: bool = False
+    """Answer with None, since nobody wants the result."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

@@ -20,8 +20,8 @@ from helmsman.api.errors import (
     SchedulerClosedError,
     WorkerFailedError,
 )
-from helmsman.api.plan import Plan
-from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
+from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
 from helmsman.controller.loop import background_loop, run_sync
 
 
@@ -76,6 +76,15 @@ class FakeScheduler(Scheduler):
         self._deaths |= {worker_id: background_loop().create_future() for worker_id in ids}
         return ids
 
+    def nodes(self) -> list[Node]:
+        raise NotImplementedError("a fake has no cluster")
+
+    def reserve(self, job: Job) -> list[Reservation]:
+        raise NotImplementedError("a fake has no cluster")
+
+    def restart_worker(self, worker_id: str) -> None:
+        raise NotImplementedError("a fake's workers stay dead")
+
     def plan(self, jobs: Job | Sequence[Job]) -> Plan:
         raise NotImplementedError("a fake has no cluster")
 
@@ -110,7 +119,12 @@ class FakeScheduler(Scheduler):
         self.probed.append((role, address, port))
 
     async def create_engine(
-        self, worker_id: str, engine: str | type[Any], engine_name: str | None = None, *args: Any, **kwargs: Any
+        self,
+        worker_id: str,
+        engine: str | type[Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         assert isinstance(engine, type)
         self.sent.append(Sent(worker_id, "__init__", args, None, None))
@@ -201,6 +215,14 @@ class FakeScheduler(Scheduler):
         if argument.id in self.released:
             raise HandleLostError(worker_id=argument.worker_id, handle_id=argument.id, reason="it was released")
         return self.kept[argument.id]
+
+    def put(self, value: Any) -> ResultHandle:
+        handle = ResultHandle(id=f"handle-{len(self.kept)}", worker_id=CONTROLLER, location=None, nbytes=0, summary="")
+        self.kept[handle.id] = value
+        return handle
+
+    def get(self, handle: ResultHandle) -> Any:
+        return self._value(handle)
 
     def release(self, handle: ResultHandle) -> None:
         self.released.append(handle.id)

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller.places import Place, in_device_order
 
 
@@ -16,14 +16,13 @@ def test_only_ranks_of_one_node_and_one_spec_are_exchanged(
     replicas: int, num_nodes: int, alike: bool, rng: random.Random
 ) -> None:
     tasks = [SchedulingSpec(gpu=1, mem=0 if alike else index % 2) for index in range(replicas)]
-    job = Job(role="r", replicas=replicas, tasks=tasks)
     ids = [str(index) for index in range(16)]
     rng.shuffle(ids)
     places = [
         Place(node_id=f"n{rng.randrange(num_nodes)}", node="n", devices=(ids[index],), positions=(int(ids[index]),))
         for index in range(replicas)
     ]
-    order = in_device_order(job, places)
+    order = in_device_order(tasks, places)
     assert sorted(order) == list(range(replicas))
     for rank, origin in enumerate(order):
         assert places[rank].node_id == places[origin].node_id

@@ -1,0 +1,121 @@
+"""A batch whose rows stay in the workers that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from helmsman.api.batch import Batch
+from helmsman.api.columns import Column
+
+if TYPE_CHECKING:
+    from helmsman.api.scheduler import ResultHandle, Scheduler
+
+
+class Piece(NamedTuple):
+    """Rows of a batch that lies in a worker."""
+
+    handle: ResultHandle
+    start: int
+    stop: int
+
+
+class RemoteBatch(Batch):
+    """Rows that lie in workers, as one batch.
+
+    Given to a call they move from worker to worker, each rank's share to that rank; slices and chunks move nothing. Whoever
+    looks at columns or meta in the script fetches all of it, once. ``release()``, or the end of a with statement, lets the
+    workers forget the rows; until then they keep their memory.
+    """
+
+    __slots__ = ("_fetched", "_pieces", "_scheduler")
+
+    _fetched: Batch | None
+    _pieces: tuple[Piece, ...]
+    _scheduler: Scheduler
+
+    def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
+        set_ = object.__setattr__
+        set_(self, "_scheduler", scheduler)
+        set_(self, "_pieces", tuple(piece for piece in pieces if piece.stop > piece.start) or tuple(pieces[:1]))
+        set_(self, "_fetched", None)
+        self._freeze({}, {}, sum(piece.stop - piece.start for piece in pieces), num_padding)
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Where its rows lie, in order."""
+        return self._pieces
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        return self.fetch().columns
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return self.fetch().meta
+
+    def fetch(self) -> Batch:
+        """The rows themselves, here. Raises: HandleLostError."""
+        if self._fetched is None:
+            values = [(self._scheduler.get(piece.handle), piece.start, piece.stop) for piece in self._pieces]
+            object.__setattr__(self, "_fetched", _join(values, self.num_padding))
+        assert self._fetched is not None
+        return self._fetched
+
+    def release(self) -> None:
+        """Let the workers forget the values that its rows are part of, also for slices. Idempotent."""
+        for handle in {piece.handle.id: piece.handle for piece in self._pieces}.values():
+            self._scheduler.release(handle)
+
+    def __enter__(self) -> RemoteBatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def pad(self, multiple: int) -> Batch:
+        missing = -len(self) % multiple
+        if not missing:
+            return self
+        last = self._pieces[-1]
+        filled = [*self._pieces, *[Piece(last.handle, last.stop - 1, last.stop)] * missing]
+        return RemoteBatch(self._scheduler, filled, self.num_padding + missing)
+
+    def unpad(self) -> Batch:
+        return self._slice(0, len(self) - self.num_padding)
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        found: list[Piece] = []
+        first = 0
+        for piece in self._pieces:
+            low, high = max(start - first, 0), min(stop - first, piece.stop - piece.start)
+            if low < high or not found:  # one at least, which says what the columns are
+                found.append(Piece(piece.handle, piece.start + min(low, max(high, 0)), piece.start + max(high, 0)))
+            first += piece.stop - piece.start
+        padding = max(0, min(stop - start, stop - (len(self) - self.num_padding)))
+        return RemoteBatch(self._scheduler, found, padding)
+
+    def __repr__(self) -> str:
+        where = dict.fromkeys(piece.handle.worker_id for piece in self._pieces)
+        return f"RemoteBatch({len(self)} rows in {', '.join(where)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The codec puts the values in the place of the handles, so the receiver joins rows.
+        return _join, ([tuple(piece) for piece in self._pieces], self.num_padding)
+
+
+def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
+    for value, _, _ in pieces:
+        if not isinstance(value, Batch):
+            raise TypeError(
+                f"rows that stay in workers travel as arguments of calls only; this found a {type(value).__qualname__} in "
+                "place of a Batch. fetch() them first"
+            )
+    joined = Batch.concat([value[start:stop].with_padding(0) for value, start, stop in pieces])
+    return joined.with_padding(num_padding)
+
+
+def join_remote(scheduler: Scheduler, batches: Sequence[Batch]) -> RemoteBatch:
+    """The rows of several, without moving any."""
+    pieces = [piece for batch in batches if isinstance(batch, RemoteBatch) for piece in batch.pieces]
+    return RemoteBatch(scheduler, pieces)

@@ -1,0 +1,152 @@
+"""What a group of workers is to those who call it: methods that run on its ranks, and futures of what they return."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
+
+import msgspec
+
+from helmsman.api.topology import RankInfo
+
+if TYPE_CHECKING:
+    from helmsman.api.dispatch import MethodSpec, RegisteredMethod
+
+P = ParamSpec("P")
+W = TypeVar("W", covariant=True)
+W_method = TypeVar("W_method")
+G = TypeVar("G")
+T = TypeVar("T", covariant=True)
+
+
+class GroupFuture(Generic[T]):
+    """The result of a call on a group that has begun. ``result()`` blocks for it; ``await`` waits on any event loop.
+
+    The call goes on when nobody waits for it any more. What the ranks return is put together by whoever first asks, once.
+    """
+
+    def __init__(self, results: concurrent.futures.Future[list[Any]], collect: Callable[[list[Any]], Any]) -> None:
+        self._results = results
+        self._collect = collect
+        self._lock = threading.Lock()
+        self._outcome: tuple[Any, Exception | None] | None = None
+
+    def done(self) -> bool:
+        """Whether all ranks have answered, or the call has failed."""
+        return self._results.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of waiting, and it goes on."""
+        return self._collected(self._results.result(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised, or None."""
+        try:
+            self.result(timeout)
+        except concurrent.futures.TimeoutError:
+            if not self._results.done():
+                raise
+            return self._results.exception()
+        except BaseException as error:  # noqa: BLE001 - it is what is asked for
+            return error
+        return None
+
+    def cancel(self) -> None:
+        """Wait for it no longer; what has begun goes on in the workers, and how it ends is logged."""
+        self._results.cancel()
+
+    def add_done_callback(self, function: Callable[[Self], Any]) -> None:
+        """Call ``function(future)`` once it is done, on Helmsman's event loop, where it must not block."""
+        self._results.add_done_callback(lambda _: function(self))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        # Shielded: one of several who await must not cancel it for the others.
+        results = yield from asyncio.shield(asyncio.wrap_future(self._results)).__await__()
+        return self._collected(results)
+
+    def _collected(self, results: list[Any]) -> T:
+        with self._lock:
+            if self._outcome is None:
+                try:
+                    self._outcome = self._collect(results), None
+                except Exception as error:  # noqa: BLE001 - kept, so that everybody who waits gets the same
+                    self._outcome = None, error
+        value, failure = self._outcome
+        if failure is not None:
+            raise failure
+        collected: Any = value  # which the method's declaration says is a T
+        return collected  # type: ignore[no-any-return]
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How one call is made."""
+
+    timeout: float | None = None
+    """Seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None."""
+    keep: bool = False
+    """Leave the results in the workers."""
+
+
+class GroupMethod(Generic[P, G]):
+    """A method of a worker group. Calling it runs it on the ranks and returns what its declaration says."""
+
+    def __init__(self, group: WorkerGroup[Any], spec: MethodSpec, options: Options = Options()) -> None:  # noqa: B008 - frozen
+        self.spec = spec
+        self._group = group
+        self._options = options
+
+    def options(self, *, timeout: float | None = None) -> GroupMethod[P, G]:
+        """The same method with a limit in seconds for all ranks together."""
+        return GroupMethod(self._group, self.spec, msgspec.structs.replace(self._options, timeout=timeout))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> G:
+        """Run it and wait.
+
+        Raises: DispatchError and UnevenBatchError before anything is sent; the error of the first rank that failed
+        (GroupCallError, with the others counted, where the group has several ranks).
+        """
+        future = self.submit(*args, **kwargs)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[G]:
+        """Run it and do not wait. Tensors among the arguments must not be written to before it is done."""
+        return self._group._begin(self.spec, args, kwargs, self._options)
+
+    def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Run it and wait, but leave the results where they are.
+
+        Returns: a Batch whose rows stay in the workers until somebody looks at them, where batches are joined; otherwise what
+        the call itself returns, with a ResultHandle in place of each result that is not None.
+        """
+        options = msgspec.structs.replace(self._options, keep=True)
+        return self._group._begin(self.spec, args, kwargs, options).result()
+
+    def __repr__(self) -> str:
+        return f"<{self.spec.full_name} of {self._group!r}>"
+
+
+class WorkerGroup(abc.ABC, Generic[W]):
+    """Ranks that are called together; ``W`` is the class of which each has an instance."""
+
+    def method(self, method: RegisteredMethod[W_method, P, Any, G]) -> GroupMethod[P, G]:
+        """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``."""
+        return GroupMethod(self, method.spec)
+
+    @abc.abstractmethod
+    def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> GroupFuture[Any]:
+        """Dispatch a call."""
+
+
+class GroupWorker:
+    """Optional base of a group's workers: it knows its place before its constructor runs."""
+
+    rank_info: RankInfo
+    """What the controller has computed."""

@@ -1,0 +1,447 @@
+"""Cluster: the workers of one role as a group, whose methods run on its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from helmsman.api.batch import Batch
+from helmsman.api.cluster_config import ClusterConfig
+from helmsman.api.dispatch import MethodSpec, RegisteredMethod
+from helmsman.api.errors import HelmsmanError, InvalidSpecError, MethodNotFoundError, TopologyMismatchError
+from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
+from helmsman.api.scheduler import (
+    EngineSpec,
+    Job,
+    ResultHandle,
+    SchedulingSpec,
+    SchedulingStrategy,
+    Worker,
+    WorkerStatus,
+)
+from helmsman.api.topology import AXES, RankInfo
+from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
+from helmsman.controller import sharding
+from helmsman.controller.device_mapping import parse_device_mapping
+from helmsman.controller.group import Call
+from helmsman.controller.loop import run_sync, submit
+from helmsman.controller.packed_arguments import PackedArguments
+from helmsman.controller.rank_environment import rank_environment
+from helmsman.controller.resource_manager import Allocation, Device, ResourceManager
+from helmsman.controller.role import RoleController
+from helmsman.controller.sharding import Dispatched
+
+W = TypeVar("W", covariant=True)
+
+_EXACTLY = {"broadcast": False}
+"""Each rank is given what its coordinates say; nothing is passed on between workers."""
+
+
+class Cluster(RoleController, WorkerGroup[W]):
+    """A named group of workers of one class, on devices of a ResourceManager, on any scheduler.
+
+    It starts when it is made, or nothing of it remains. Methods that the class declares with ``register`` are called by
+    ``cluster.method(Actor.log_probs)(batch)``, or as methods of the cluster where a subclass names them::
+
+        class ActorCluster(Cluster[Actor]):
+            log_probs = Actor.log_probs
+
+    Undeclared ones are called by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. There, too, nothing is cut that is
+    not marked as a Shard.
+    """
+
+    _ready_methods = ()
+
+    def __init__(
+        self,
+        name: str,
+        worker_cls: type[W] | str | Any,
+        resource_manager: ResourceManager,
+        worker_config: ClusterConfig,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the workers and build an instance of the class in each.
+
+        Args:
+            name: role of the workers, which are 'name/0', 'name/1', ...
+            worker_cls: a class, a Ray actor class, or an import path 'package.module.Class'.
+            resource_manager: whose devices, nodes and scheduler they use.
+            worker_config: how many, where, and their parallel sizes.
+            args, kwargs: of the class's constructor, the same on every rank.
+        Raises: JobError, StartError, EngineCreationError and its like; GroupCallError where several ranks failed.
+        """
+        self.name = name
+        self.resource_manager = resource_manager
+        self.worker_config = worker_config
+        world_size = _world_size(name, worker_config)
+        self.topology = worker_config.topology(name, world_size)
+        self._allocation = resource_manager.allocate_placement_group(
+            world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
+        )
+        self._verified = False
+        self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
+        try:
+            job = _job(name, resource_manager, worker_config, self._allocation)
+            super().__init__(resource_manager.scheduler, _plain_class(worker_cls), job, args, kwargs)
+            self.initialize()
+        except BaseException:
+            resource_manager.free(name)
+            raise
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.topology.dp_size
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.topology.tp_size
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.topology.pp_size
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.topology.cp_size
+
+    def get_rank_info(self, rank: int) -> RankInfo:
+        """The coordinates of a rank, as the controller has computed them. Raises: IndexError."""
+        return self.topology.get_rank_info(rank)
+
+    @property
+    def rank_to_worker(self) -> dict[int, Worker]:
+        """The worker of each rank."""
+        return dict(enumerate(self.workers))
+
+    @property
+    def worker_to_rank(self) -> dict[str, int]:
+        """The rank of each worker, by its id."""
+        return {worker.id: rank for rank, worker in enumerate(self.workers)}
+
+    @property
+    def rank_to_devices(self) -> dict[int, tuple[Device, ...]]:
+        """The devices of each rank; none for workers without."""
+        return {worker.rank: worker.devices for worker in self._allocation.workers}
+
+    @property
+    def rank_to_node(self) -> dict[int, int]:
+        """The number of each rank's node in the ResourceManager."""
+        return {worker.rank: worker.node_rank for worker in self._allocation.workers}
+
+    @property
+    def colocated_with(self) -> tuple[str, ...]:
+        """Clusters that had one of its devices before it."""
+        return self._allocation.colocated_with
+
+    @property
+    def master_address(self) -> str:
+        """Address of rank 0's node, where a process group of the ranks meets."""
+        return self.workers[0].ip
+
+    @property
+    def master_port(self) -> int:
+        """A port there that is leased to rank 0."""
+        return int(self.workers[0].engine_ports[0])
+
+    def table(self) -> str:
+        """A line for each rank: worker, node, devices, coordinates."""
+        rows = []
+        for placed, worker in zip(self._allocation.workers, self.workers, strict=True):
+            devices = ",".join(str(device.index) for device in placed.devices) or "-"
+            rows.append(
+                f"{worker.id:<24} node {placed.node_rank} ({worker.ip})  devices {devices:<8} {self.get_rank_info(placed.rank)}"
+            )
+        return "\n".join(rows)
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.name!r} of {self.world_size} ranks>"
+
+    # --- calls by name ----------------------------------------------------------------------------------------------
+
+    def execute_rank_zero_sync(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method on rank 0 alone and return what it returns. Raises: its error."""
+        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).result()
+
+    def execute_rank_zero_async(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> GroupFuture[Any]:
+        """As execute_rank_zero_sync, without waiting."""
+        return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
+
+    def execute_all_sync(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method on all ranks and return what each returns, in rank order.
+
+        Args:
+            method: its name, or a declared one, whose declaration is not used here.
+            args, kwargs: given to every rank as they are, also lists; ``Shard(x)`` is cut.
+            timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
+        Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root cause first.
+        """
+        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).result()
+
+    def execute_all_async(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> GroupFuture[list[Any]]:
+        """As execute_all_sync, without waiting."""
+        return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
+
+    def execute_on(
+        self,
+        ranks: Sequence[int],
+        method: str | RegisteredMethod[Any, ..., Any, Any],
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """As execute_all_sync on these ranks, in their order. A Shard is cut over all ranks, and theirs are sent."""
+        for rank in ranks:
+            self.get_rank_info(rank)
+        if not ranks or len(set(ranks)) < len(ranks):
+            raise ValueError(f"ranks are {list(ranks)}; give one at least, and each once")
+        results: list[Any] = self._execute(method, list(ranks), args, kwargs, timeout, list).result()
+        return results
+
+    def _execute(
+        self,
+        method: str | RegisteredMethod[Any, ..., Any, Any],
+        ranks: Sequence[int],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        collect: Callable[[list[Any]], Any],
+    ) -> GroupFuture[Any]:
+        self._check_started()
+        name = method if isinstance(method, str) else method.spec.name
+        dispatched = sharding.dispatch_ad_hoc(self.topology, f"{self.name}.{name}", args, kwargs, ranks)
+        return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect)
+
+    # --- declared calls ---------------------------------------------------------------------------------------------
+
+    def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> GroupFuture[Any]:
+        self._check_started()
+        if spec.sharding is not None:
+            self.verify_topology()
+        dispatched = sharding.dispatch(self.topology, spec, args, kwargs)
+        answering = sharding.answering_ranks(self.topology, spec, dispatched.ranks)
+
+        def collect(results: list[Any]) -> Any:
+            if options.keep and spec.collect is not None and any(_is_remote_batch(result) for result in results):
+                remote = [self._remote(result) for result in results]
+                return sharding.collect(
+                    self.topology, spec, dispatched.cut, remote, lambda _, parts: join_remote(self.scheduler, parts)
+                )
+            cut = None if options.keep else dispatched.cut
+            join = (lambda _, parts: list(parts)) if options.keep else None
+            return sharding.collect(self.topology, spec, cut, results, join)
+
+        return GroupFuture(self._send(spec.name, dispatched, answering, options), collect)
+
+    def _remote(self, result: Any) -> Any:
+        if not _is_remote_batch(result):
+            return result
+        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)])
+
+    def _send(self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options) -> Any:
+        """Start the call; a future of the results of ``answering``, in their order."""
+        deadline = time.monotonic() + (self.scheduler.timeouts.call_s if options.timeout is None else options.timeout)
+        packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
+        wanted = set(answering)
+        ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
+        calls = {
+            worker_id: Call(
+                packed.args_of(rank),
+                packed.kwargs_of(rank),
+                {**_EXACTLY, **({"keep": options.keep} if rank in wanted else {"discard": True})},
+            )
+            for rank, worker_id in ids.items()
+        }
+
+        async def run() -> list[Any]:
+            async with packed:
+                results = dict(zip(ids, await self._through_gate(method, calls, options, deadline), strict=True))
+            return [results[rank] for rank in answering]
+
+        return submit(run())
+
+    async def _through_gate(self, method: str, calls: Mapping[str, Call], options: Options, deadline: float) -> list[Any]:
+        if self._gate is None:
+            return await self._call_workers(method, calls, options.timeout)
+        async with self._gate:
+            return await self._call_workers(method, calls, max(0.0, deadline - time.monotonic()))
+
+    # --- topology ---------------------------------------------------------------------------------------------------
+
+    def verify_topology(self) -> None:
+        """Compare the coordinates that were computed here with what the workers themselves say, once.
+
+        A worker tells by a method ``get_rank_info()``, which returns a RankInfo or a mapping of some of its fields; workers
+        without one, and those that return None, have nothing to say. The first call that is cut along an axis does this by
+        itself.
+
+        Raises: TopologyMismatchError.
+        """
+        if self._verified:
+            return
+        engine = self._engine
+        if isinstance(engine, str) or hasattr(engine, "get_rank_info"):
+            calls = {worker.id: Call(rpc_meta=_EXACTLY) for worker in self.workers}
+            try:
+                told = run_sync(self._call_workers("get_rank_info", calls))
+            except HelmsmanError as error:
+                if not _is_missing_method(error):
+                    raise
+                told = []
+            differences = {
+                worker.id: difference
+                for worker, ours, theirs in zip(self.workers, self.topology.ranks, told, strict=False)
+                if (difference := _difference(ours, theirs)) is not None
+            }
+            if differences:
+                raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
+        self._verified = True
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def health(self) -> list[WorkerStatus]:
+        """What each rank is doing, in rank order; also during a long call. Never raises for a dead one."""
+        self._check_started()
+        found = {status.worker_id: status for status in self.scheduler.status()}
+        return [found[worker.id] for worker in self.workers]
+
+    def restart(self, rank: int) -> None:
+        """Give a rank a new process, on the same devices, with a new instance of the class.
+
+        Its state is gone, and process groups that it was in have to be made again. A new rank 0 has another master port, of
+        which all ranks' environment is told.
+
+        Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
+        """
+        self.get_rank_info(rank)
+        worker_id = self.workers[rank].id
+        self.scheduler.restart_worker(worker_id)
+        workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
+        run_sync(self._rebuild(rank, workers))
+        self._workers = workers
+
+    async def _rebuild(self, rank: int, workers: Sequence[Worker]) -> None:
+        if rank == 0 and not self.scheduler.shares_process:
+            for worker_id, environment in rank_environment(self.role, workers).items():
+                await self.scheduler.set_worker_env(worker_id, environment)
+        await self.scheduler.create_engine(
+            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args, **self._engine_kwargs
+        )
+
+    def shutdown(self) -> None:
+        """As close."""
+        self.close()
+
+    def close(self) -> None:
+        """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
+        try:
+            super().close()
+        finally:
+            self.resource_manager.free(self.name)
+
+    def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
+        environment = {} if self.scheduler.shares_process else rank_environment(self.role, workers)[workers[rank].id]
+        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank))
+
+
+def _world_size(name: str, config: ClusterConfig) -> int:
+    if config.device_mapping is None:
+        if config.world_size is None:
+            raise InvalidSpecError(
+                role=name, field="world_size", value=None, expected="a number of workers, or a device_mapping that gives it"
+            )
+        return config.world_size
+    devices = len(parse_device_mapping(config.device_mapping, name))
+    size, rest = divmod(devices, max(1, config.num_gpus_per_worker))
+    if config.num_gpus_per_worker < 1 or rest:
+        raise InvalidSpecError(
+            role=name,
+            field="num_gpus_per_worker",
+            value=config.num_gpus_per_worker,
+            expected=f"a divisor of the {devices} devices of device_mapping",
+        )
+    if config.world_size not in (None, size):
+        raise InvalidSpecError(
+            role=name,
+            field="world_size",
+            value=config.world_size,
+            expected=f"{size}, which {devices} devices with {config.num_gpus_per_worker} for each worker give, or None",
+        )
+    return size
+
+
+def _job(name: str, resources: ResourceManager, config: ClusterConfig, allocation: Allocation) -> Job:
+    """The workers as the scheduler starts them. Rank 0 has a port, where process groups meet."""
+    spec = SchedulingSpec(cpu=config.num_cpus, env_vars=config.env_vars)
+    if not resources.scheduler.shares_process and config.device_mapping is not None:
+        mapping = [[device.index for device in worker.devices] for worker in allocation.workers]
+        strategy = SchedulingStrategy(type="colocation", target=resources.name, fork=True, device_mapping=mapping)
+        tasks = [spec] * len(allocation.workers)
+    else:
+        strategy = SchedulingStrategy()
+        tasks = [msgspec.structs.replace(spec, mem=config.mem, nodelist=[worker.node_id]) for worker in allocation.workers]
+    tasks[0] = msgspec.structs.replace(tasks[0], port_count=1)
+    return Job(role=name, replicas=len(tasks), tasks=tasks, scheduling_strategy=strategy)
+
+
+def _plain_class(worker_cls: Any) -> str | type[Any]:
+    """The class itself, also of what ``ray.remote`` made of it."""
+    metadata = getattr(worker_cls, "__ray_metadata__", None)
+    if metadata is not None:
+        # Ray's own subclass of it would be sent by value; the user's class is behind it.
+        made: type[Any] = metadata.modified_class
+        return getattr(made, "__ray_actor_class__", made)
+    if not isinstance(worker_cls, (str, type)):
+        raise TypeError(f"worker_cls is a class, a Ray actor class or an import path; got {type(worker_cls).__qualname__}")
+    return worker_cls
+
+
+def _is_remote_batch(result: Any) -> bool:
+    return isinstance(result, ResultHandle) and result.type_name == Batch.__name__
+
+
+def _is_missing_method(error: HelmsmanError) -> bool:
+    return isinstance(error, MethodNotFoundError) or isinstance(getattr(error, "first", None), MethodNotFoundError)
+
+
+def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
+    """(what was computed, what the worker says) where these differ in something that it says."""
+    if theirs is None:
+        return None
+    if isinstance(theirs, Mapping):
+        named = dict(theirs)
+    else:
+        names = ["rank", "world_size", *(f"{axis}_{what}" for axis in AXES for what in ("rank", "size"))]
+        named = {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
+    wrong = [name for name, value in named.items() if getattr(ours, name, None) != value]
+    if not wrong:
+        return None
+    shown = [
+        ", ".join(f"{name}={value}" for name, value in side)
+        for side in ([(name, getattr(ours, name, "unknown")) for name in wrong], [(name, named[name]) for name in wrong])
+    ]
+    return shown[0], shown[1]

@@ -1,0 +1,86 @@
+"""The arguments of a group call, packed once, however many ranks get them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from helmsman.api.errors import ArgumentNotSerializableError, NotSerializableError
+from helmsman.api.scheduler import ResultHandle, Scheduler
+from helmsman.controller.sharding import Argument, Dispatched
+from helmsman.rpc_server.codec import Packed, encode
+
+_PUT_FROM_BYTES = 64 * 1024
+"""What several ranks get and is at least so large is put where each node fetches it once; the rest travels in messages."""
+
+
+class PackedArguments:
+    """What each rank gets, ready to be sent. As an async context manager it forgets what was put once all ranks have answered.
+
+    Everything is packed before anything is sent, in the thread of the caller, so what cannot be packed reaches nobody.
+    """
+
+    def __init__(
+        self, args: Sequence[Argument], kwargs: Mapping[str, Argument], put: Sequence[ResultHandle], scheduler: Scheduler
+    ):
+        self._args = args
+        self._kwargs = kwargs
+        self._put = put
+        self._scheduler = scheduler
+
+    @classmethod
+    def pack(cls, scheduler: Scheduler, method: str, dispatched: Dispatched) -> PackedArguments:
+        """Pack a call. Raises: ArgumentNotSerializableError."""
+        put: list[ResultHandle] = []
+
+        def one(name: str, argument: Argument) -> Argument:
+            receivers = Counter(argument.of_rank[rank] for rank in dispatched.ranks)
+            parts = [
+                _pack(scheduler, method, name, part, receivers[number], put) if receivers[number] else None
+                for number, part in enumerate(argument.parts)
+            ]
+            return Argument(parts, argument.of_rank)
+
+        try:
+            args = [one(f"args[{index}]", argument) for index, argument in enumerate(dispatched.args)]
+            kwargs = {name: one(f"kwargs[{name!r}]", argument) for name, argument in dispatched.kwargs.items()}
+        except BaseException:
+            for handle in put:
+                scheduler.release(handle)
+            raise
+        return cls(args, kwargs, put, scheduler)
+
+    def args_of(self, rank: int) -> tuple[Any, ...]:
+        """Positional arguments of a rank."""
+        return tuple(argument.for_rank(rank) for argument in self._args)
+
+    def kwargs_of(self, rank: int) -> dict[str, Any]:
+        """Named arguments of a rank."""
+        return {name: argument.for_rank(rank) for name, argument in self._kwargs.items()}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for handle in self._put:
+            self._scheduler.release(handle)
+
+
+def _pack(scheduler: Scheduler, method: str, name: str, value: Any, num_receivers: int, put: list[ResultHandle]) -> Any:
+    try:
+        packed = Packed(encode(value, root=name))
+    except NotSerializableError as error:
+        raise ArgumentNotSerializableError(
+            worker_id=method.partition(".")[0],
+            engine_name=None,
+            method=method.partition(".")[2],
+            path=error.path,
+            value_type=error.value_type,
+            reason=error.reason,
+        ) from error
+    if num_receivers < 2 or packed.payload.handles or packed.payload.nbytes < _PUT_FROM_BYTES:
+        return packed
+    handle = scheduler.put(packed)
+    put.append(handle)
+    return handle

@@ -1,0 +1,365 @@
+"""From the arguments of a group call to what each rank gets, and from what the ranks return to one result. Pure.
+
+Each argument becomes a few parts and, for each rank, the number of the part that it gets. So what goes to many ranks is one
+object, which is packed once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from helmsman.api.batch import Batch, Remainder, part_sizes
+from helmsman.api.columns import Ragged, concat_columns, kind_of, slice_of
+from helmsman.api.dispatch import (
+    AxisSharding,
+    Collect,
+    CustomDispatch,
+    Dispatch,
+    Execute,
+    MethodSpec,
+    Replicate,
+    Shard,
+)
+from helmsman.api.errors import DispatchError, UnevenBatchError
+from helmsman.api.topology import AXES, Axis, Topology
+
+
+class Argument(msgspec.Struct, frozen=True):
+    """One argument of a call on all ranks."""
+
+    parts: Sequence[Any]
+    of_rank: Sequence[int | None]
+    """Number of the part that each rank gets; None for a rank that gets nothing, which is given None."""
+
+    def for_rank(self, rank: int) -> Any:
+        """What a rank is given."""
+        part = self.of_rank[rank]
+        return None if part is None else self.parts[part]
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How the rows of a call were cut."""
+
+    sizes: Sequence[int]
+    """Rows of each part, padding included."""
+    padding: Sequence[int]
+    """How many of these, at the end of each part, are padding."""
+
+
+class Dispatched(msgspec.Struct, frozen=True):
+    """What each rank of a call gets."""
+
+    args: Sequence[Argument]
+    kwargs: Mapping[str, Argument]
+    ranks: Sequence[int]
+    """Those that are called, in order."""
+    cut: Cut | None = None
+    """None where nothing was cut."""
+
+
+def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dispatched:
+    """Spread the arguments of a declared method.
+
+    Raises: TypeError for arguments that the method does not take; DispatchError, UnevenBatchError.
+    """
+    bound = _bind(spec, args, kwargs)
+    if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
+        return _replicated(topology, args, kwargs, [0])
+    everyone = range(topology.world_size)
+    if (sharding := spec.sharding) is not None:
+        return _cut(topology, spec, sharding, bound)
+    if spec.dispatch_mode is Dispatch.ALL_TO_ALL:
+        per_rank = [_entry_for_each_rank(topology, spec, f"argument {index}", value) for index, value in enumerate(args)]
+        named = {name: _entry_for_each_rank(topology, spec, f"argument {name!r}", value) for name, value in kwargs.items()}
+        return Dispatched(per_rank, named, everyone)
+    if isinstance(spec.dispatch_mode, CustomDispatch):
+        ranks = [0] if spec.execute_mode is Execute.RANK_ZERO else everyone
+        return _custom(topology, spec, spec.dispatch_mode, args, kwargs, ranks)
+    return _replicated(topology, args, kwargs, everyone)
+
+
+def dispatch_ad_hoc(
+    topology: Topology, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]
+) -> Dispatched:
+    """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and bare ones, which are
+    replicated.
+
+    Raises: DispatchError, UnevenBatchError.
+    """
+
+    def one(what: str, value: Any) -> Argument:
+        if isinstance(value, Shard):
+            if len(ranks) == 1:
+                raise DispatchError(
+                    method=method,
+                    reason=f"{what} is a Shard, and the call goes to rank {ranks[0]} alone, so the other shares would be lost",
+                    step="Give that rank its rows themselves",
+                )
+            return _shares(topology, method, what, value.sharding, value.value, value.remainder)[0]
+        return _same_for_all(topology, value.value if isinstance(value, Replicate) else value)
+
+    return Dispatched(
+        [one(f"argument {index}", value) for index, value in enumerate(args)],
+        {name: one(f"argument {name!r}", value) for name, value in kwargs.items()},
+        ranks,
+    )
+
+
+def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
+    """The rank from which the results of each part come, in the order of the parts.
+
+    Raises: DispatchError for a ``take`` beyond the group's size.
+    """
+    wanted = {axis: _coordinate(topology, sharding, axis) for axis in AXES if axis not in sharding.shard}
+    found = [info.rank for info in topology.ranks if all(info.along(axis) == coordinate for axis, coordinate in wanted.items())]
+    return sorted(found, key=lambda rank: topology.part_of(rank, sharding.shard))
+
+
+def _coordinate(topology: Topology, sharding: AxisSharding, axis: Axis) -> int:
+    size, taken = topology.sizes[axis], sharding.take.get(axis, 0)
+    if not -size <= taken < size:
+        raise DispatchError(
+            method="AxisSharding",
+            reason=f"results are taken from coordinate {taken} of {axis}, which has {size} here",
+            step=f"Take {axis} from 0 to {size - 1}, or -1 for the last",
+        )
+    return taken % size
+
+
+def answering_ranks(topology: Topology, spec: MethodSpec, called: Sequence[int]) -> list[int]:
+    """Of the ranks that are called, those whose results count, in the order in which they are collected."""
+    if spec.sharding is not None and not spec.collects_all:
+        return collecting_ranks(topology, spec.sharding)
+    if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
+        return [0]
+    return list(called)
+
+
+def collect(
+    topology: Topology,
+    spec: MethodSpec,
+    cut: Cut | None,
+    results: list[Any],
+    join: Callable[[str, Sequence[Any]], Any] | None = None,
+) -> Any:
+    """One result of those of ``answering_ranks``, in their order. Raises: DispatchError."""
+    if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
+        return results[0]
+    if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
+        return results[0]
+    if isinstance(spec.dispatch_mode, CustomDispatch):
+        return spec.dispatch_mode.collect_fn(topology, results)
+    if spec.sharding is None or spec.collects_all or spec.collect is Collect.LIST:
+        return results
+    if cut is not None and any(cut.padding):
+        results = [_unpadded(spec.full_name, *each) for each in zip(results, cut.sizes, cut.padding, strict=True)]
+    return (join or join_rows)(spec.full_name, results)
+
+
+def join_rows(method: str, results: Sequence[Any]) -> Any:
+    """All rows, one part after another; None where every part is None. Raises: DispatchError."""
+    if all(result is None for result in results):
+        return None
+    kinds = list(dict.fromkeys(map(_kind_shown, results)))
+    if len(kinds) > 1 or not is_joinable(results[0]):
+        raise DispatchError(
+            method=method,
+            reason=f"its parts returned {' and '.join(kinds)}, which cannot be joined",
+            step="Return a Batch, tensor, array, Ragged or list from each, or declare collect=Collect.LIST",
+        )
+    try:
+        return Batch.concat(results) if isinstance(results[0], Batch) else concat_columns(results)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DispatchError(
+            method=method,
+            reason=f"what its parts returned cannot be joined: {error}",
+            step="Return the same columns, dtypes and row shapes from each, or declare collect=Collect.LIST",
+        ) from error
+
+
+def is_joinable(value: Any) -> bool:
+    """Whether values of its kind can be joined by rows, and cut."""
+    return isinstance(value, Batch) or bool(kind_of(value))
+
+
+# --- how ----------------------------------------------------------------------------------------------------------------
+
+
+def _bind(spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
+    if spec.signature is None:
+        return None
+    try:
+        return spec.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{spec.full_name}{spec.signature}: {error}") from None
+
+
+def _replicated(topology: Topology, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]) -> Dispatched:
+    return Dispatched(
+        [_same_for_all(topology, value) for value in args],
+        {name: _same_for_all(topology, value) for name, value in kwargs.items()},
+        ranks,
+    )
+
+
+def _same_for_all(topology: Topology, value: Any) -> Argument:
+    return Argument([value], [0] * topology.world_size)
+
+
+def _entry_for_each_rank(topology: Topology, spec: MethodSpec, what: str, value: Any) -> Argument:
+    world_size = topology.world_size
+    if not isinstance(value, (list, tuple)) or len(value) != world_size:
+        found = f"{len(value)} of them" if isinstance(value, (list, tuple)) else f"a {type(value).__qualname__}"
+        raise DispatchError(
+            method=spec.full_name,
+            reason=f"{what} of an ALL_TO_ALL call is a list or tuple with an entry for each of {world_size} ranks; got {found}",
+            step="Give one entry for each rank, or declare another mode",
+        )
+    return Argument(value, range(world_size))
+
+
+def _custom(
+    topology: Topology,
+    spec: MethodSpec,
+    mode: CustomDispatch,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    ranks: Sequence[int],
+) -> Dispatched:
+    made: Any = mode.dispatch_fn(topology, *args, **kwargs)
+    well_made = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Sequence) and isinstance(made[1], Mapping)
+    entries = [*made[0], *made[1].values()] if well_made else []
+    wrong = [entry for entry in entries if not isinstance(entry, Sequence) or len(entry) != topology.world_size]
+    if not well_made or wrong:
+        raise DispatchError(
+            method=spec.full_name,
+            reason=f"its dispatch_fn returned {_shape(made)}; it returns (args, kwargs), each entry a sequence with a value "
+            f"for each of the {topology.world_size} ranks",
+            step="Repair the function",
+        )
+    everyone = range(topology.world_size)
+    return Dispatched(
+        [_by_identity(entry, everyone) for entry in made[0]],
+        {name: _by_identity(entry, everyone) for name, entry in made[1].items()},
+        ranks,
+    )
+
+
+def _by_identity(values: Sequence[Any], ranks: Sequence[int]) -> Argument:
+    """The same object for several ranks is one part."""
+    numbers: dict[int, int] = {}
+    parts: list[Any] = []
+    for value in values:
+        if id(value) not in numbers:
+            numbers[id(value)] = len(parts)
+            parts.append(value)
+    return Argument(parts, [numbers[id(values[rank])] for rank in ranks])
+
+
+def _shape(made: Any) -> str:
+    if not isinstance(made, tuple):
+        return f"a {type(made).__qualname__}"
+    return f"a tuple of {', '.join(type(each).__qualname__ for each in made) or 'nothing'}"
+
+
+def _cut(topology: Topology, spec: MethodSpec, sharding: AxisSharding, bound: inspect.BoundArguments | None) -> Dispatched:
+    assert bound is not None and spec.signature is not None
+    cuts: dict[str, Cut] = {}
+
+    def one(name: str, value: Any) -> Argument:
+        if value is None or (spec.shard is not None and name.partition("[")[0].lstrip("*") not in spec.shard):
+            return _same_for_all(topology, value)
+        argument, cuts[name] = _shares(topology, spec.full_name, f"argument {name!r}", sharding, value, spec.remainder)
+        return argument
+
+    positional: list[Argument] = []
+    named: dict[str, Argument] = {}
+    for name, value in bound.arguments.items():
+        kind = spec.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += [one(f"*{name}[{index}]", each) for index, each in enumerate(value)]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named |= {key: one(f"**{name}[{key}]", each) for key, each in value.items()}
+        elif kind is inspect.Parameter.KEYWORD_ONLY:
+            named[name] = one(name, value)
+        else:
+            positional.append(one(name, value))
+    rows = {name: sum(cut.sizes) - sum(cut.padding) for name, cut in cuts.items()}
+    if len(set(rows.values())) > 1:
+        shown = ", ".join(f"{name}: {count}" for name, count in rows.items())
+        raise DispatchError(
+            method=spec.full_name,
+            reason=f"arguments that are cut together have as many rows; got {shown}",
+            step="Give equal numbers of rows, or name in shard=(...) those that are cut",
+        )
+    return Dispatched(positional, named, range(topology.world_size), next(iter(cuts.values()), None))
+
+
+def _shares(
+    topology: Topology, method: str, what: str, sharding: AxisSharding, value: Any, remainder: Remainder
+) -> tuple[Argument, Cut]:
+    num_parts = topology.num_parts(sharding.shard)
+    if isinstance(value, tuple):
+        value = list(value)
+    if not is_joinable(value):
+        raise DispatchError(
+            method=method,
+            reason=f"{what} is cut over {', '.join(sharding.shard) or 'no axis'}, and a {type(value).__qualname__} has no rows",
+            step="Cut a Batch, tensor, array, Ragged, list or tuple; what all ranks get whole is left out of shard=(...)",
+        )
+    added = 0
+    if remainder == "pad" and len(value) % num_parts:
+        if not isinstance(value, Batch):
+            raise DispatchError(
+                method=method,
+                reason=f"{what} has {len(value)} rows for {num_parts} parts and is a {type(value).__qualname__}, which cannot "
+                "carry the mask of padded rows",
+                step="Give a Batch, or declare remainder='uneven'",
+            )
+        padded = value.pad(num_parts)
+        added, value = len(padded) - len(value), padded
+    try:
+        sizes = part_sizes(len(value), num_parts, remainder, topology.derivation(sharding.shard))
+    except UnevenBatchError as error:
+        raise UnevenBatchError(
+            num_rows=error.num_rows, divisor=num_parts, derivation=topology.derivation(sharding.shard), what=f"{method}: {what}"
+        ) from None
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(value[start : start + size] if isinstance(value, Batch) else slice_of(value, start, start + size))
+        start += size
+    ends = list(itertools.accumulate(sizes))
+    padding = [max(0, min(size, end - (len(value) - added))) for size, end in zip(sizes, ends, strict=True)]
+    silent = [axis for axis in AXES if axis not in (*sharding.shard, *sharding.replicate)]
+    of_rank = [
+        topology.part_of(info.rank, sharding.shard) if all(info.along(axis) == 0 for axis in silent) else None
+        for info in topology.ranks
+    ]
+    return Argument(parts, of_rank), Cut(sizes, padding)
+
+
+def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
+    """A part's result without the rows of padding, where the worker has not left them out itself."""
+    if not padding or result is None:
+        return result
+    kept = num_rows - padding
+    if not is_joinable(result) or len(result) not in (num_rows, kept):
+        found = f"{len(result)} rows" if is_joinable(result) else f"a {type(result).__qualname__}"
+        raise DispatchError(
+            method=method,
+            reason=f"a part of {num_rows} rows, {padding} of them padding, returned {found}, so nobody can tell which of these "
+            "are padding",
+            step="With remainder='pad', return a row for each row, or declare remainder='uneven'",
+        )
+    return result[:kept] if isinstance(result, Batch) else slice_of(result, 0, kept)
+
+
+def _kind_shown(value: Any) -> str:
+    if isinstance(value, (Batch, Ragged)):
+        return type(value).__name__
+    return kind_of(value) or type(value).__qualname__
