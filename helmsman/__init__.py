@@ -9,6 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from helmsman.api.batch import Batch as Batch
+    from helmsman.api.cluster_config import ClusterConfig as ClusterConfig
+    from helmsman.api.columns import Ragged as Ragged
+    from helmsman.api.dispatch import AxisSharding as AxisSharding
+    from helmsman.api.dispatch import Collect as Collect
+    from helmsman.api.dispatch import Dispatch as Dispatch
+    from helmsman.api.dispatch import Execute as Execute
+    from helmsman.api.dispatch import Replicate as Replicate
+    from helmsman.api.dispatch import Shard as Shard
+    from helmsman.api.dispatch import register as register
     from helmsman.api.engines import InferenceEngine as InferenceEngine
     from helmsman.api.engines import TrainEngine as TrainEngine
     from helmsman.api.errors import HelmsmanError as HelmsmanError
@@ -16,6 +26,7 @@ if TYPE_CHECKING:
     from helmsman.api.generation import GenerationResult as GenerationResult
     from helmsman.api.generation import SamplingParams as SamplingParams
     from helmsman.api.platforms import current_platform as current_platform
+    from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
     from helmsman.api.scheduler import ResultHandle as ResultHandle
     from helmsman.api.scheduler import Scheduler as Scheduler
@@ -23,6 +34,9 @@ if TYPE_CHECKING:
     from helmsman.api.scheduler import SchedulingStrategy as SchedulingStrategy
     from helmsman.api.scheduler import Timeouts as Timeouts
     from helmsman.api.scheduler import Worker as Worker
+    from helmsman.api.topology import RankInfo as RankInfo
+    from helmsman.api.worker_group import GroupWorker as GroupWorker
+    from helmsman.controller.cluster import Cluster as Cluster
     from helmsman.controller.factory import make_scheduler as make_scheduler
     from helmsman.controller.inline import InlineScheduler as InlineScheduler
     from helmsman.controller.local import LocalScheduler as LocalScheduler
@@ -30,24 +44,39 @@ if TYPE_CHECKING:
     from helmsman.controller.ray_scheduler import (
         get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
     )
+    from helmsman.controller.resource_manager import ResourceManager as ResourceManager
     from helmsman.controller.rollout import RolloutController as RolloutController
     from helmsman.controller.train import TrainController as TrainController
 
 _HOMES = {
+    "AxisSharding": "helmsman.api.dispatch",
+    "Batch": "helmsman.api.batch",
+    "Cluster": "helmsman.controller.cluster",
+    "ClusterConfig": "helmsman.api.cluster_config",
+    "Collect": "helmsman.api.dispatch",
+    "Dispatch": "helmsman.api.dispatch",
+    "EngineSpec": "helmsman.api.scheduler",
+    "Execute": "helmsman.api.dispatch",
     "GenerationRequest": "helmsman.api.generation",
     "GenerationResult": "helmsman.api.generation",
+    "GroupWorker": "helmsman.api.worker_group",
     "HelmsmanError": "helmsman.api.errors",
     "InferenceEngine": "helmsman.api.engines",
     "InlineScheduler": "helmsman.controller.inline",
     "Job": "helmsman.api.scheduler",
     "LocalScheduler": "helmsman.controller.local",
+    "Ragged": "helmsman.api.columns",
+    "RankInfo": "helmsman.api.topology",
     "RayScheduler": "helmsman.controller.ray_scheduler",
+    "Replicate": "helmsman.api.dispatch",
+    "ResourceManager": "helmsman.controller.resource_manager",
     "ResultHandle": "helmsman.api.scheduler",
     "RolloutController": "helmsman.controller.rollout",
     "SamplingParams": "helmsman.api.generation",
     "Scheduler": "helmsman.api.scheduler",
     "SchedulingSpec": "helmsman.api.scheduler",
     "SchedulingStrategy": "helmsman.api.scheduler",
+    "Shard": "helmsman.api.dispatch",
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller.train",
     "TrainEngine": "helmsman.api.engines",
@@ -55,6 +84,7 @@ _HOMES = {
     "current_platform": "helmsman.api.platforms",
     "get_placement_group_master_ip_and_port": "helmsman.controller.ray_scheduler",
     "make_scheduler": "helmsman.controller.factory",
+    "register": "helmsman.api.dispatch",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the table is the one list of names

@@ -12,20 +12,34 @@ import pytest
 import helmsman
 
 PUBLIC = [
+    "AxisSharding",
+    "Batch",
+    "Cluster",
+    "ClusterConfig",
+    "Collect",
+    "Dispatch",
+    "EngineSpec",
+    "Execute",
     "GenerationRequest",
     "GenerationResult",
+    "GroupWorker",
     "HelmsmanError",
     "InferenceEngine",
     "InlineScheduler",
     "Job",
     "LocalScheduler",
+    "Ragged",
+    "RankInfo",
     "RayScheduler",
+    "Replicate",
+    "ResourceManager",
     "ResultHandle",
     "RolloutController",
     "SamplingParams",
     "Scheduler",
     "SchedulingSpec",
     "SchedulingStrategy",
+    "Shard",
     "Timeouts",
     "TrainController",
     "TrainEngine",
@@ -33,6 +47,7 @@ PUBLIC = [
     "current_platform",
     "get_placement_group_master_ip_and_port",
     "make_scheduler",
+    "register",
 ]
 
 

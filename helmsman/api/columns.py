@@ -248,9 +248,14 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
         # Texts of different lengths have different dtypes in NumPy, which joins them all the same.
         if len(found) > 1 and not (what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})):
             raise error(f"{where}parts of different {what}: {', '.join(sorted(map(str, found)))}")
-    module = sys.modules["torch" if kind_of(parts[0]) == "tensor" else "numpy"]
-    made: Dense = module.concatenate(list(parts))
-    return made
+    if kind_of(parts[0]) == "tensor":
+        import torch
+
+        return torch.cat(list(parts))
+    import numpy as np
+
+    dtypes = facts[1][2]
+    return np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # else it makes the byte order native
 
 
 def own(column: Any) -> Any:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 W = TypeVar("W")
+W_contra = TypeVar("W_contra", contravariant=True)
 R = TypeVar("R")
 G = TypeVar("G")
 J = TypeVar("J", bound="Batch | torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged | None")
@@ -170,7 +171,7 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class RegisteredMethod(Generic[W, P, R, G]):
+class RegisteredMethod(Generic[W_contra, P, R, G]):
     """A declared method: of a worker an ordinary method; of a worker group, one that is called on its ranks.
 
     On the class itself it is the declaration, to be given to ``WorkerGroup.method``, or to be named in a group's class::
@@ -191,11 +192,11 @@ class RegisteredMethod(Generic[W, P, R, G]):
             self.spec = msgspec.structs.replace(self.spec, name=name, owner=owner.__qualname__)
 
     @overload
-    def __get__(self, instance: None, owner: type) -> RegisteredMethod[W, P, R, G]: ...
+    def __get__(self, instance: None, owner: type) -> RegisteredMethod[W_contra, P, R, G]: ...
     @overload
-    def __get__(self, instance: WorkerGroup[W], owner: type) -> GroupMethod[P, G]: ...
+    def __get__(self, instance: WorkerGroup[W_contra], owner: type) -> GroupMethod[P, G]: ...
     @overload
-    def __get__(self, instance: W, owner: type) -> Callable[P, R]: ...
+    def __get__(self, instance: W_contra, owner: type) -> Callable[P, R]: ...
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
@@ -203,7 +204,7 @@ class RegisteredMethod(Generic[W, P, R, G]):
             return GroupMethod(instance, self.spec)
         return self.function.__get__(instance, owner)
 
-    def __call__(self, worker: W, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, worker: W_contra, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the method itself, as ``super().method(...)`` and ``Class.method(worker, ...)`` do."""
         result: R = self.function(worker, *args, **kwargs)
         return result

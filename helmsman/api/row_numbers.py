@@ -75,8 +75,11 @@ def int64_vector(numbers: Any, kind: str) -> Any:
         numbers: a sequence, array or tensor of integers, with one dimension.
     Raises: TypeError for what is not one dimension of integers; ValueError for integers that 64 bits do not hold.
     """
-    dtype = str(getattr(numbers, "dtype", "int")).removeprefix("torch.")
-    if not dtype.startswith(("int", "uint")) or len(getattr(numbers, "shape", (1,))) != 1:
+    dtype = getattr(numbers, "dtype", "torch.int")
+    if (
+        not getattr(dtype, "kind", str(dtype)).startswith(("i", "u", "torch.int", "torch.uint"))
+        or len(getattr(numbers, "shape", (1,))) != 1
+    ):
         raise TypeError(f"integers in one dimension are needed, not {_described(numbers)}")
     if hasattr(numbers, "astype"):
         numbers = numbers.astype("int64", order="C")
@@ -92,7 +95,7 @@ def int64_vector(numbers: Any, kind: str) -> Any:
         import numpy as np
 
         return np.asarray(numbers, dtype=np.int64)
-    except (OverflowError, RuntimeError) as error:  # torch raises the latter
+    except (OverflowError, RuntimeError, ValueError) as error:  # torch has its own ways to say it
         raise ValueError(f"integers of at most 64 bits are needed: {error}") from error
 
 

@@ -7,23 +7,24 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import msgspec
 
 from helmsman.api.topology import RankInfo
 
 if TYPE_CHECKING:
+    from helmsman.api.batch import Batch
     from helmsman.api.dispatch import MethodSpec, RegisteredMethod
+    from helmsman.api.remote_batch import RemoteBatch
 
 P = ParamSpec("P")
-W = TypeVar("W", covariant=True)
-W_method = TypeVar("W_method")
+W_co = TypeVar("W_co", covariant=True)
 G = TypeVar("G")
-T = TypeVar("T", covariant=True)
+T_co = TypeVar("T_co", covariant=True)
 
 
-class GroupFuture(Generic[T]):
+class GroupFuture(Generic[T_co]):
     """The result of a call on a group that has begun. ``result()`` blocks for it; ``await`` waits on any event loop.
 
     The call goes on when nobody waits for it any more. What the ranks return is put together by whoever first asks, once.
@@ -39,7 +40,7 @@ class GroupFuture(Generic[T]):
         """Whether all ranks have answered, or the call has failed."""
         return self._results.done()
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: float | None = None) -> T_co:
         """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of waiting, and it goes on."""
         return self._collected(self._results.result(timeout))
 
@@ -63,12 +64,12 @@ class GroupFuture(Generic[T]):
         """Call ``function(future)`` once it is done, on Helmsman's event loop, where it must not block."""
         self._results.add_done_callback(lambda _: function(self))
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         # Shielded: one of several who await must not cancel it for the others.
         results = yield from asyncio.shield(asyncio.wrap_future(self._results)).__await__()
         return self._collected(results)
 
-    def _collected(self, results: list[Any]) -> T:
+    def _collected(self, results: list[Any]) -> T_co:
         with self._lock:
             if self._outcome is None:
                 try:
@@ -78,7 +79,7 @@ class GroupFuture(Generic[T]):
         value, failure = self._outcome
         if failure is not None:
             raise failure
-        collected: Any = value  # which the method's declaration says is a T
+        collected: Any = value  # which the method's declaration says is a T_co
         return collected  # type: ignore[no-any-return]
 
 
@@ -120,6 +121,10 @@ class GroupMethod(Generic[P, G]):
         """Run it and do not wait. Tensors among the arguments must not be written to before it is done."""
         return self._group._begin(self.spec, args, kwargs, self._options)
 
+    @overload
+    def keep(self: GroupMethod[P, Batch], *args: P.args, **kwargs: P.kwargs) -> RemoteBatch: ...
+    @overload
+    def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run it and wait, but leave the results where they are.
 
@@ -133,10 +138,10 @@ class GroupMethod(Generic[P, G]):
         return f"<{self.spec.full_name} of {self._group!r}>"
 
 
-class WorkerGroup(abc.ABC, Generic[W]):
-    """Ranks that are called together; ``W`` is the class of which each has an instance."""
+class WorkerGroup(abc.ABC, Generic[W_co]):
+    """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
 
-    def method(self, method: RegisteredMethod[W_method, P, Any, G]) -> GroupMethod[P, G]:
+    def method(self, method: RegisteredMethod[W_co, P, Any, G]) -> GroupMethod[P, G]:
         """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``."""
         return GroupMethod(self, method.spec)
 

@@ -35,13 +35,13 @@ from helmsman.controller.resource_manager import Allocation, Device, ResourceMan
 from helmsman.controller.role import RoleController
 from helmsman.controller.sharding import Dispatched
 
-W = TypeVar("W", covariant=True)
+W_co = TypeVar("W_co", covariant=True)
 
 _EXACTLY = {"broadcast": False}
 """Each rank is given what its coordinates say; nothing is passed on between workers."""
 
 
-class Cluster(RoleController, WorkerGroup[W]):
+class Cluster(RoleController, WorkerGroup[W_co]):
     """A named group of workers of one class, on devices of a ResourceManager, on any scheduler.
 
     It starts when it is made, or nothing of it remains. Methods that the class declares with ``register`` are called by
@@ -59,7 +59,7 @@ class Cluster(RoleController, WorkerGroup[W]):
     def __init__(
         self,
         name: str,
-        worker_cls: type[W] | str | Any,
+        worker_cls: type[W_co] | str | Any,
         resource_manager: ResourceManager,
         worker_config: ClusterConfig,
         *,
