@@ -1,0 +1,417 @@
+"""What each rank of a group call gets, and what becomes of the results: the algebra, without any worker."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.api.batch import Batch
+from helmsman.api.columns import Ragged
+from helmsman.api.dispatch import (
+    AxisSharding,
+    Collect,
+    CustomDispatch,
+    Dispatch,
+    Execute,
+    MethodSpec,
+    Replicate,
+    Shard,
+    register,
+)
+from helmsman.api.errors import DispatchError, UnevenBatchError
+from helmsman.api.topology import AXES, Axis, RankInfo, Topology
+from helmsman.controller.sharding import answering_ranks, collect, collecting_ranks, dispatch, dispatch_ad_hoc
+
+Work = Callable[..., Any]
+
+
+def declared(mode: Any, function: Work | None = None, execute: Any = Execute.ALL, **options: Any) -> MethodSpec:
+    """The declaration of a method that takes ``x`` and, as declared elsewhere, more."""
+
+    def method(self: object, x: Any, y: Any = None, *rest: Any, z: Any = None, **more: Any) -> Any:
+        raise NotImplementedError
+
+    spec: MethodSpec = register(mode, execute, **options)(function or method).spec
+    return spec
+
+
+def run(
+    topology: Topology,
+    spec: MethodSpec,
+    work: Callable[[RankInfo, tuple[Any, ...], dict[str, Any]], Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A call with ``work`` in place of the workers."""
+    sent = dispatch(topology, spec, args, kwargs)
+    results = {
+        rank: work(
+            topology.get_rank_info(rank),
+            tuple(argument.for_rank(rank) for argument in sent.args),
+            {name: argument.for_rank(rank) for name, argument in sent.kwargs.items()},
+        )
+        for rank in sent.ranks
+    }
+    return collect(topology, spec, sent.cut, [results[rank] for rank in answering_ranks(topology, spec, sent.ranks)])
+
+
+def first(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A worker that returns what it was given."""
+    return args[0]
+
+
+TOPOLOGIES = [
+    Topology(dp=1),
+    Topology(dp=3),
+    Topology(dp=2, tp=2),
+    Topology(dp=2, tp=2, pp=2),
+    Topology(dp=2, tp=2, pp=2, cp=2),
+    Topology(dp=3, tp=2, pp=1, cp=2, mesh=("dp", "tp", "cp", "pp")),
+]
+SUBSETS = [subset for size in range(len(AXES) + 1) for subset in itertools.permutations(AXES, size)]
+KINDS: dict[str, Callable[[int], Any]] = {
+    "batch": lambda size: Batch({"x": torch.arange(size), "name": [f"row {row}" for row in range(size)]}, {"lr": 0.1}),
+    "tensor": lambda size: torch.arange(size * 2).view(size, 2),
+    "array": lambda size: np.arange(size),
+    "list": lambda size: [f"row {row}" for row in range(size)],
+    "ragged": lambda size: (
+        Ragged(torch.arange(size * (size - 1) // 2), [row * (row - 1) // 2 for row in range(1, size + 1)])
+        if size
+        else Ragged(torch.arange(0), [0])
+    ),
+}
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two values are of one type and have the same rows."""
+    return (
+        type(first) is type(second) and Batch({"x": first}).equals(Batch({"x": second}))
+        if not isinstance(first, Batch)
+        else first.equals(second)
+    )
+
+
+@pytest.mark.parametrize("shard", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values())))
+def test_what_is_cut_and_joined_is_the_same_and_each_rank_gets_its_share(topology: Topology, shard: tuple[Axis, ...]) -> None:
+    rest = [axis for axis in AXES if axis not in shard]
+    parts = topology.num_parts(shard)
+    for size in range(3 * topology.world_size + 1):
+        rows = list(range(size))
+        for replicate in (tuple(rest), tuple(rest[:1]), ()):
+            given_to: dict[int, Any] = {}
+
+            def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any], given_to: dict[int, Any] = given_to) -> Any:
+                given_to[info.rank] = args[0]
+                return args[0]
+
+            assert run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows) == rows
+            # As numpy cuts, over the coordinates in the order in which the axes are named.
+            shares = np.array_split(np.arange(size), parts)
+            for info in topology.ranks:
+                number = 0
+                for axis in shard:
+                    number = number * topology.sizes[axis] + info.along(axis)
+                silent = any(info.along(axis) for axis in rest if axis not in replicate)
+                assert given_to[info.rank] == (None if silent else shares[number].tolist())
+
+
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(TOPOLOGIES),
+    st.data(),
+    st.sampled_from([Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST]),
+)
+def test_rows_of_every_kind(kind: str, topology: Topology, data: st.DataObject, mode: Dispatch) -> None:
+    size = data.draw(st.integers(0, 3 * topology.world_size))
+    rows = KINDS[kind](size)
+    remainder = data.draw(st.sampled_from(["uneven", "pad"] if kind == "batch" else ["uneven"]))
+    shares: dict[int, Any] = {}
+
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args[0] is not None:
+            shares[info.dp_rank] = args[0]
+        return shares.get(info.dp_rank) if info.is_pipeline_last_stage else None
+
+    joined = run(topology, declared(mode, remainder=remainder), work, rows)
+    assert same(joined, rows)
+    if remainder == "pad":
+        assert len({len(share) for share in shares.values()}) == 1
+        assert sum(int(share.mask.sum()) for share in shares.values()) == size
+
+
+def test_what_all_ranks_get_is_one_object() -> None:
+    topology = Topology(dp=2, tp=2)
+    value = object()
+    sent = dispatch(topology, declared(Dispatch.ONE_TO_ALL), (value,), {"z": value})
+    assert [list(argument.parts) for argument in (*sent.args, sent.kwargs["z"])] == [[value], [value]]
+    rows = dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), ([1, 2, 3, 4],), {}).args[0]
+    assert rows.parts == [[1, 2], [3, 4]]
+    assert list(rows.of_rank) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5])
+def test_a_list_as_long_as_the_world_stays_what_its_declaration_says(size: int) -> None:
+    topology = Topology(dp=2, tp=2)
+    rows = list(range(size))
+    assert run(topology, declared(Dispatch.ONE_TO_ALL), first, rows) == [rows] * 4
+    assert run(topology, declared(Dispatch.ONE_TO_ALL_ONE), first, rows) == rows
+    assert run(topology, declared(Dispatch.DP_MP_COMPUTE, remainder="uneven"), first, rows) == rows
+    sent = dispatch_ad_hoc(topology, "m", [rows, Replicate(rows), Shard(rows, remainder="uneven")], {}, range(4))
+    assert [sent.args[index].for_rank(3) for index in range(3)] == [rows, rows, rows[(size + 1) // 2 :]]
+
+
+def test_pipeline_ranks_that_return_nothing() -> None:
+    topology = Topology(dp=5, tp=2, pp=2)
+
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return Batch({"x": args[0]["x"] * 2, "rank": [info.rank] * len(args[0])}) if info.is_pipeline_last_stage else None
+
+    for mode in (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST):
+        sizes = (0, 5, 20) if mode is Dispatch.DP_MP_COMPUTE else (0,)
+        for size in sizes:
+            joined = run(
+                topology,
+                declared(mode),
+                work if mode is Dispatch.DP_MP_COMPUTE else _last_of_first(topology),
+                Batch({"x": torch.arange(size)}),
+            )
+            assert joined["x"].tolist() == [2 * row for row in range(size)]
+    joined = run(topology, declared(Dispatch.DP_MP_COMPUTE), work, Batch({"x": torch.arange(10)}))
+    assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(2)]
+
+
+def _last_of_first(topology: Topology) -> Callable[[RankInfo, tuple[Any, ...], dict[str, Any]], Any]:
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert (args[0] is None) == bool(info.tp_rank or info.cp_rank or info.pp_rank)
+        return Batch({"x": torch.arange(0)}) if info.is_pipeline_last_stage else None
+
+    return work
+
+
+def test_results_of_all_ranks() -> None:
+    topology = Topology(dp=2, tp=2, pp=2)
+    got = run(topology, declared(Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL), first, ["a", "b"])
+    assert got == [["a"], None, ["b"], None, None, None, None, None]
+
+
+def test_metrics_come_as_a_list_in_dp_order() -> None:
+    topology = Topology(dp=3, tp=2)
+    spec = declared(Dispatch.DP_MP_COMPUTE, collect=Collect.LIST)
+    assert run(topology, spec, lambda info, args, kwargs: {"rank": info.rank, "sum": sum(args[0])}, [1, 2, 3]) == [
+        {"rank": 0, "sum": 1},
+        {"rank": 2, "sum": 2},
+        {"rank": 4, "sum": 3},
+    ]
+
+
+def test_rank_zero_alone() -> None:
+    topology = Topology(dp=2, tp=2)
+    for mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE):
+        spec = declared(mode, execute=Execute.RANK_ZERO)
+        assert list(dispatch(topology, spec, (1,), {}).ranks) == [0]
+        assert run(topology, spec, lambda info, args, kwargs: (info.rank, args, kwargs), [1], z=2) == (0, ([1],), {"z": 2})
+
+
+def test_an_entry_for_each_rank() -> None:
+    topology = Topology(dp=2, tp=2)
+    spec = declared(Dispatch.ALL_TO_ALL)
+    assert run(topology, spec, lambda info, args, kwargs: (args, kwargs), [1, 2, 3, 4], z=("a", "b", "c", "d")) == [
+        ((number,), {"z": name}) for number, name in zip([1, 2, 3, 4], "abcd", strict=True)
+    ]
+    for wrong, said in (([1, 2, 3], "got 3 of them"), ("abcd", "got a str"), (torch.arange(4), "got a Tensor")):
+        with pytest.raises(DispatchError, match=rf"method: argument 0 of an ALL_TO_ALL call .* each of 4 ranks; {said}"):
+            dispatch(topology, spec, (wrong,), {})
+
+
+def test_functions_of_ones_own() -> None:
+    topology = Topology(dp=2, tp=2)
+
+    def spread(topology: Topology, value: int) -> tuple[list[list[int]], dict[str, list[int]]]:
+        return [[value + rank for rank in range(topology.world_size)]], {"z": [value] * topology.world_size}
+
+    def last(topology: Topology, results: list[Any]) -> Any:
+        return len(results), results[-1]
+
+    for mode in ({"dispatch_fn": spread, "collect_fn": last}, CustomDispatch(spread, last)):
+        assert run(topology, declared(mode), lambda info, args, kwargs: (args, kwargs), 10) == (4, ((13,), {"z": 10}))
+        zero = declared(mode, execute=Execute.RANK_ZERO)
+        assert run(topology, zero, lambda info, args, kwargs: (args, kwargs), 10) == (1, ((10,), {"z": 10}))
+
+
+@pytest.mark.parametrize("made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {})])
+def test_a_dispatch_function_that_returns_nonsense(made: Any) -> None:
+    mode = CustomDispatch(lambda topology, value: made, lambda topology, results: results)
+    with pytest.raises(DispatchError, match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks"):
+        dispatch(Topology(dp=4), declared(mode), (1,), {})
+
+
+def test_only_the_named_parameters_are_cut() -> None:
+    topology = Topology(dp=2)
+    spec = declared(Dispatch.DP_MP_COMPUTE, shard=("x", "z"))
+    sent = dispatch(topology, spec, ([1, 2], [3, 4], [5, 6]), {"z": (7, 8), "w": [9, 10]})
+    assert [argument.for_rank(1) for argument in sent.args] == [[2], [3, 4], [5, 6]]
+    assert {name: argument.for_rank(1) for name, argument in sent.kwargs.items()} == {"z": [8], "w": [9, 10]}
+    everything = dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), ([1, 2], None, [5, 6]), {"w": [9, 10]})
+    assert [argument.for_rank(0) for argument in everything.args] == [[1], None, [5]]
+    assert everything.kwargs["w"].for_rank(1) == [10]
+
+
+def test_arguments_that_the_method_does_not_take() -> None:
+    def method(self: object, x: int) -> None:
+        return None
+
+    for mode in (Dispatch.ONE_TO_ALL, Dispatch.DP_MP_COMPUTE):
+        with pytest.raises(TypeError, match=r"method\(x: 'int'\) -> 'None': too many positional"):
+            dispatch(Topology(dp=2), declared(mode, method), (1, 2), {})
+
+
+@pytest.mark.parametrize(
+    ("topology", "rows", "derivation", "nearest"),
+    [
+        (Topology(dp=5, tp=2, pp=2), 7, "5 = dp = 20 ranks / (tp 2 x pp 2 x cp 1)", "5 and 10"),
+        (Topology(dp=4), 3, "4 = dp = 4 ranks / (tp 1 x pp 1 x cp 1)", "4"),
+    ],
+)
+def test_rows_that_do_not_divide(topology: Topology, rows: int, derivation: str, nearest: str) -> None:
+    with pytest.raises(UnevenBatchError) as caught:
+        dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), (list(range(rows)),), {})
+    text = str(caught.value)
+    assert f"argument 'x' of {rows} rows does not divide over {topology.dp_size} parts ({derivation})" in text
+    assert f"nearest valid sizes: {nearest}." in text
+    assert "remainder='pad'" in text and "remainder='uneven'" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((0.5,), r"argument 'x' is cut over dp, and a float has no rows"),
+        (({"a": [1, 2]},), r"a dict has no rows"),
+        ((torch.tensor(1.0),), r"a Tensor has no rows"),
+        (([1, 2], [1, 2, 3, 4]), r"arguments that are cut together have as many rows; got x: 2, y: 4"),
+    ],
+)
+def test_what_cannot_be_cut(args: Sequence[Any], said: str) -> None:
+    with pytest.raises(DispatchError, match=said):
+        dispatch(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), args, {})
+
+
+def test_a_list_cannot_carry_a_mask() -> None:
+    spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
+    with pytest.raises(DispatchError, match=r"has 3 rows for 2 parts and is a list, which cannot carry the mask"):
+        dispatch(Topology(dp=2), spec, ([1, 2, 3],), {})
+    assert run(Topology(dp=2), spec, first, [1, 2]) == [1, 2]
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_rows_of_padding_do_not_come_back(leaves_out: bool) -> None:
+    rows = KINDS["batch"](5)
+
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        share = args[0].unpad() if leaves_out else args[0]
+        return share["x"] + 100
+
+    joined = run(Topology(dp=4, tp=2), declared(Dispatch.DP_MP_COMPUTE, remainder="pad"), work, rows)
+    assert joined.tolist() == [100, 101, 102, 103, 104]
+
+
+def test_padding_that_nobody_can_tell() -> None:
+    spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
+    with pytest.raises(DispatchError, match="a part of 2 rows, 1 of them padding, returned 4 rows, so nobody can tell"):
+        run(Topology(dp=2), spec, lambda info, args, kwargs: [*args[0], *args[0]], KINDS["batch"](3))
+
+
+def test_padding_that_the_caller_has_made_stays() -> None:
+    rows = KINDS["batch"](3).pad(4)
+    joined = run(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), first, rows)
+    assert joined.equals(rows) and joined.num_padding == 1
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([{"loss": 1.0}, {"loss": 2.0}], r"its parts returned dict, which cannot be joined. .*collect=Collect.LIST"),
+        ([[1], None], r"its parts returned list and NoneType"),
+        ([torch.zeros(1), [1]], r"its parts returned tensor and list"),
+        ([torch.zeros(1, 2), torch.zeros(1, 3)], r"what its parts returned cannot be joined"),
+        ([Batch({"x": [1]}), Batch({"y": [1]})], r"cannot be joined: batch 1 has the columns y; the first has x"),
+    ],
+)
+def test_results_that_cannot_be_joined(results: list[Any], said: str) -> None:
+    with pytest.raises(DispatchError, match=said):
+        collect(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), None, results)
+
+
+def test_nothing_from_everybody_is_nothing() -> None:
+    assert run(Topology(dp=2, tp=2), declared(Dispatch.DP_MP_COMPUTE), lambda info, args, kwargs: None, [1, 2]) is None
+
+
+def test_where_results_are_taken_from() -> None:
+    topology = Topology(dp=2, tp=3, pp=2)
+    assert collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": -1, "pp": 1})) == [
+        topology.rank_at(dp=dp, tp=2, pp=1) for dp in range(2)
+    ]
+    with pytest.raises(DispatchError, match="results are taken from coordinate 3 of tp, which has 3 here. Take tp from 0 to 2"):
+        collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
+
+
+def test_a_shard_for_one_rank_alone_is_refused() -> None:
+    with pytest.raises(DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"):
+        dispatch_ad_hoc(Topology(dp=4), "c.m", [Shard([1, 2, 3, 4])], {}, [2])
+
+
+@pytest.mark.parametrize("execute", list(Execute))
+@pytest.mark.parametrize("mode", [*Dispatch, AxisSharding(), AxisSharding(()), {"dispatch_fn": print, "collect_fn": print}])
+def test_every_mode_goes_with_every_execute_mode_or_is_refused_when_declared(mode: Any, execute: Execute) -> None:
+    goes = execute is Execute.ALL or mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE) or isinstance(mode, dict)
+    if goes:
+        assert declared(mode, execute=execute).execute_mode is execute
+    else:
+        with pytest.raises(DispatchError, match="RANK_ZERO would drop all but the first"):
+            declared(mode, execute=execute)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dispatch_mode": "dp"}, "'dp' is no dispatch mode"),
+        ({"dispatch_mode": {"dispatch_fn": print}}, r"has the functions 'dispatch_fn' and 'collect_fn'; got \['dispatch_fn'\]"),
+        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "execute_mode": "all"}, "'all' is no execute mode"),
+        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": "x"}, r"Give the names of parameters: shard=\('x',\)"),
+        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "shard": ("w",)}, "shard names 'w'; its parameters are 'more', 'rest', 'x'"),
+        ({"dispatch_mode": Dispatch.DP_MP_COMPUTE, "remainder": "drop"}, "remainder='drop'. Give 'error', 'pad' or 'uneven'"),
+        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "shard": ("x",)}, "ONE_TO_ALL cuts nothing"),
+        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "remainder": "pad"}, "ONE_TO_ALL cuts nothing"),
+        ({"dispatch_mode": Dispatch.ONE_TO_ALL, "collect": Collect.LIST}, "does not go with ONE_TO_ALL"),
+        ({"dispatch_mode": Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL, "collect": Collect.JOIN}, "does not go with"),
+    ],
+)
+def test_declarations_that_make_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(DispatchError, match=said):
+        declared(options.pop("dispatch_mode"), execute=options.pop("execute_mode", Execute.ALL), **options)
+
+
+def test_register_without_arguments_or_on_something_else() -> None:
+    with pytest.raises(DispatchError, match="Use it as a decorator with arguments on a plain method"):
+        register(Dispatch.ONE_TO_ALL)(staticmethod(print))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((("ep",),), "there is no axis 'ep'"),
+        ((("dp",), ("dp",)), "an axis is either cut or replicated, once"),
+        ((("dp", "dp"),), "once"),
+        ((("dp",), (), {"dp": 0}), "results come from every coordinate of an axis that is cut; take names dp"),
+    ],
+)
+def test_axes_that_make_no_sense(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        AxisSharding(*(arguments if len(arguments) > 1 else (*arguments, ())))
