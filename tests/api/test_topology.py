@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.topology import AXES, DEFAULT_MESH, Axis, Topology
+from tests.api.columns import QUICK
 
 MESHES = list(itertools.permutations(AXES))
 SUBSETS = [axes for count in range(len(AXES) + 1) for axes in itertools.permutations(AXES, count)]
@@ -23,6 +24,7 @@ TOPOLOGIES = st.builds(
 )
 
 
+@QUICK
 @given(TOPOLOGIES)
 def test_each_rank_stands_where_its_coordinates_lead(topology: Topology) -> None:
     assert [info.rank for info in topology.ranks] == list(range(topology.world_size))
@@ -39,6 +41,7 @@ def test_each_rank_stands_where_its_coordinates_lead(topology: Topology) -> None
         )
 
 
+@QUICK
 @given(TOPOLOGIES, st.sampled_from(SUBSETS))
 def test_parts_along_any_axes_are_numbered_with_the_first_axis_outermost(topology: Topology, axes: tuple[Axis, ...]) -> None:
     parts = [topology.part_of(rank, axes) for rank in range(topology.world_size)]
@@ -50,6 +53,7 @@ def test_parts_along_any_axes_are_numbered_with_the_first_axis_outermost(topolog
         assert parts[info.rank] == (np.ravel_multi_index(coordinates, [topology.sizes[axis] for axis in axes]) if axes else 0)
 
 
+@QUICK
 @given(TOPOLOGIES)
 def test_ranks_lie_as_in_a_device_mesh_of_torch(topology: Topology) -> None:
     """torch.distributed.init_device_mesh lays out arange(world_size) in the shape of the mesh."""
@@ -87,6 +91,7 @@ def test_data_parallel_size_is_what_the_model_leaves() -> None:
     assert Topology.of(1).world_size == 1
 
 
+@QUICK
 @given(TOPOLOGIES)
 def test_sizes_make_up_the_world_from_which_they_were_derived(topology: Topology) -> None:
     sizes: Any = {axis: size for axis, size in topology.sizes.items() if axis != "dp"}
