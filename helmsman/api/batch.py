@@ -462,7 +462,7 @@ def _no_column(name: str, value: Any) -> str:
     """Why a value cannot be a column."""
     if getattr(value, "is_nested", False):
         return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
-    if getattr(value, "is_sparse", False) or "sparse" in str(getattr(value, "layout", "")):
+    if "sparse" in str(getattr(value, "layout", "")):
         return f"column {name!r} is a sparse tensor; make a dense one of it (to_dense)"
     shown = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__
     return (

@@ -93,6 +93,9 @@ def plain_rows(column: Column) -> list[Any]:
     return [column[row] for row in range(len(column))]
 
 
-def pickles_as_it_is(values: Any) -> bool:
+def pickles_as_it_is(column: Column) -> bool:
     """torch (2.13) does not unpickle uint16, NumPy (2.4) makes the byte order native."""
+    if isinstance(column, list):
+        return True
+    values = column.values if isinstance(column, Ragged) else column
     return values.dtype is not torch.uint16 if isinstance(values, torch.Tensor) else values.dtype.isnative
