@@ -1,0 +1,287 @@
+"""The workers of `rlhf_roles.py`: five roles of PPO on a model so small that NumPy is enough.
+
+A response counts on from its prompt: after token ``p`` comes ``(p + STRIDE) % VOCABULARY``, which only the reward knows. The
+policy is an embedding of the token before, which stays as it is, and a head with a row for each token of the vocabulary, which
+is learnt. All arrays are of float64, (N, LENGTH) for N responses where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from helmsman import AxisSharding, Batch, Collect, Dispatch, Execute, GroupWorker, register
+from helmsman.api.topology import RankInfo, Topology
+
+VOCABULARY = 16
+WIDTH = 16
+LENGTH = 6
+STRIDE = 3
+CLIP = 0.2
+
+Array: TypeAlias = NDArray[np.float64]
+Tokens: TypeAlias = NDArray[np.int64]
+
+
+def embedding(seed: int) -> Array:
+    """(VOCABULARY, WIDTH), rows of length 1 at right angles."""
+    return np.linalg.qr(np.random.default_rng([seed, 1]).normal(size=(VOCABULARY, WIDTH)))[0]
+
+
+def initial_head(seed: int) -> Array:
+    """(VOCABULARY, WIDTH), with which the actor begins and the reference stays."""
+    return np.random.default_rng([seed, 2]).normal(scale=0.3, size=(VOCABULARY, WIDTH))
+
+
+def tokens_before(rollout: Batch) -> Tokens:
+    """(N, LENGTH): the token that comes before each of a response's own."""
+    before: Tokens = np.concatenate([rollout["prompt"][:, None], rollout["tokens"][:, :-1]], axis=1)
+    return before
+
+
+def log_sum_exp(logits: Array) -> Array:
+    """Over the last axis."""
+    largest: Array = logits.max(axis=-1, keepdims=True)
+    total: Array = np.log(np.exp(logits - largest).sum(axis=-1)) + largest[..., 0]
+    return total
+
+
+def picked(logits: Array, tokens: Tokens) -> Array:
+    """The logit of each token."""
+    found: Array = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return found
+
+
+class Adam:
+    """Adam's moments of one array (Kingma and Ba, 2014), for the ranks that own it."""
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+        self.mean: Any = 0.0
+        self.square: Any = 0.0
+        self.num_steps = 0
+
+    def step(self, gradient: Array) -> Array:
+        """What is to be added to the array."""
+        self.num_steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * gradient
+        self.square = 0.99 * self.square + 0.01 * gradient**2
+        mean, square = self.mean / (1 - 0.9**self.num_steps), self.square / (1 - 0.99**self.num_steps)
+        change: Array = -self.learning_rate * mean / (np.sqrt(square) + 1e-8)
+        return change
+
+
+class Role(GroupWorker):
+    """What all workers have: a count of the rows that reached them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.num_rows: dict[str, int | None] = {}
+
+    def note(self, method: str, batch: Batch | None) -> None:
+        """Remember how many rows a call brought here; None where it brought none."""
+        self.num_rows[method] = None if batch is None else len(batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def rows_received(self) -> dict[str, int | None]:
+        """Method -> rows of its last call, in this rank."""
+        return self.num_rows
+
+
+# --- the actor that learns: rows over dp, the vocabulary over tp ----------------------------------------------------------
+
+
+def rows_over_dp(topology: Topology, batch: Batch) -> tuple[list[list[Batch]], dict[str, list[Any]]]:
+    """Every rank gets the rows of its dp coordinate."""
+    parts = batch.chunk(topology.dp_size, "uneven")
+    return [[parts[info.dp_rank] for info in topology.ranks]], {}
+
+
+def _by_coordinates(topology: Topology, results: list[Any]) -> list[list[Any]]:
+    """[dp][tp]."""
+    return [[results[topology.rank_at(dp=dp, tp=tp)] for tp in range(topology.tp_size)] for dp in range(topology.dp_size)]
+
+
+def reduce_log_probs(topology: Topology, results: list[Any]) -> Batch:
+    """What an all-reduce over tp would do to a softmax whose vocabulary is cut; the rows of dp one after another."""
+    reduced = []
+    for shares in _by_coordinates(topology, results):
+        normalizer = log_sum_exp(np.stack([share["normalizer"] for share in shares], axis=-1))
+        chosen = sum(share["chosen"] for share in shares)
+        reduced.append(Batch({"log_probs": chosen - normalizer, "normalizer": normalizer}))
+    return Batch.concat(reduced)
+
+
+def reduce_gradient(topology: Topology, results: list[Any]) -> Array:
+    """The sum over dp; the rows of the vocabulary that lie in tp one after another."""
+    total: Array = np.concatenate([sum(shares) for shares in zip(*_by_coordinates(topology, results), strict=True)])
+    return total
+
+
+class ActorTrain(Role):
+    """Each tp rank has its rows of the head and their moments, each dp rank its share of the responses.
+
+    What ranks of a real trainer say to each other in collectives, the declarations say here.
+    """
+
+    def __init__(self, seed: int, learning_rate: float) -> None:
+        super().__init__(seed)
+        info = self.rank_info
+        self.embedding = embedding(seed)
+        self.first = info.tp_rank * VOCABULARY // info.tp_size
+        self.stop = (info.tp_rank + 1) * VOCABULARY // info.tp_size
+        self.head = initial_head(seed)[self.first : self.stop]
+        self.adam = Adam(learning_rate)
+
+    def get_rank_info(self) -> RankInfo:
+        """For the cluster, which compares it with its own."""
+        return self.rank_info
+
+    def _logits(self, rollout: Batch) -> tuple[Array, NDArray[np.bool_], Tokens]:
+        """Of the tokens that lie here; whether a response's token lies here, and its row if it does."""
+        logits: Array = self.embedding[tokens_before(rollout)] @ self.head.T
+        tokens: Tokens = rollout["tokens"]
+        is_here = (self.first <= tokens) & (tokens < self.stop)
+        return logits, is_here, np.where(is_here, tokens - self.first, 0)
+
+    @register({"dispatch_fn": rows_over_dp, "collect_fn": reduce_log_probs})
+    def log_probs(self, rollout: Batch) -> Batch:
+        """``log_probs`` of the responses' tokens and the softmax's ``normalizer``."""
+        self.note("log_probs", rollout)
+        logits, is_here, row = self._logits(rollout)
+        return Batch({"normalizer": log_sum_exp(logits), "chosen": np.where(is_here, picked(logits, row), 0.0)})
+
+    @register({"dispatch_fn": rows_over_dp, "collect_fn": reduce_gradient})
+    def gradient(self, batch: Batch) -> Array:
+        """Gradient of PPO's clipped loss, summed over tokens, for the rows of the head that lie here."""
+        self.note("gradient", batch)
+        logits, is_here, row = self._logits(batch)
+        ratio, advantages = np.exp(batch["log_probs"] - batch["old_log_probs"]), batch["advantages"]
+        is_clipped = np.where(advantages > 0, ratio > 1 + CLIP, ratio < 1 - CLIP)
+        weight = np.where(is_clipped, 0.0, ratio * advantages)[..., None]
+        chosen = np.eye(self.stop - self.first)[row] * is_here[..., None]
+        by_logit = -weight * (chosen - np.exp(logits - batch["normalizer"][..., None]))
+        total: Array = np.einsum("ntv,ntw->vw", by_logit, self.embedding[tokens_before(batch)])
+        return total
+
+    @register(AxisSharding(shard=("tp",), replicate=("dp",)), shard=("gradient",))
+    def apply(self, gradient: Array) -> None:
+        """One step of Adam. ``gradient`` has a row for each token, and each rank gets those that it owns."""
+        self.head = self.head + self.adam.step(gradient)
+
+    @register(AxisSharding(shard=("tp",), replicate=()))
+    def weights(self) -> Batch:
+        """The head, a row for each token: joined over tp, from one dp rank."""
+        return Batch({"head": self.head})
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, remainder="uneven", collect=Collect.LIST)
+    def statistics(self, batch: Batch | None) -> dict[str, float] | None:
+        """Sums over the tokens of a share. One rank of each dp coordinate is enough, so the others are sent nothing."""
+        self.note("statistics", batch)
+        if batch is None:
+            return None
+        ratio = np.exp(batch["log_probs"] - batch["old_log_probs"])
+        return {
+            "tokens": float(ratio.size),
+            "clipped": float((np.abs(ratio - 1) > CLIP).sum()),
+            "kl": float((batch["old_log_probs"] - batch["reference_log_probs"]).sum()),
+        }
+
+
+# --- the others -----------------------------------------------------------------------------------------------------------
+
+
+class ActorInfer(Role):
+    """Samples responses with the weights that it was last given, which it has whole."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.embedding = embedding(seed)
+        self.head = np.zeros((0, WIDTH))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, weights: Batch) -> None:
+        """Take new weights."""
+        self.head = weights["head"]
+
+    @register(Dispatch.DP_MP_COMPUTE, shard=("prompts",), remainder="pad")
+    def generate(self, prompts: Batch, step: int, temperature: float) -> Batch:
+        """``tokens`` and their ``old_log_probs``. Each row draws from a stream of its own, so it does not matter who does it."""
+        self.note("generate", prompts)
+        streams = [np.random.default_rng([self.seed, step, row]) for row in prompts["row"]]
+        noise = np.stack([stream.gumbel(size=(LENGTH, VOCABULARY)) for stream in streams])
+        token: Tokens = prompts["prompt"]
+        tokens, log_probs = [], []
+        for position in range(LENGTH):
+            logits = self.embedding[token] @ self.head.T
+            token = np.argmax(logits + temperature * noise[:, position], axis=-1)
+            tokens.append(token)
+            log_probs.append(picked(logits, token) - log_sum_exp(logits))
+        return prompts.with_columns(tokens=np.stack(tokens, axis=1), old_log_probs=np.stack(log_probs, axis=1))
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def checkpoint(self) -> Array:
+        """The whole head, from one rank."""
+        return self.head
+
+
+class Reference(Role):
+    """The actor as it was in the beginning, in two pipeline stages: the embedding and the head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.layer = embedding(seed) if self.rank_info.is_pipeline_first_stage else initial_head(seed)
+
+    @register(AxisSharding(shard=("dp",), replicate=()), remainder="uneven")
+    def embed(self, rollout: Batch | None) -> Batch | None:
+        """``hidden`` (N, LENGTH, WIDTH), from the first stage, which alone gets the rows."""
+        self.note("embed", rollout)
+        return None if rollout is None else Batch({"hidden": self.layer[tokens_before(rollout)]})
+
+    @register(Dispatch.DP_MP_COMPUTE, remainder="uneven")
+    def log_probs(self, rollout: Batch, hidden: Batch) -> Batch | None:
+        """``reference_log_probs``, from the last stage."""
+        self.note("log_probs", rollout)
+        if not self.rank_info.is_pipeline_last_stage:
+            return None
+        logits = hidden["hidden"] @ self.layer.T
+        return Batch({"reference_log_probs": picked(logits, rollout["tokens"]) - log_sum_exp(logits)})
+
+
+class Critic(Role):
+    """Expects of a token before and a position so much reward to come."""
+
+    def __init__(self, seed: int, learning_rate: float) -> None:
+        super().__init__(seed)
+        self.table = np.zeros((VOCABULARY, LENGTH))
+        self.learning_rate = learning_rate
+
+    @register(Dispatch.DP_MP_COMPUTE)
+    def values(self, rollout: Batch) -> Batch:
+        """``values``."""
+        self.note("values", rollout)
+        return Batch({"values": self.table[tokens_before(rollout), np.arange(LENGTH)]})
+
+    @register(Dispatch.DP_MP_COMPUTE, collect=Collect.LIST)
+    def fit(self, batch: Batch) -> dict[str, float]:
+        """Move what is expected towards the mean of the ``returns``; the squared error before."""
+        self.note("fit", batch)
+        at = (tokens_before(batch), np.broadcast_to(np.arange(LENGTH), batch["tokens"].shape))
+        error = batch["returns"] - self.table[at]
+        total, count = np.zeros_like(self.table), np.zeros_like(self.table)
+        np.add.at(total, at, error)
+        np.add.at(count, at, 1.0)
+        self.table += self.learning_rate * total / np.maximum(count, 1.0)
+        return {"error": float((error**2).mean())}
+
+
+class Reward(Role):
+    """Knows what is right."""
+
+    @register(Dispatch.DP_MP_COMPUTE, remainder="uneven")
+    def score(self, rollout: Batch) -> Batch:
+        """``rewards``: 1 for each token that counts on from the one before it."""
+        self.note("score", rollout)
+        return Batch({"rewards": (rollout["tokens"] == (tokens_before(rollout) + STRIDE) % VOCABULARY).astype(np.float64)})
