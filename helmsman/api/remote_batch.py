@@ -103,6 +103,9 @@ class RemoteBatch(Batch):
         # The codec puts the values in the place of the handles, so the receiver joins rows.
         return _join, ([tuple(piece) for piece in self._pieces], self.num_padding)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()  # and not the copy of its rows that a Batch makes here
+
 
 def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
     for value, _, _ in pieces:

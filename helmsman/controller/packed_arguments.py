@@ -36,8 +36,9 @@ class PackedArguments:
 
         def one(name: str, argument: Argument) -> Argument:
             receivers = Counter(argument.of_rank[rank] for rank in dispatched.ranks)
+            names = [name] if len(argument.parts) == 1 else [f"{name}<part {number}>" for number in range(len(argument.parts))]
             parts = [
-                _pack(scheduler, method, name, part, receivers[number], put) if receivers[number] else None
+                _pack(scheduler, method, names[number], part, receivers[number], put) if receivers[number] else None
                 for number, part in enumerate(argument.parts)
             ]
             return Argument(parts, argument.of_rank)

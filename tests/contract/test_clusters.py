@@ -1,0 +1,618 @@
+"""Worker groups: the same on every scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.batch import Batch, PerPart
+from helmsman.api.cluster_config import ClusterConfig
+from helmsman.api.dispatch import Replicate, Shard
+from helmsman.api.remote_batch import RemoteBatch
+from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
+from helmsman.controller.cluster import Cluster
+from helmsman.controller.resource_manager import ResourceManager
+from tests.contract.group_workers import Member, Plain, WithItsOwnView
+from tests.contract.helpers import LIMIT_S, wait_until
+
+ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
+"""The devices of these tests are numbers only."""
+
+
+class Members(Cluster[Member]):
+    """A group with the methods of its workers."""
+
+    add = Member.add
+    coordinates = Member.coordinates
+    echo = Member.echo
+    fail_on = Member.fail_on
+    make = Member.make
+    rows_of = Member.rows_of
+
+
+@pytest.fixture(scope="module")
+def resources(scheduler: Scheduler) -> Iterator[ResourceManager]:
+    """All eight devices."""
+    manager = ResourceManager(8, scheduler=scheduler)
+    yield manager
+    manager.destroy_placement_group()
+
+
+@pytest.fixture(scope="module")
+def members(resources: ResourceManager) -> Iterator[Members]:
+    """2 dp x 2 tp x 2 pp, for tests that leave it well."""
+    config = ClusterConfig(device_mapping="0-7", tp_size=2, pp_size=2, num_cpus=0.5, env_vars=ON_CPU)
+    with Members("members", Member, resources, config, args=(100,)) as made:
+        yield made
+
+
+@pytest.fixture
+def make_cluster(resources: ResourceManager, request: pytest.FixtureRequest) -> Iterator[Callable[..., Members]]:
+    """Start clusters that end with the test."""
+    made: list[Members] = []
+
+    def start(worker_cls: Any = Member, *args: Any, name: str = "", **config: Any) -> Members:
+        settings = {"num_cpus": 0.5, "env_vars": ON_CPU, **config}
+        name = name or f"group-{abs(hash(request.node.nodeid)) % 10**8}-{len(made)}"
+        made.append(Members(name, worker_cls, resources, ClusterConfig(**settings), args=args))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def rows(size: int) -> Batch:
+    """A batch of numbered rows."""
+    return Batch({"x": np.arange(size)})
+
+
+# --- what it is -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_where(members: Members, resources: ResourceManager) -> None:
+    assert (members.world_size, members.dp_size, members.tp_size, members.pp_size, members.cp_size) == (8, 2, 2, 2, 1)
+    assert members.coordinates() == [str(members.get_rank_info(rank)) for rank in range(8)]
+    assert members.worker_to_rank == {f"members/{rank}": rank for rank in range(8)}
+    assert {rank: worker.id for rank, worker in members.rank_to_worker.items()} == dict(enumerate(members.worker_to_rank))
+    assert {rank: [device.index for device in devices] for rank, devices in members.rank_to_devices.items()} == {
+        rank: [rank] for rank in range(8)
+    }
+    assert set(members.rank_to_node.values()) == {0}
+    assert members.master_address == members.workers[0].ip
+    assert members.master_port == int(members.workers[0].engine_ports[0])
+    assert [status.worker_id for status in members.health()] == [f"members/{rank}" for rank in range(8)]
+    assert "members/5" in members.table() and "dp=0/2 tp=1/2 pp=1/2 cp=0/1" in members.table()
+    with pytest.raises(IndexError, match="rank 8; there are ranks 0 to 7"):
+        members.get_rank_info(8)
+    assert resources.holders(3)[0].holder == "members"
+
+
+def test_a_worker_knows_its_place_when_its_constructor_runs(members: Members) -> None:
+    assert members.method(Member.at_birth)() == list(range(8))
+
+
+@pytest.mark.not_on("inline", "one process, with one environment")
+def test_the_variables_of_torchs_rendezvous(members: Members) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"]
+    assert members.method(Member.environment)(names) == [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "8",
+            "MASTER_ADDR": members.master_address,
+            "MASTER_PORT": str(members.master_port),
+            "CUDA_VISIBLE_DEVICES": members.rank_to_devices[rank][0].device_id,
+        }
+        for rank in range(8)
+    ]
+
+
+# --- declared calls -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_cut_over_dp_and_come_from_the_last_stage(members: Members) -> None:
+    joined = members.add(rows(6), number=10)
+    assert joined is not None
+    assert joined["x"].tolist() == [110, 111, 112, 113, 114, 115]
+    assert joined["rank"] == [4, 4, 4, 6, 6, 6]  # tp 0 of the last stage, in dp order
+    assert dict(joined.meta) == {"dp": PerPart((0, 1)), "same": True}
+
+
+@pytest.mark.slow
+def test_five_by_two_by_two_with_stages_that_return_nothing(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=20, tp_size=2, pp_size=2, num_cpus=0.1)
+    joined = group.add(rows(15))
+    assert joined is not None
+    assert joined["x"].tolist() == list(range(15))
+    assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(3)]
+    with pytest.raises(
+        errors.UnevenBatchError, match=r"5 = dp = 20 ranks / \(tp 2 x pp 2 x cp 1\)\); nearest valid sizes: 15 and 20"
+    ):
+        group.add(rows(16))
+
+
+def test_every_mode(members: Members) -> None:
+    value = list(range(8))  # as long as the world
+    assert members.echo(value) == [value] * 8
+    assert members.method(Member.aecho)(value) == [value] * 8
+    assert members.method(Member.rank_of_one)() == 0
+    assert members.method(Member.rank_of_zero)() == 0
+    assert members.method(Member.own)(value) == [(rank, rank) for rank in value]
+    assert members.method(Member.padded_add)(rows(5)).tolist() == [1, 2, 3, 4, 5]
+    assert members.method(Member.metrics)(rows(5)) == [{"rows": 3, "rank": 4}, {"rows": 2, "rank": 6}]
+    assert members.method(Member.over_two_axes)(value) == value
+    assert members.method(Member.first_only)(rows(4))["x"].tolist() == []  # type: ignore[index]
+    assert members.method(Member.what_came)() == [2, -1, 2, -1, -1, -1, -1, -1]
+
+
+def test_only_rank_zero_runs_what_is_for_rank_zero(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=3)
+    group.method(Member.rank_of_zero)()
+    assert group.method(Member.steps)() == [1, 0, 0]
+
+
+def test_without_waiting(members: Members) -> None:
+    futures = [members.add.submit(rows(4), number) for number in range(3)]
+    assert [future.result(LIMIT_S)["x"][0] for future in futures] == [100, 101, 102]  # type: ignore[index]
+    assert all(future.done() for future in futures)
+    assert futures[0].result() is futures[0].result()
+
+    async def awaited() -> list[Any]:
+        return await asyncio.gather(*(_awaited(members.add.submit(rows(4), number)) for number in range(3)))
+
+    assert [batch["x"][0] for batch in asyncio.run(awaited())] == [100, 101, 102]
+    failing = members.fail_on.submit([2], "no")
+    assert isinstance(failing.exception(LIMIT_S), errors.GroupCallError)
+    with pytest.raises(errors.GroupCallError):
+        failing.result()
+
+
+async def _awaited(future: Any) -> Any:
+    return await future
+
+
+def test_calls_run_in_the_order_in_which_they_were_made(members: Members) -> None:
+    large = Batch({"x": np.zeros((2, 300_000))})
+    futures = [members.echo.submit(large if number % 2 else number) for number in range(6)]
+    [future.result(LIMIT_S) for future in futures]
+    assert [future.result()[7] for future in futures[::2]] == [0, 2, 4]
+
+
+# --- calls by name --------------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_no_declaration_describes(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+    group: Cluster[Any] = Cluster(
+        "plain", Plain, resources, ClusterConfig(world_size=4, tp_size=2, num_cpus=0.5), kwargs={"text": "t"}
+    )
+    with group:
+        value = [1, 2, 3, 4]
+        assert group.execute_all_sync("tell", value, key=value) == [("t", (value,), {"key": value})] * 4
+        assert group.execute_all_sync("tell", Shard(value), Replicate(value)) == [
+            ("t", (value[:2] if rank < 2 else value[2:], value), {}) for rank in range(4)
+        ]
+        assert group.execute_all_sync("tell", key=Shard(value, "tp")) == [
+            ("t", (), {"key": value[2:] if rank % 2 else value[:2]}) for rank in range(4)
+        ]
+        assert group.execute_rank_zero_sync("tell", 1, timeout=LIMIT_S) == ("t", (1,), {})
+        assert group.execute_rank_zero_async("tell", 2).result() == ("t", (2,), {})
+        assert group.execute_all_async("tell", 3).result() == [("t", (3,), {})] * 4
+        assert group.execute_on([3, 1], "tell", Shard(value)) == [("t", ([3, 4],), {}), ("t", ([1, 2],), {})]
+        for wrong in ([], [1, 1]):
+            with pytest.raises(ValueError, match="give one at least, and each once"):
+                group.execute_on(wrong, "tell")
+        with pytest.raises(errors.UnevenBatchError, match=r"plain.tell: argument 0 of 3 rows"):
+            group.execute_all_sync("tell", Shard([1, 2, 3]))
+        with pytest.raises(errors.GroupCallError, match="has no public method 'told'"):
+            group.execute_all_sync("told")
+    with pytest.raises(errors.HelmsmanError, match="is closed"):
+        group.execute_all_sync("tell")
+
+
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_class_by_its_path_or_as_it_is(make_cluster: Callable[..., Members], as_path: bool) -> None:
+    group = make_cluster("tests.contract.group_workers.Member" if as_path else Member, 7, world_size=2)
+    assert group.add(rows(2))["x"].tolist() == [7, 8]  # type: ignore[index]
+
+
+def test_a_ray_actor_class(make_cluster: Callable[..., Members]) -> None:
+    ray = pytest.importorskip("ray")
+    group = make_cluster(ray.remote(Plain), world_size=2)
+    assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
+
+
+def test_something_that_is_no_class(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+    with pytest.raises(TypeError, match="worker_cls is a class, a Ray actor class or an import path; got int"):
+        make_cluster(7, name="seven", world_size=1)
+    assert "seven" not in resources.allocations
+
+
+# --- values ---------------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Counts how often it is packed."""
+
+    num_packed = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Counted.num_packed += 1
+        return list, ((1, 2),)
+
+
+def test_a_value_for_many_ranks_is_packed_once(members: Members) -> None:
+    Counted.num_packed = 0
+    assert members.echo(Counted()) == [[1, 2]] * 8
+    assert Counted.num_packed == 1
+    large = [Counted(), np.zeros(1 << 17)]
+    assert [value[0] for value in members.echo(large)] == [[1, 2]] * 8
+    assert Counted.num_packed == 2
+
+
+def test_what_arrives_is_each_ranks_own(members: Members) -> None:
+    """A value that was put once may not be one memory for several workers to write to."""
+    value = np.zeros(1 << 16)
+    results = members.echo(value)
+    results[0][:] = 1
+    assert not any(result.any() for result in results[1:]) and not value.any()
+
+
+def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=2)
+    with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\['lock'\]"):
+        group.echo({"lock": __import__("threading").Lock()})
+    with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]<part 1> \(a _thread.lock\)"):
+        group.method(Member.own)([1, __import__("threading").Lock()])
+    assert group.method(Member.steps)() == [0, 0]
+    assert [status.health.num_calls for status in group.health() if status.health] == [1, 1]
+
+
+def test_results_stay_and_go_to_another_group(members: Members, make_cluster: Callable[..., Members]) -> None:
+    kept = members.make.keep(6)
+    assert isinstance(kept, RemoteBatch)
+    assert len(kept) == 12 and "members/4" in repr(kept) and "members/6" in repr(kept)
+    other = make_cluster(world_size=3)
+    assert other.rows_of(kept) == [(value // 4, value) for value in range(12)]  # cut at other places than it lies
+    assert other.rows_of(kept[1:10]) == [(value // 3, value + 1) for value in range(9)]
+    assert other.method(Member.padded_add)(kept[:7]).tolist() == list(range(1, 8))
+    twice = other.echo([kept[4:8], 7])  # inside of another value, too
+    assert [batch["x"].tolist() for batch, _ in twice] == [[4, 5, 6, 7]] * 3
+    again = other.method(Member.add).keep(kept[:3])
+    assert isinstance(again, RemoteBatch) and again["x"].tolist() == [0, 1, 2]
+    assert kept["x"].tolist() == list(range(12))
+    kept.release()
+    with pytest.raises((errors.HandleLostError, errors.GroupCallError), match="it was released"):
+        other.rows_of(kept)
+
+
+def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
+    kept = members.echo.keep({"a": 1})
+    assert [type(each) for each in kept] == [ResultHandle] * 8
+    assert scheduler.get(kept[3]) == {"a": 1}
+    assert members.echo(kept[5]) == [{"a": 1}] * 8
+    for handle in kept:
+        scheduler.release(handle)
+
+
+def test_rows_that_stay_cannot_be_pickled_otherwise(members: Members) -> None:
+    with members.make.keep(2) as kept, pytest.raises(TypeError, match="fetch\\(\\) them first"):
+        pickle.loads(pickle.dumps(kept))
+
+
+def test_values_that_the_script_puts(scheduler: Scheduler, members: Members) -> None:
+    value = {"x": np.arange(1 << 16)}
+    handle = scheduler.put(value)
+    assert all(np.array_equal(each["x"], value["x"]) for each in members.echo(handle))
+    assert np.array_equal(scheduler.get(handle)["x"], value["x"])
+    scheduler.release(handle)
+    scheduler.release(handle)
+    for use in (lambda: scheduler.get(handle), lambda: members.echo(handle)):
+        with pytest.raises((errors.HandleLostError, errors.GroupCallError), match="it was released"):
+            use()
+
+
+# --- topology -------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_with_a_view_of_their_own_are_asked_once(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(WithItsOwnView, world_size=4, tp_size=2)
+    group.echo(1)
+    assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]
+    for _ in range(3):
+        group.add(rows(4))
+    assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]
+
+
+def test_workers_that_see_other_coordinates(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(WithItsOwnView, 2, world_size=4, tp_size=2, name="astray")
+    with pytest.raises(errors.TopologyMismatchError) as caught:
+        group.add(rows(4))
+    assert "2 of the 4 ranks of cluster 'astray'" in str(caught.value)
+    assert caught.value.differences == {"astray/2": ("tp_rank=0", "tp_rank=1"), "astray/3": ("tp_rank=1", "tp_rank=2")}
+    assert group.method(Member.steps)() == [0, 0, 0, 0]
+
+
+# --- failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_rank_that_fails_is_the_error(members: Members) -> None:
+    with pytest.raises(errors.GroupCallError) as caught:
+        members.fail_on([2, 5, 6], "no room")
+    assert caught.value.first.worker_id in ("members/2", "members/5", "members/6")
+    assert "failed on 3 of 8 ranks (2 other rank(s) failed as well" in str(caught.value) and "no room" in str(caught.value)
+    assert members.echo(1) == [1] * 8
+
+
+def test_a_rank_that_never_answers_is_named(members: Members, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    with pytest.raises(errors.HelmsmanError) as caught:
+        members.method(Member.wait_on).options(timeout=0.7)([3], str(release))
+    text = str(caught.value)
+    assert "members/3" in text and "did not finish within" in text and "members/4" not in text
+    release.touch()
+    wait_until(lambda: all(status.state is WorkerState.READY for status in members.health()), "the rank is free again")
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_a_ranks_death_fails_the_call_at_once_and_it_can_be_restarted(
+    make_cluster: Callable[..., Members], tmp_path: Path
+) -> None:
+    group = make_cluster(device_mapping="0-3", tp_size=2)
+    pids = group.method(Member.pid)()
+    with pytest.raises(errors.HelmsmanError, match="SIGKILL") as caught:
+        group.method(Member.die_on).options(timeout=LIMIT_S)(2, str(tmp_path / "release"))
+    assert f"{group.name}/2" in str(caught.value)
+    (tmp_path / "release").touch()
+    with pytest.raises(errors.HelmsmanError, match="SIGKILL"):
+        group.echo(1)
+    group.restart(2)
+    assert group.echo(1) == [1] * 4
+    now = group.method(Member.pid)()
+    assert now[2] not in pids and [now[rank] for rank in (0, 1, 3)] == [pids[rank] for rank in (0, 1, 3)]
+    assert group.coordinates()[2] == str(group.get_rank_info(2))
+    shown = group.method(Member.environment)(["RANK", "CUDA_VISIBLE_DEVICES", "MASTER_PORT"])
+    assert shown[2] == {
+        "RANK": "2",
+        "CUDA_VISIBLE_DEVICES": group.rank_to_devices[2][0].device_id,
+        "MASTER_PORT": str(group.master_port),
+    }
+
+
+@pytest.mark.not_on("inline", "one process, with one environment")
+def test_a_new_rank_zero_has_another_port_that_all_are_told(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=3)
+    before = group.method(Member.pid)()
+    group.restart(0)
+    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
+    assert group.method(Member.pid)()[1:] == before[1:]
+    wait_until(lambda: not _is_alive(before[0]), "the old process has gone")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_a_rank_that_does_not_start_again_may_be_tried_again(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    group = make_cluster(RefusesWhileBroken, str(broken), world_size=2)
+    broken.touch()
+    with pytest.raises(errors.EngineCreationError, match="broken"):
+        group.restart(1)
+    broken.unlink()
+    group.restart(1)
+    assert group.execute_all_sync("fine") == [True, True]
+
+
+class RefusesWhileBroken:
+    """Its constructor fails while a file is there."""
+
+    def __init__(self, path: str) -> None:
+        if os.path.exists(path):
+            raise RuntimeError(f"broken by {path}")
+
+    def fine(self) -> bool:
+        """It is."""
+        return True
+
+
+def test_restarting_a_worker_of_another_role(scheduler: Scheduler, role: str) -> None:
+    from helmsman.api.scheduler import Job, SchedulingStrategy
+
+    scheduler.create_workers(Job(role=role))
+    guests = SchedulingStrategy(type="colocation", target=role)
+    scheduler.create_workers(Job(role=f"{role}-guest", scheduling_strategy=guests))
+    with pytest.raises(errors.InvalidSpecError, match=f"a worker of '{role}', to which it belongs"):
+        scheduler.restart_worker(f"{role}-guest/0")
+    with pytest.raises(errors.WorkerNotFoundError):
+        scheduler.restart_worker(f"{role}/1")
+
+
+def test_a_start_that_fails_leaves_nothing(resources: ResourceManager, scheduler: Scheduler) -> None:
+    config = ClusterConfig(device_mapping=[1, 3], num_cpus=0.5, env_vars=ON_CPU)
+    with pytest.raises(errors.HelmsmanError, match="this one does not start"):
+        Cluster("stillborn", Plain, resources, config, kwargs={"text": "refuse"})
+    assert "stillborn" not in resources.allocations
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.get_workers("stillborn")
+
+
+# --- how many calls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.not_on("local", "64 processes say no more than 64 threads")
+@pytest.mark.not_on("ray", "64 processes say no more than 64 threads")
+def test_calls_before_the_first_step_of_64_ranks(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(WithItsOwnView, world_size=64, tp_size=4, pp_size=2, name="many")
+    health = [status.health for status in group.health()]
+    assert [each.num_calls for each in health if each] == [0] * 64  # only the constructor has run
+    group.add(rows(64))
+    health = [status.health for status in group.health()]
+    assert [each.num_calls for each in health if each] == [2] * 64  # the question for its coordinates, and the step
+
+
+def test_calls_in_flight_are_limited_where_the_configuration_says_so(
+    make_cluster: Callable[..., Members], tmp_path: Path
+) -> None:
+    group = make_cluster(AsyncMember, world_size=2, max_concurrency=2)
+    releases = [tmp_path / f"release-{number}" for number in range(3)]
+    futures = [group.execute_all_async("hold", str(release)) for release in releases]
+    wait_until(lambda: all(Path(f"{release}.began").exists() for release in releases[:2]), "two are in flight")
+    assert not Path(f"{releases[2]}.began").exists()
+    releases[1].touch()
+    wait_until(Path(f"{releases[2]}.began").exists, "the third follows")
+    for release in releases:
+        release.touch()
+    assert [future.result(LIMIT_S) for future in futures] == [[True, True]] * 3
+
+
+class AsyncMember:
+    """Methods that run at the same time."""
+
+    async def hold(self, release: str) -> bool:
+        """Tell that it began, and wait for the file."""
+        Path(f"{release}.began").touch()
+        while not os.path.exists(release):  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.005)
+        return True
+
+
+# --- devices --------------------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_mappings_are_colocation_and_recorded(
+    resources: ResourceManager, make_cluster: Callable[..., Members], members: Members
+) -> None:
+    train = make_cluster(device_mapping="4-7", name="train", num_gpus_per_worker=2)
+    infer = make_cluster(device_mapping=[5, 4, 6], name="infer")
+    assert train.colocated_with == ("members",) and infer.colocated_with == ("members", "train")
+    assert {rank: [device.index for device in devices] for rank, devices in train.rank_to_devices.items()} == {
+        0: [4, 5],
+        1: [6, 7],
+    }
+    assert [(held.holder, held.rank) for held in resources.holders(5)] == [("members", 5), ("train", 0), ("infer", 0)]
+    assert [held.since for held in resources.holders(5)] == sorted(held.since for held in resources.holders(5))
+    line = next(line for line in resources.table().splitlines() if line.startswith("5 "))
+    assert "members/5 since " in line and "train/0 since " in line and "infer/0 since " in line
+    train.close()
+    assert [held.holder for held in resources.holders(5)] == ["members", "infer"]
+    with pytest.raises(IndexError, match="device 8; this ResourceManager holds 8 devices"):
+        resources.holders(8)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"device_mapping": "0-3,3"}, "each device once; 3 is there twice"),
+        ({"device_mapping": "0-8"}, r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)"),
+        ({"device_mapping": "3-1"}, "ranges that rise; '3-1' falls"),
+        ({"device_mapping": "all"}, "'all' is neither"),
+        ({"device_mapping": ""}, "'' is neither"),
+        ({"device_mapping": "range(4)"}, "is neither"),
+        ({"device_mapping": []}, "one device at least"),
+        ({"device_mapping": [-1]}, "devices from 0 on"),
+        ({"device_mapping": [0.5]}, "whole numbers"),
+        ({"device_mapping": "0-2", "num_gpus_per_worker": 2}, "a divisor of the 3 devices"),
+        ({"device_mapping": "0-2", "num_gpus_per_worker": 0}, "a divisor of the 3 devices"),
+        ({"device_mapping": "0-2", "world_size": 2}, "3, which 3 devices with 1 for each worker give"),
+        ({}, "a number of workers, or a device_mapping"),
+        ({"world_size": 0}, "'world_size'|world_size is 0|1 or more"),
+        ({"world_size": 6, "tp_size": 4}, "tp 4 x pp 1 x cp 1 does not make up a world of 6 ranks; it makes up 4 or 8"),
+        ({"world_size": 4, "tp_size": 2, "dp_size": 4}, "dp 4 x tp 2 x pp 1 x cp 1 does not make up a world of 4"),
+        ({"world_size": 4, "tp_size": 0}, "tp_size is 0"),
+        ({"world_size": 4, "mesh": ("dp", "tp")}, "names each of"),
+    ],
+)
+def test_configurations_that_make_no_sense(
+    make_cluster: Callable[..., Members], resources: ResourceManager, config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(errors.InvalidSpecError, match=said):
+        make_cluster(name="nonsense", **config)
+    assert "nonsense" not in resources.allocations
+
+
+def test_a_name_is_taken_once(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+    make_cluster(name="once", world_size=1)
+    with pytest.raises(errors.RoleExistsError, match="'once'"):
+        make_cluster(name="once", world_size=1)
+    assert "once" in resources.allocations
+
+
+@pytest.mark.not_on("inline", "its devices are numbers only")
+def test_nodes_that_the_cluster_does_not_have(scheduler: Scheduler) -> None:
+    for num_gpus, num_nodes, step in (
+        (16, None, "Set num_gpus_per_node to 8"),
+        (8, 4, "Set num_nodes to 1"),
+        (16, 2, "Add nodes"),
+    ):
+        with pytest.raises(errors.ResourcesNotMetError) as caught:
+            ResourceManager(num_gpus, num_nodes, scheduler=scheduler, name="too-much")
+        text = str(caught.value)
+        wanted = num_nodes or 1
+        assert (
+            f"requested:\n  {wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all"
+            in text
+        )
+        assert "observed:\n  node " in text and "8 GPU" in text and step in text
+    for arguments, said in (((-1,), "num_gpus_per_node is -1"), ((8, 0), "num_nodes is 0")):
+        with pytest.raises(ValueError, match=said):
+            ResourceManager(*arguments, scheduler=scheduler)
+
+
+@pytest.mark.not_on("inline", "its devices are numbers only")
+def test_devices_are_held_and_given_back(scheduler: Scheduler, resources: ResourceManager) -> None:
+    assert len(resources.devices) == 8
+    with pytest.raises(errors.PlacementTimeoutError, match="devices"):
+        ResourceManager(8, scheduler=scheduler, name="second")
+    assert scheduler.nodes()[0].num_free_devices == 0
+
+
+def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> None:
+    free = sum(node.num_free_devices for node in scheduler.nodes())
+    if not scheduler.shares_process and not free:
+        pytest.skip("all devices are held by the tests before this one")
+    manager = ResourceManager(2, scheduler=scheduler, name="short-lived")
+    group = Members("short", Member, manager, ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU))
+    manager.destroy_placement_group()
+    manager.destroy_placement_group()
+    group.close()
+    assert sum(node.num_free_devices for node in scheduler.nodes()) == free
+    with pytest.raises(errors.SchedulerClosedError):
+        manager.allocate_placement_group(1, holder="late")
+    with manager:
+        pass
+
+
+def test_a_manager_of_cpus_alone(scheduler: Scheduler) -> None:
+    with ResourceManager(0, scheduler=scheduler) as manager:
+        assert manager.devices == () and manager.num_nodes >= 1
+        with Members("cpus", Member, manager, ClusterConfig(world_size=2, num_cpus=0.5)) as group:
+            assert group.echo(1) == [1, 1]
+            assert group.rank_to_devices == {0: (), 1: ()}
+        with pytest.raises(errors.InvalidSpecError, match="which are none"):
+            Members("gpus", Member, manager, ClusterConfig(device_mapping="0"))
+
+
+def test_health_is_told_during_a_long_call(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+    group = make_cluster(world_size=2)
+    release = tmp_path / "release"
+    waiting = group.method(Member.wait_on).submit([1], str(release))
+    wait_until(Path(f"{release}.1").exists, "rank 1 is inside")
+    running = [status.health.running if status.health else None for status in group.health()]
+    assert running[0] is None and str(running[1]).endswith("wait_on")
+    release.touch()
+    assert waiting.result(LIMIT_S) == [0, 1]
