@@ -390,8 +390,13 @@ class Batch:
         return cls(columns, meta)
 
     def to_tensordict(self) -> Any:
-        """A TensorDict of batch size (N,), without padding: tensors and arrays share memory, ragged columns are nested tensors,
-        lists are stacks of non-tensor data, and meta lies under 'meta'. Needs the package tensordict."""
+        """A TensorDict of batch size (N,), without padding.
+
+        Tensors and arrays of numbers share memory, where torch can use it as it is; ragged columns of numbers are jagged nested
+        tensors; all other columns are stacks of non-tensor data; meta lies under 'meta'.
+
+        Raises: BackendNotInstalledError without the package tensordict; ValueError for a column 'meta' beside meta.
+        """
         from helmsman.api.tensordicts import to_tensordict
 
         batch = self.unpad()
@@ -399,7 +404,12 @@ class Batch:
 
     @classmethod
     def from_tensordict(cls, tensordict: Any) -> Batch:
-        """The batch of a TensorDict with one batch dimension; nested tensors must be jagged."""
+        """The batch of a TensorDict with one batch dimension. Tensors share memory, nested ones become Ragged, stacks of
+        non-tensor data become lists, and non-tensor data that belongs to all rows becomes meta.
+
+        Raises: BackendNotInstalledError without the package tensordict; ValueError for other batch sizes; TypeError for a
+            TensorDict that holds others.
+        """
         from helmsman.api.tensordicts import from_tensordict
 
         columns, meta = from_tensordict(tensordict)
@@ -439,7 +449,7 @@ def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def part_sizes(num_rows: int, num_parts: int, remainder: Remainder, derivation: str = "") -> list[int]:
+def part_sizes(num_rows: int, num_parts: int, remainder: Remainder) -> list[int]:
     """How many rows each part gets; with 'pad' the rows have been padded already.
 
     Raises: UnevenBatchError; ValueError for fewer than one part, or another remainder.
@@ -448,7 +458,7 @@ def part_sizes(num_rows: int, num_parts: int, remainder: Remainder, derivation: 
         raise ValueError(f"remainder is {remainder!r}; it is one of {', '.join(get_args(Remainder))}")
     size, rest = divmod(num_rows, _positive(num_parts, "num_parts"))
     if rest and remainder != "uneven":
-        raise UnevenBatchError(num_rows=num_rows, divisor=num_parts, derivation=derivation)
+        raise UnevenBatchError(num_rows=num_rows, divisor=num_parts)
     return [size + (index < rest) for index in range(num_parts)]
 
 

@@ -28,18 +28,36 @@ def _as_entry(library: Any, column: Column) -> Any:
     import torch
 
     if isinstance(column, Ragged):
-        values, offsets = (torch.as_tensor(part) for part in (column.values, column.offsets))
-        return torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
-    if kind_of(column) == "tensor":
-        return column
-    if kind_of(column) == "array" and column.dtype.kind in "biufc":  # type: ignore[union-attr]
-        return torch.as_tensor(column)
-    return library.NonTensorStack(*[library.NonTensorData(item) for item in column])
+        values, offsets = (_as_tensor(part) for part in (column.values, column.offsets))
+        if values is not None:
+            return torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
+    elif (tensor := _as_tensor(column)) is not None:
+        return tensor
+    texts = getattr(getattr(column, "dtype", None), "kind", "") in ("U", "S", "O")
+    rows = column.tolist() if texts else list(column)  # type: ignore[union-attr]
+    return library.NonTensorStack(*[library.NonTensorData(row) for row in rows])
+
+
+def _as_tensor(column: Any) -> Any:
+    """A tensor in the same memory, if torch can use it; a tensor of its own for arrays that are read-only, reversed or of the
+    other byte order; None for what cannot be a tensor."""
+    import torch
+
+    kind = kind_of(column)
+    if kind != "array":
+        return column if kind == "tensor" else None
+    if column.dtype.kind not in "biufc" or column.dtype.char in "gG":  # long doubles
+        return None
+    if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
+        column = column.astype(column.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(column)
 
 
 def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]:
     """See Batch.from_tensordict."""
     library = _library()
+    if not library.is_tensor_collection(tensordict):
+        raise TypeError(f"a TensorDict is needed, not a {type(tensordict).__qualname__}; for plain dicts there is from_dict")
     if len(tensordict.batch_size) != 1:
         raise ValueError(f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; rows are one dimension")
     columns: dict[str, Column] = {}
@@ -53,10 +71,12 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
                 meta |= value.data
             else:
                 meta[name] = value.data
-        elif isinstance(value, library.TensorDictBase):
+        elif library.is_tensor_collection(value):
             raise TypeError(f"entry {name!r} is a TensorDict itself; flatten it first (flatten_keys)")
         elif getattr(value, "is_nested", False):
-            columns[name] = Ragged(value.values(), value.offsets().cpu())
+            # One that is a view (narrowed, transposed) has values between its rows, or the other way round.
+            is_plain = "jagged" in str(value.layout) and value.is_contiguous()
+            columns[name] = Ragged(value.values(), value.offsets()) if is_plain else Ragged.from_rows(value.unbind())
         else:
             columns[name] = value
     return columns, meta
@@ -65,7 +85,9 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
 def _library() -> Any:
     try:
         import tensordict
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "tensordict":
+            raise
         raise BackendNotInstalledError(
             backend="Batch's way to and from TensorDict", package="tensordict", command="pip install 'helmsman[tensordict]'"
         ) from error
