@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
@@ -222,7 +223,7 @@ class RayScheduler(SchedulerBase):
                 max_concurrency=10_000,
                 **options,
             )
-            .remote()
+            .remote([str(Path(folder).absolute()) for folder in sys.path])
         )
 
     async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:

@@ -7,7 +7,7 @@ import faulthandler
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,14 @@ def _control(method: Any) -> Any:
 
 class RayRPCServer:
     """A worker. Control verbs have a concurrency group of their own; engine work waits here for the host's threads, so a
-    running call delays neither."""
+    running call delays neither.
 
-    def __init__(self) -> None:
+    Args:
+        search_path: the driver's ``sys.path``; what is missing here comes last, so that this node's own packages win.
+    """
+
+    def __init__(self, search_path: Sequence[str] = ()) -> None:
+        sys.path.extend(folder for folder in search_path if folder not in sys.path)
         self._num_begun = 0
         self._early: dict[int, Callable[[], None]] = {}
         """Engine work that arrived before its turn, by number."""
