@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ NUM_PROMPTS = 63
 NUM_EPOCHS = 3
 KL_WEIGHT = 0.02
 DISCOUNT = 0.3
-ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
+LEARNING_RATE = 20.0
 
 
 # Each names the declared methods of its workers, so that editors and type checkers know them.
@@ -68,29 +69,20 @@ class Roles:
     """The five groups. Actors and critic take turns on devices 0 to 3, the reference has 4 to 7, and the reward needs none."""
 
     def __init__(self, resources: ResourceManager, seed: int, held: contextlib.ExitStack) -> None:
-        def config(**sizes: Any) -> ClusterConfig:
-            return ClusterConfig(**sizes, env_vars=ON_CPU)
+        config = functools.partial(ClusterConfig, env_vars={"HELMSMAN_PLATFORM": "cpu"})
+        trains = config(device_mapping="0-3", dp_size=2, tp_size=2)
+        infers = config(device_mapping="0-3", num_gpus_per_worker=2)
+        refers = config(device_mapping="4-7", dp_size=2, pp_size=2)
+        values = config(device_mapping="0-3", num_gpus_per_worker=4)
+        scores = config(world_size=1)
 
+        start = held.enter_context
         self.seed = seed
-        self.actor_train = held.enter_context(
-            ActorTrainCluster(
-                "actor_train", ActorTrain, resources, config(device_mapping="0-3", dp_size=2, tp_size=2), args=(seed, 0.15)
-            )
-        )
-        self.actor_infer = held.enter_context(
-            ActorInferCluster(
-                "actor_infer", ActorInfer, resources, config(device_mapping="0-3", num_gpus_per_worker=2), args=(seed,)
-            )
-        )
-        self.reference = held.enter_context(
-            ReferenceCluster(
-                "reference", Reference, resources, config(device_mapping="4-7", dp_size=2, pp_size=2), args=(seed,)
-            )
-        )
-        self.critic = held.enter_context(
-            CriticCluster("critic", Critic, resources, config(device_mapping="0-3", num_gpus_per_worker=4), args=(seed, 0.5))
-        )
-        self.reward = held.enter_context(RewardCluster("reward", Reward, resources, config(world_size=1), args=(seed,)))
+        self.actor_train = start(ActorTrainCluster("actor_train", ActorTrain, resources, trains, args=(seed, LEARNING_RATE)))
+        self.actor_infer = start(ActorInferCluster("actor_infer", ActorInfer, resources, infers, args=(seed,)))
+        self.reference = start(ReferenceCluster("reference", Reference, resources, refers, args=(seed,)))
+        self.critic = start(CriticCluster("critic", Critic, resources, values, args=(seed,)))
+        self.reward = start(RewardCluster("reward", Reward, resources, scores, args=(seed,)))
 
     @property
     def all(self) -> tuple[Cluster[Role], ...]:
@@ -105,12 +97,13 @@ class Roles:
 
         # The answers stay in the workers that gave them, and go from there to those of the next three roles.
         with self.actor_infer.generate.keep(asked, step, temperature=1.0) as rollout:
-            expected = self.critic.values.submit(rollout)
-            with self.reference.embed.keep(rollout) as hidden:  # ... and so do activations, from stage to stage
-                referred = self.reference.log_probs.submit(rollout, hidden)  # while the critic is at work
-                scored = self.reward.score(rollout)
-                batch = rollout.union(scored).union(expected.result()).union(referred.result())
-        batch = with_advantages(batch)
+            values = self.critic.values.submit(rollout)
+            with self.reference.embed.keep(rollout) as hidden:  # so do activations, from stage to stage
+                referred = self.reference.log_probs.submit(rollout, hidden)  # at the same time as the critic's values
+                rewards = self.reward.score(rollout)
+                references = referred.result()
+            assert references is not None  # the last stage has answered
+            batch = with_advantages(rollout.union(rewards).union(values.result()).union(references))
 
         fitted = self.critic.fit.submit(batch)
         for _ in range(NUM_EPOCHS):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helmsman import AxisSharding, Batch, Collect, Dispatch, Execute, GroupWorker, register
-from helmsman.api.topology import RankInfo, Topology
+from helmsman.api.topology import Topology
 
 VOCABULARY = 16
 WIDTH = 16
@@ -52,25 +52,6 @@ def picked(logits: Array, tokens: Tokens) -> Array:
     """The logit of each token."""
     found: Array = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return found
-
-
-class Adam:
-    """Adam's moments of one array (Kingma and Ba, 2014), for the ranks that own it."""
-
-    def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
-        self.mean: Any = 0.0
-        self.square: Any = 0.0
-        self.num_steps = 0
-
-    def step(self, gradient: Array) -> Array:
-        """What is to be added to the array."""
-        self.num_steps += 1
-        self.mean = 0.9 * self.mean + 0.1 * gradient
-        self.square = 0.99 * self.square + 0.01 * gradient**2
-        mean, square = self.mean / (1 - 0.9**self.num_steps), self.square / (1 - 0.99**self.num_steps)
-        change: Array = -self.learning_rate * mean / (np.sqrt(square) + 1e-8)
-        return change
 
 
 class Role(GroupWorker):
@@ -121,29 +102,24 @@ def reduce_gradient(topology: Topology, results: list[Any]) -> Array:
 
 
 class ActorTrain(Role):
-    """Each tp rank has its rows of the head and their moments, each dp rank its share of the responses.
+    """Each tp rank has its rows of the head, each dp rank its share of the responses.
 
     What ranks of a real trainer say to each other in collectives, the declarations say here.
     """
 
     def __init__(self, seed: int, learning_rate: float) -> None:
         super().__init__(seed)
-        info = self.rank_info
+        self.learning_rate = learning_rate
         self.embedding = embedding(seed)
-        self.first = info.tp_rank * VOCABULARY // info.tp_size
-        self.stop = (info.tp_rank + 1) * VOCABULARY // info.tp_size
-        self.head = initial_head(seed)[self.first : self.stop]
-        self.adam = Adam(learning_rate)
-
-    def get_rank_info(self) -> RankInfo:
-        """For the cluster, which compares it with its own."""
-        return self.rank_info
+        self.num_tokens = VOCABULARY // self.rank_info.tp_size
+        self.first = self.rank_info.tp_rank * self.num_tokens
+        self.head = initial_head(seed)[self.first : self.first + self.num_tokens]
 
     def _logits(self, rollout: Batch) -> tuple[Array, NDArray[np.bool_], Tokens]:
         """Of the tokens that lie here; whether a response's token lies here, and its row if it does."""
         logits: Array = self.embedding[tokens_before(rollout)] @ self.head.T
         tokens: Tokens = rollout["tokens"]
-        is_here = (self.first <= tokens) & (tokens < self.stop)
+        is_here = (self.first <= tokens) & (tokens < self.first + self.num_tokens)
         return logits, is_here, np.where(is_here, tokens - self.first, 0)
 
     @register({"dispatch_fn": rows_over_dp, "collect_fn": reduce_log_probs})
@@ -161,15 +137,15 @@ class ActorTrain(Role):
         ratio, advantages = np.exp(batch["log_probs"] - batch["old_log_probs"]), batch["advantages"]
         is_clipped = np.where(advantages > 0, ratio > 1 + CLIP, ratio < 1 - CLIP)
         weight = np.where(is_clipped, 0.0, ratio * advantages)[..., None]
-        chosen = np.eye(self.stop - self.first)[row] * is_here[..., None]
+        chosen = np.eye(self.num_tokens)[row] * is_here[..., None]
         by_logit = -weight * (chosen - np.exp(logits - batch["normalizer"][..., None]))
         total: Array = np.einsum("ntv,ntw->vw", by_logit, self.embedding[tokens_before(batch)])
         return total
 
     @register(AxisSharding(shard=("tp",), replicate=("dp",)), shard=("gradient",))
     def apply(self, gradient: Array) -> None:
-        """One step of Adam. ``gradient`` has a row for each token, and each rank gets those that it owns."""
-        self.head = self.head + self.adam.step(gradient)
+        """One step down. ``gradient`` has a row for each token, and each rank gets those that it owns."""
+        self.head = self.head - self.learning_rate * gradient
 
     @register(AxisSharding(shard=("tp",), replicate=()))
     def weights(self) -> Batch:
@@ -208,7 +184,7 @@ class ActorInfer(Role):
 
     @register(Dispatch.DP_MP_COMPUTE, shard=("prompts",), remainder="pad")
     def generate(self, prompts: Batch, step: int, temperature: float) -> Batch:
-        """``tokens`` and their ``old_log_probs``. Each row draws from a stream of its own, so it does not matter who does it."""
+        """``tokens`` and their ``old_log_probs``. Each row draws from a stream of its own, so it does not matter where."""
         self.note("generate", prompts)
         streams = [np.random.default_rng([self.seed, step, row]) for row in prompts["row"]]
         noise = np.stack([stream.gumbel(size=(LENGTH, VOCABULARY)) for stream in streams])
@@ -253,10 +229,9 @@ class Reference(Role):
 class Critic(Role):
     """Expects of a token before and a position so much reward to come."""
 
-    def __init__(self, seed: int, learning_rate: float) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.table = np.zeros((VOCABULARY, LENGTH))
-        self.learning_rate = learning_rate
 
     @register(Dispatch.DP_MP_COMPUTE)
     def values(self, rollout: Batch) -> Batch:
@@ -273,7 +248,7 @@ class Critic(Role):
         total, count = np.zeros_like(self.table), np.zeros_like(self.table)
         np.add.at(total, at, error)
         np.add.at(count, at, 1.0)
-        self.table += self.learning_rate * total / np.maximum(count, 1.0)
+        self.table += 0.5 * total / np.maximum(count, 1.0)
         return {"error": float((error**2).mean())}
 
 
