@@ -369,6 +369,22 @@ def test_the_mask_is_of_the_kind_of_the_batch(columns: Any, mask: Any) -> None:
     assert getattr(mask, "is_meta", False) or same(found, mask)
 
 
+def test_columns_stay_on_their_device() -> None:
+    """meta stands for any device other than the host; offsets and indices are on the host."""
+    values = torch.zeros(5, 2, device="meta")
+    batch = Batch({"t": values[:3], "r": Ragged(values, [0, 2, 2, 5])})
+    for made in (
+        batch[1:],
+        batch.take(torch.tensor([2, 0])),
+        batch.repeat(2),
+        Batch.concat(batch.chunk(2, "pad")).unpad(),
+        *batch.group_by(lambda row: len(row["r"])).values(),
+    ):
+        assert (made["t"].device.type, made["t"].shape[1:]) == ("meta", (2,))
+        assert (made["r"].values.device.type, made["r"].offsets.device.type) == ("meta", "cpu")
+        assert len(made["r"].values) == sum(made["r"].lengths)
+
+
 def test_a_mask_takes_the_rows_that_are_no_padding() -> None:
     padded = Batch({"a": [1, 2, 3]}).pad(4)
     assert Batch({"a": padded["a"]})[padded.mask]["a"] == [1, 2, 3]
@@ -475,8 +491,12 @@ PADDED = TWO.pad(3)
         (lambda: TWO.chunk(2, "drop"), ValueError, "remainder is 'drop'; it is one of error, pad, uneven"),
         (lambda: TWO.chunk(1.5, "pad"), TypeError, "float"),
         (lambda: TWO.pad(0), ValueError, "multiple is 0; it is 1 or more"),
-        (lambda: TWO.chunk(5), UnevenBatchError, "a batch of 2 rows does not divide over 5 parts (5); nearest valid sizes: 5."),
-        (lambda: part_sizes(7, 2, "error", "dp = 4 ranks / (tp 2)"), UnevenBatchError, "2 parts (2 = dp = 4 ranks / (tp 2))"),
+        (lambda: TWO.chunk(5), UnevenBatchError, "a batch of 2 rows does not divide over 5 parts; nearest valid sizes: 5."),
+        (
+            lambda: part_sizes(7, 2, "pad"),
+            UnevenBatchError,
+            "7 rows does not divide over 2 parts; nearest valid sizes: 6 and 8.",
+        ),
         (lambda: TWO.group_by("b"), KeyError, "no column 'b'"),
         (lambda: Batch({"a": torch.zeros(1, 1)}).group_by("a"), TypeError, "column 'a' has more than one value for a row"),
         (lambda: Batch({"a": Ragged(np.zeros(1), [0, 1])}).group_by("a"), TypeError, "give group_by a function of the row"),
