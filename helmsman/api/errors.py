@@ -753,9 +753,9 @@ class UnevenBatchError(HelmsmanError, ValueError):
     def __init__(self, *, num_rows: int, divisor: int, derivation: str = "", what: str = "a batch") -> None:
         below = num_rows // divisor * divisor
         nearest = [size for size in (below, below + divisor) if size]
-        derived = f" = {derivation}" if derivation else ""
+        derived = f": {derivation} = {divisor}" if derivation else ""
         super().__init__(
-            f"{what} of {num_rows} rows does not divide over {divisor} parts ({divisor}{derived}); nearest valid sizes: "
+            f"{what} of {num_rows} rows does not divide over {divisor} parts{derived}; nearest valid sizes: "
             f"{' and '.join(map(str, nearest))}. Give one of these, or declare remainder='pad' (the last row is repeated and "
             "masked) or remainder='uneven' (some ranks get one row more).",
             num_rows=num_rows,

@@ -20,6 +20,7 @@ from helmsman.api.errors import (
     GroupCallError,
     HelmsmanError,
     PeerNotReadyError,
+    WorkerFailedError,
 )
 from helmsman.api.scheduler import Scheduler
 
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 2.0
 """How long the other ranks may still end by themselves after the first failure, in seconds."""
+
+DEATH_GRACE_S = 0.25
+"""How long they get after a death, which what they say would not explain, in seconds."""
 
 _COMMUNICATION_TYPES = frozenset(
     {"BrokenPipeError", "ConnectionAbortedError", "ConnectionRefusedError", "ConnectionResetError"}
@@ -113,9 +117,10 @@ async def gather_all(
     if not tasks:
         return []
     try:
-        _, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
         if pending:
-            await asyncio.wait(pending, timeout=grace_s)
+            died = any(not task.cancelled() and isinstance(task.exception(), WorkerFailedError) for task in done)
+            await asyncio.wait(pending, timeout=min(grace_s, DEATH_GRACE_S) if died and grace_s is not None else grace_s)
     except asyncio.CancelledError:
         for worker_id, task in tasks.items():
             task.cancel()

@@ -324,10 +324,11 @@ def _shares(
         padded = value.pad(num_parts)
         added, value = len(padded) - len(value), padded
     try:
-        sizes = part_sizes(len(value), num_parts, remainder, topology.derivation(sharding.shard))
+        sizes = part_sizes(len(value), num_parts, remainder)
     except UnevenBatchError as error:
+        derivation = topology.derivation(sharding.shard)
         raise UnevenBatchError(
-            num_rows=error.num_rows, divisor=num_parts, derivation=topology.derivation(sharding.shard), what=f"{method}: {what}"
+            num_rows=error.num_rows, divisor=num_parts, derivation=derivation, what=f"{method}: {what}"
         ) from None
     parts, start = [], 0
     for size in sizes:

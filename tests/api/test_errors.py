@@ -226,7 +226,7 @@ ROWS = [
         errors.UnevenBatchError(
             num_rows=12, divisor=5, derivation="dp = 20 ranks / (tp 2 x pp 2 x cp 1)", what="argument 'batch' of Actor.step"
         ),
-        ("argument 'batch' of Actor.step", "12 rows", "5 parts", "5 = dp = 20 ranks / (tp 2 x pp 2 x cp 1)", "10 and 15"),
+        ("argument 'batch' of Actor.step", "12 rows", "5 parts", "dp = 20 ranks / (tp 2 x pp 2 x cp 1) = 5", "10 and 15"),
         "declare remainder='pad'",
     ),
     Row(

@@ -276,15 +276,15 @@ def test_arguments_that_the_method_does_not_take() -> None:
 @pytest.mark.parametrize(
     ("topology", "rows", "derivation", "nearest"),
     [
-        (Topology(dp=5, tp=2, pp=2), 7, "5 = dp = 20 ranks / (tp 2 x pp 2 x cp 1)", "5 and 10"),
-        (Topology(dp=4), 3, "4 = dp = 4 ranks / (tp 1 x pp 1 x cp 1)", "4"),
+        (Topology(dp=5, tp=2, pp=2), 7, "dp = 20 ranks / (tp 2 x pp 2 x cp 1) = 5", "5 and 10"),
+        (Topology(dp=4), 3, "dp = 4 ranks / (tp 1 x pp 1 x cp 1) = 4", "4"),
     ],
 )
 def test_rows_that_do_not_divide(topology: Topology, rows: int, derivation: str, nearest: str) -> None:
     with pytest.raises(UnevenBatchError) as caught:
         dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), (list(range(rows)),), {})
     text = str(caught.value)
-    assert f"argument 'x' of {rows} rows does not divide over {topology.dp_size} parts ({derivation})" in text
+    assert f"argument 'x' of {rows} rows does not divide over {topology.dp_size} parts: {derivation}; nearest" in text
     assert f"nearest valid sizes: {nearest}." in text
     assert "remainder='pad'" in text and "remainder='uneven'" in text
 

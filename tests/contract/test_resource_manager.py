@@ -1,0 +1,58 @@
+"""Devices that are held for worker groups, and given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.cluster_config import ClusterConfig
+from helmsman.api.scheduler import Scheduler
+from helmsman.controller.resource_manager import ResourceManager
+from tests.contract.group_workers import Member
+from tests.contract.helpers import wait_until
+from tests.contract.test_clusters import ON_CPU, Members
+
+
+def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> None:
+    free = sum(node.num_free_devices for node in scheduler.nodes())
+    manager = ResourceManager(2, scheduler=scheduler, name="short-lived")
+    group = Members("short", Member, manager, ClusterConfig(device_mapping="0-1", num_cpus=0.5, env_vars=ON_CPU))
+    manager.destroy_placement_group()
+    manager.destroy_placement_group()
+    group.close()
+    wait_until(lambda: sum(node.num_free_devices for node in scheduler.nodes()) == free, "as many are free as before")
+    with pytest.raises(errors.SchedulerClosedError):
+        manager.allocate_placement_group(1, holder="late")
+    with manager:
+        pass
+
+
+def test_a_manager_of_cpus_alone(scheduler: Scheduler) -> None:
+    with ResourceManager(0, scheduler=scheduler) as manager:
+        assert manager.devices == () and manager.num_nodes >= 1
+        with Members("cpus", Member, manager, ClusterConfig(world_size=2, num_cpus=0.5)) as group:
+            assert group.echo(1) == [1, 1]
+            assert group.rank_to_devices == {0: (), 1: ()}
+        with pytest.raises(errors.InvalidSpecError, match="which are none"):
+            Members("gpus", Member, manager, ClusterConfig(device_mapping="0"))
+
+
+@pytest.mark.not_on("inline", "its devices are numbers only")
+def test_nodes_that_the_cluster_does_not_have(scheduler: Scheduler) -> None:
+    for num_gpus, num_nodes, step in (
+        (16, None, "Set num_gpus_per_node to 8"),
+        (8, 4, "Set num_nodes to 1"),
+        (16, 2, "Add nodes"),
+    ):
+        with pytest.raises(errors.ResourcesNotMetError) as caught:
+            ResourceManager(num_gpus, num_nodes, scheduler=scheduler, name="too-much")
+        text = str(caught.value)
+        wanted = num_nodes or 1
+        assert (
+            f"requested:\n  {wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all"
+            in text
+        )
+        assert "observed:\n  node " in text and "8 GPU" in text and step in text
+    for arguments, said in (((-1,), "num_gpus_per_node is -1"), ((8, 0), "num_nodes is 0")):
+        with pytest.raises(ValueError, match=said):
+            ResourceManager(*arguments, scheduler=scheduler)
