@@ -31,7 +31,8 @@ class Batch:
     """Columns of equal length, and ``meta``, which belongs to all rows.
 
     It is frozen: no column or entry is added, replaced or removed; operations return new batches, which share memory with the
-    old one wherever they can. Slices and chunks are views.
+    old one wherever they can. Slices and chunks are views. What comes out of it is therefore not to be changed in place, a list
+    least of all.
     """
 
     __slots__ = ("__weakref__", "_columns", "_meta", "_num_padding", "_num_rows")
@@ -162,10 +163,11 @@ class Batch:
             return {name: column[index % len(self)] for name, column in self.columns.items()}
         return self._take(key, "indexing")
 
-    def equals(self, other: Batch) -> bool:
+    def equals(self, other: object) -> bool:
         """Whether rows, columns, meta and padding are the same, element for element; NaN equals NaN."""
         return (
-            (len(self), self.num_padding) == (len(other), other.num_padding)
+            isinstance(other, Batch)
+            and (len(self), self.num_padding) == (len(other), other.num_padding)
             and same(dict(self.columns), dict(other.columns))
             and same(dict(self.meta), dict(other.meta))
         )

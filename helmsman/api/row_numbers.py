@@ -75,11 +75,7 @@ def int64_vector(numbers: Any, kind: str) -> Any:
         numbers: a sequence, array or tensor of integers, with one dimension.
     Raises: TypeError for what is not one dimension of integers; ValueError for integers that 64 bits do not hold.
     """
-    dtype = getattr(numbers, "dtype", "torch.int")
-    if (
-        not getattr(dtype, "kind", str(dtype)).startswith(("i", "u", "torch.int", "torch.uint"))
-        or len(getattr(numbers, "shape", (1,))) != 1
-    ):
+    if hasattr(numbers, "dtype") and not (_are_integers(numbers.dtype) and len(numbers.shape) == 1):
         raise TypeError(f"integers in one dimension are needed, not {_described(numbers)}")
     if hasattr(numbers, "astype"):
         numbers = numbers.astype("int64", order="C")
@@ -97,6 +93,10 @@ def int64_vector(numbers: Any, kind: str) -> Any:
         return np.asarray(numbers, dtype=np.int64)
     except (OverflowError, RuntimeError, ValueError) as error:  # torch has its own ways to say it
         raise ValueError(f"integers of at most 64 bits are needed: {error}") from error
+
+
+def _are_integers(dtype: Any) -> bool:
+    return dtype.kind in "iu" if hasattr(dtype, "kind") else str(dtype).startswith(("torch.int", "torch.uint"))
 
 
 def _as_list(given: GivenRows) -> list[Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helmsman.api.columns import Column, Ragged
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROWS = st.integers(0, 30)
 
 # dtype -> what a random integer below 256 becomes; NaN among the floats.

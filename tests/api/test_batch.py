@@ -409,6 +409,7 @@ def test_batches_that_differ_in_anything_are_not_equal() -> None:
         batch[:1],
         batch[:1].pad(2),
         batch.with_columns(a=torch.ones(2)),
+        batch.to_dict(),
     ):
         assert not batch.equals(other)
 
