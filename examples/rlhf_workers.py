@@ -16,7 +16,8 @@ from helmsman import AxisSharding, Batch, Collect, Dispatch, Execute, GroupWorke
 from helmsman.api.topology import Topology
 
 VOCABULARY = 16
-WIDTH = 16
+WIDTH = VOCABULARY
+"""Of embeddings; as many as tokens, so that all can be at right angles."""
 LENGTH = 6
 STRIDE = 3
 CLIP = 0.2
