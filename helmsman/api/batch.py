@@ -359,11 +359,14 @@ class Batch:
         Entries of meta that are not the same in all become a PerPart. Only the last rows may be padding.
 
         Raises: ValueError for no batches, different columns, or columns whose rows have different shapes or devices; TypeError
-            for columns of different kinds or dtypes.
+            for what is no batch, and columns of different kinds or dtypes.
         """
         batches = list(batches)
         if not batches:
             raise ValueError("concat needs at least one batch")
+        for index, batch in enumerate(batches):
+            if not isinstance(batch, Batch):
+                raise TypeError(f"concat joins batches, and entry {index} is a {type(batch).__qualname__}")
         if len(batches) == 1:
             return batches[0]
         names = list(batches[0].columns)
@@ -476,6 +479,8 @@ def _no_column(name: str, value: Any) -> str:
         return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
     if "sparse" in str(getattr(value, "layout", "")):
         return f"column {name!r} is a sparse tensor; make a dense one of it (to_dense)"
+    if type(value).__name__ == "MaskedArray":
+        return f"column {name!r} is a masked array; give its data and its mask as two columns"
     shown = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__
     return (
         f"column {name!r} is a {shown}; a column is a tensor or array with at least one dimension, a list, a tuple or a "

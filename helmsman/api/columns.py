@@ -168,7 +168,8 @@ def kind_of(value: Any) -> str:
     if torch is not None and isinstance(value, torch.Tensor):
         return "tensor" if value.layout is torch.strided and not value.is_nested and value.dim() else ""
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return "array" if value.ndim else ""
+        # Joining masked arrays with NumPy's own function would drop their masks.
+        return "array" if value.ndim and not isinstance(value, numpy.ma.MaskedArray) else ""
     return ""
 
 
@@ -278,6 +279,8 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     try:
+        if hasattr(first, "equals"):  # a Batch, a data frame
+            return bool(first.equals(second))
         if not (hasattr(first, "dtype") and hasattr(first, "shape")):
             return bool(first == second) or bool(first != first and second != second)
         if first.dtype != second.dtype or first.shape != second.shape:

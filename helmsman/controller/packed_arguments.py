@@ -80,7 +80,8 @@ def _pack(scheduler: Scheduler, method: str, name: str, value: Any, num_receiver
             value_type=error.value_type,
             reason=error.reason,
         ) from error
-    if num_receivers < 2 or packed.payload.handles or packed.payload.nbytes < _PUT_FROM_BYTES:
+    small = packed.payload.nbytes < _PUT_FROM_BYTES
+    if small or num_receivers < 2 or packed.payload.handles or scheduler.shares_process:
         return packed
     handle = scheduler.put(packed)
     put.append(handle)
