@@ -399,6 +399,15 @@ def test_texts_show_what_is_in_a_batch() -> None:
     assert repr(Batch({}, num_rows=2)) == "Batch(2 rows, no columns)"
 
 
+def test_batches_inside_batches_are_compared_as_batches() -> None:
+    def nested(value: float) -> Batch:
+        return Batch({"turns": [Batch({"a": torch.tensor([value])})]}, {"prompt": Batch({"a": np.array([value])})})
+
+    assert nested(math.nan).equals(nested(math.nan))
+    assert not nested(1).equals(nested(2))
+    assert decode(encode(nested(1))).equals(nested(1))
+
+
 def test_batches_that_differ_in_anything_are_not_equal() -> None:
     batch = Batch({"a": [1, 1]}, {"m": 1})
     assert batch.equals(Batch.from_dict({"a": (1, 1)}, MappingProxyType({"m": 1})))
@@ -450,6 +459,7 @@ PADDED = TWO.pad(3)
             TypeError,
             "column 'a' is a nested tensor; make a Ragged of its values() and offsets()",
         ),
+        (lambda: Batch({"a": np.ma.array([1])}), TypeError, "column 'a' is a masked array; give its data and its mask as two"),
         (lambda: Batch({1: [1]}), TypeError, "names of columns are strings, not 1"),
         (lambda: Batch({"a": [1], "b": [1, 2]}), ValueError, "columns of one batch have as many rows; got a: 1, b: 2"),
         (lambda: Batch({"a": [1]}, num_rows=2), ValueError, "got a: 1, num_rows: 2"),
@@ -519,6 +529,8 @@ PADDED = TWO.pad(3)
         (lambda: TWO.with_meta(m=1).union(TWO.with_meta(m=2)), ValueError, "both batches have the meta entry 'm'"),
         (lambda: Batch.concat([]), ValueError, "concat needs at least one batch"),
         (lambda: Batch.concat(iter(())), ValueError, "concat needs at least one batch"),
+        (lambda: Batch.concat([TWO, None]), TypeError, "concat joins batches, and entry 1 is a NoneType"),
+        (lambda: Batch.concat(TWO), TypeError, "concat joins batches, and entry 0 is a dict"),
         (lambda: Batch.concat([TWO, Batch({"b": [1]})]), ValueError, "batch 1 has the columns b; the first has a"),
         (lambda: Batch.concat([TWO, Batch({})]), ValueError, "batch 1 has the columns none; the first has a"),
         (lambda: Batch.concat([PADDED, TWO]), ValueError, "batch 1 has rows behind the padding of one before it; unpad first"),
