@@ -25,6 +25,7 @@ from helmsman.api.columns import Ragged
 from helmsman.api.errors import NotLoadableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.blame import find_culprit
+from helmsman.rpc_server.memory import without_write_check
 from helmsman.rpc_server.struct_classes import StructMeta, reduce_struct_class
 
 __all__ = ["Packed", "Payload", "ResultHandle", "decode", "encode"]
@@ -64,7 +65,8 @@ class Packed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The handles are pickled as such, so by the time this is unpacked they are what the receiver makes of them.
-        buffers = [pickle.PickleBuffer(buffer) for buffer in self.payload.buffers]
+        # Without their mark: pickle would restore it, and what arrives is the receiver's own, to be written to.
+        buffers = [pickle.PickleBuffer(without_write_check(buffer)) for buffer in self.payload.buffers]
         return _unpack, (pickle.PickleBuffer(self.payload.data), buffers, self.payload.handles)
 
 

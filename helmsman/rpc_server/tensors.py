@@ -18,6 +18,8 @@ from typing import Any
 
 import torch  # noqa: TID253 - see above
 
+from helmsman.rpc_server.memory import bytes_type, without_write_check
+
 # How the bytes are to be read, besides dtype, shape and strides.
 _CONJUGATED = 1
 _NEGATED = 2
@@ -89,18 +91,12 @@ def _dense(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...
     return compact.cpu(), num_own, own_strides
 
 
-@functools.lru_cache(maxsize=1024)
-def _array_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    # Making a ctypes array type costs several microseconds; shapes repeat.
-    return ctypes.c_char * num_bytes
-
-
 def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
     """The first ``num_bytes`` bytes from the tensor's first element on, without a copy.
 
     The result keeps the storage alive, not only the tensor: ``tensor.data = other`` would free the memory of the latter.
     """
-    array = _array_type(num_bytes).from_address(tensor.data_ptr())
+    array = bytes_type(num_bytes).from_address(tensor.data_ptr())
     array.storage = tensor.untyped_storage()  # type: ignore[attr-defined]
     return array
 
@@ -114,7 +110,7 @@ def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: 
     if data is None:
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
     else:
-        flat = torch.frombuffer(_without_write_check(data), dtype=dtype)
+        flat = torch.frombuffer(without_write_check(data), dtype=dtype)
         if flat.data_ptr() % flat.element_size():
             flat = flat.clone()
         # .data: a tensor of its own and not a view of `flat`, which autograd would treat differently.
@@ -131,34 +127,3 @@ def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
-
-
-class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` of CPython's C interface."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _without_write_check(data: Any) -> Any:
-    """``data`` itself if it can be written to, else the same memory without the mark, which torch would warn about."""
-    view = memoryview(data)
-    if not view.readonly:
-        return data
-    buffer = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    array = _array_type(view.nbytes).from_address(buffer.buf or 0)
-    array.owner = view  # type: ignore[attr-defined]
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return array

@@ -76,6 +76,12 @@ class Member(GroupWorker):
         """Rows plus one, as an array; all shares are of one size."""
         return batch["x"] + 1
 
+    @register(Dispatch.DP_MP_COMPUTE)
+    def in_place(self, rows: Any) -> Any:
+        """The same memory, one more in each place."""
+        rows += 1
+        return rows
+
     @register(Dispatch.DP_MP_DISPATCH_FIRST)
     def first_only(self, batch: Batch | None) -> Batch | None:
         """Keeps what it got; the last stage answers with an empty batch."""

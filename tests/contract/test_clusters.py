@@ -259,12 +259,17 @@ def test_a_value_for_many_ranks_is_packed_once(members: Members) -> None:
     assert Counted.num_packed == 2
 
 
-def test_what_arrives_is_each_ranks_own(members: Members) -> None:
+def test_what_arrives_is_each_ranks_own(members: Members, make_cluster: Callable[..., Members]) -> None:
     """A value that was put once may not be one memory for several workers to write to."""
     value = np.zeros(1 << 16)
     results = members.echo(value)
     results[0][:] = 1
     assert not any(result.any() for result in results[1:]) and not value.any()
+    group = make_cluster(world_size=4, tp_size=2)
+    for size in (8, 1 << 10, 1 << 16):  # inside the message, beside it, and put for the ranks of one dp coordinate
+        value = np.zeros(size)
+        assert group.method(Member.in_place)(value).tolist() == [1.0] * size
+        assert not value.any()
 
 
 def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable[..., Members]) -> None:
