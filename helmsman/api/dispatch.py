@@ -29,7 +29,7 @@ W = TypeVar("W")
 W_contra = TypeVar("W_contra", contravariant=True)
 R = TypeVar("R")
 G = TypeVar("G")
-J = TypeVar("J", bound="Batch | torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged | None")
+J = TypeVar("J", bound="Batch | torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged")
 
 
 class Dispatch(Enum):
@@ -73,21 +73,31 @@ class AxisSharding(msgspec.Struct, frozen=True):
 
     shard: tuple[Axis, ...] = ("dp",)
     """Rows are cut over these axes together, the first of them outermost. None: everything is replicated."""
-    replicate: tuple[Axis, ...] = ("tp", "pp", "cp")
-    """All ranks along these axes get the same share. Along axes that are named nowhere only coordinate 0 gets it, and the
-    others None."""
+    replicate: tuple[Axis, ...] | None = None
+    """All ranks along these axes get the same share; None: along all that are not cut. Along the rest one coordinate gets it,
+    and the others None."""
     take: dict[Axis, int] = {}
     """Coordinate from which results are taken along an axis that is not cut: 0 where nothing is said, -1 for the last."""
+    give: dict[Axis, int] = {}
+    """Coordinate that gets a share along an axis that is neither cut nor replicated: 0 where nothing is said, -1 for the
+    last."""
 
     def __post_init__(self) -> None:
-        named = [*self.shard, *self.replicate]
-        for axis in (*named, *self.take):
+        named = [*self.shard, *(self.replicate or ())]
+        for axis in (*named, *self.take, *self.give):
             if axis not in AXES:
                 raise ValueError(f"there is no axis {axis!r}; the axes are {', '.join(AXES)}")
         if len(set(named)) < len(named):
             raise ValueError(f"an axis is either cut or replicated, once; got shard={self.shard}, replicate={self.replicate}")
         if cut := set(self.take) & set(self.shard):
             raise ValueError(f"results come from every coordinate of an axis that is cut; take names {', '.join(sorted(cut))}")
+        if useless := set(self.give) - set(self.alone):
+            raise ValueError(f"give is for axes that are neither cut nor replicated; it names {', '.join(sorted(useless))}")
+
+    @property
+    def alone(self) -> tuple[Axis, ...]:
+        """The axes that are neither cut nor replicated."""
+        return () if self.replicate is None else tuple(axis for axis in AXES if axis not in (*self.shard, *self.replicate))
 
 
 class CustomDispatch(msgspec.Struct, frozen=True):
@@ -101,9 +111,8 @@ class CustomDispatch(msgspec.Struct, frozen=True):
 
 DispatchMode: TypeAlias = Dispatch | AxisSharding | CustomDispatch
 
-_ALL_BUT_DP: tuple[Axis, ...] = ("tp", "pp", "cp")
 _CUT = {
-    Dispatch.DP_MP_COMPUTE: AxisSharding(("dp",), _ALL_BUT_DP, {"pp": -1}),
+    Dispatch.DP_MP_COMPUTE: AxisSharding(("dp",), take={"pp": -1}),
     Dispatch.DP_MP_DISPATCH_FIRST: AxisSharding(("dp",), (), {"pp": -1}),
     Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL: AxisSharding(("dp",), ()),
 }
@@ -120,8 +129,7 @@ class Shard(Generic[T]):
 
     def __init__(self, value: T, *axes: Axis, remainder: Remainder = "error") -> None:
         self.value = value
-        shard = axes or ("dp",)
-        self.sharding = AxisSharding(shard, tuple(axis for axis in AXES if axis not in shard))
+        self.sharding = AxisSharding(axes or ("dp",))
         self.remainder: Remainder = remainder
 
 
@@ -144,7 +152,7 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
     shard: tuple[str, ...] | None = None
     """Parameters that are cut; None: all of them. For modes that cut."""
     remainder: Remainder = "error"
-    collect: Collect | None = None
+    collect: Collect | Callable[[list[Any]], Any] | None = None
     """For modes that cut and join; None otherwise."""
     signature: inspect.Signature | None = None
     """Without self; None where it is not known here."""
@@ -241,14 +249,18 @@ class _AsOne:
 
 
 class _Joined:
-    """Where the results of all parts are joined."""
+    """Where the results of all parts are joined. Ranks whose results do not count may return None."""
 
     @overload
-    def __call__(
-        self, function: Callable[Concatenate[W, P], Coroutine[Any, Any, J]]
-    ) -> RegisteredMethod[W, P, Coroutine[Any, Any, J], J]: ...
+    def __call__(  # type: ignore[overload-overlap]  # what returns nothing anywhere is not joined
+        self, function: Callable[Concatenate[W, P], None]
+    ) -> RegisteredMethod[W, P, None, None]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[W, P], J]) -> RegisteredMethod[W, P, J, J]: ...
+    def __call__(
+        self, function: Callable[Concatenate[W, P], Coroutine[Any, Any, J | None]]
+    ) -> RegisteredMethod[W, P, Coroutine[Any, Any, J | None], J]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[W, P], J | None]) -> RegisteredMethod[W, P, J | None, J]: ...
     def __call__(self, function: Any) -> Any:
         raise NotImplementedError
 
@@ -263,6 +275,13 @@ class _PerRank:
     @overload
     def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, list[R]]: ...
     def __call__(self, function: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Reduced(Generic[T]):
+    """Where a function makes one value of the results of all parts."""
+
+    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, T]:
         raise NotImplementedError
 
 
@@ -305,6 +324,15 @@ def register(
 ) -> _AsList: ...
 @overload
 def register(
+    dispatch_mode: _Cutting,
+    execute_mode: Literal[Execute.ALL] = Execute.ALL,
+    *,
+    shard: Sequence[str] | None = None,
+    remainder: Remainder = "error",
+    collect: Callable[[list[Any]], T],
+) -> _Reduced[T]: ...
+@overload
+def register(
     dispatch_mode: Literal[Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL],
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
@@ -321,7 +349,7 @@ def register(
     *,
     shard: Sequence[str] | None = None,
     remainder: Remainder = "error",
-    collect: Collect | None = None,
+    collect: Collect | Callable[[list[Any]], Any] | None = None,
 ) -> Any:
     """Declare how a worker's method is called on a group of workers.
 
@@ -331,8 +359,9 @@ def register(
         shard: names of the parameters that are cut, in modes that cut; None: all of them. The others are given to all ranks as
             they are. Arguments that are None are never cut.
         remainder: what becomes of rows that do not divide evenly, in modes that cut; 'pad' needs Batch arguments, which carry
-            the mask, and results with a row for each row.
-        collect: what becomes of the results, in modes that cut and do not collect from all ranks.
+            the mask, and results with a row for each row. A part may have no rows at all.
+        collect: what becomes of the results, in modes that cut and do not collect from all ranks: a Collect, or a function that
+            is given the list of them, in the order of the parts, and returns what the call returns.
 
     Raises: DispatchError where these do not go together.
     """
@@ -349,7 +378,7 @@ def _spec_of(
     execute_mode: Execute,
     shard: Sequence[str] | None,
     remainder: Remainder,
-    collect: Collect | None,
+    collect: Collect | Callable[[list[Any]], Any] | None,
 ) -> MethodSpec:
     name = getattr(function, "__qualname__", repr(function))
 
@@ -388,7 +417,7 @@ def _spec_of(
     if remainder not in ("error", "pad", "uneven"):
         raise refuse(f"remainder={remainder!r}", "Give 'error', 'pad' or 'uneven'")
     joins = cuts and mode is not Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL
-    if collect is not None and (not joins or not isinstance(collect, Collect)):
+    if collect is not None and (not joins or not (isinstance(collect, Collect) or callable(collect))):
         raise refuse(f"collect={collect} does not go with {shown}", "Leave it out, or choose a mode that cuts and joins")
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]

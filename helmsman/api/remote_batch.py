@@ -73,13 +73,18 @@ class RemoteBatch(Batch):
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def pad(self, multiple: int) -> Batch:
-        missing = -len(self) % multiple
-        if not missing:
-            return self
+    def _extended(self, part: Batch, num_missing: int) -> Batch:
+        if not num_missing:
+            return part
+        assert isinstance(part, RemoteBatch)
         last = self._pieces[-1]
-        filled = [*self._pieces, *[Piece(last.handle, last.stop - 1, last.stop)] * missing]
-        return RemoteBatch(self._scheduler, filled, self.num_padding + missing)
+        copies = [Piece(last.handle, last.stop - 1, last.stop)] * num_missing
+        return RemoteBatch(self._scheduler, [*part.pieces, *copies], part.num_padding + num_missing)
+
+    def with_padding(self, num_padding: int) -> Batch:
+        if not 0 <= num_padding <= len(self):
+            raise ValueError(f"num_padding is {num_padding} of {len(self)} rows")
+        return RemoteBatch(self._scheduler, self._pieces, num_padding)
 
     def unpad(self) -> Batch:
         return self._slice(0, len(self) - self.num_padding)

@@ -7,7 +7,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import msgspec
 
@@ -100,9 +100,17 @@ class GroupMethod(Generic[P, G]):
         self._group = group
         self._options = options
 
-    def options(self, *, timeout: float | None = None) -> GroupMethod[P, G]:
-        """The same method with a limit in seconds for all ranks together."""
-        return GroupMethod(self._group, self.spec, msgspec.structs.replace(self._options, timeout=timeout))
+    @overload
+    def options(
+        self: GroupMethod[P, Batch], *, timeout: float | None = ..., keep: Literal[True]
+    ) -> GroupMethod[P, RemoteBatch]: ...
+    @overload
+    def options(self, *, timeout: float | None = ..., keep: Literal[True]) -> GroupMethod[P, Any]: ...
+    @overload
+    def options(self, *, timeout: float | None = ..., keep: Literal[False] = ...) -> GroupMethod[P, G]: ...
+    def options(self, *, timeout: float | None = None, keep: bool = False) -> GroupMethod[P, Any]:
+        """The same method with a limit in seconds for all ranks together, or with results that stay; see ``keep``."""
+        return GroupMethod(self._group, self.spec, Options(timeout, keep))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> G:
         """Run it and wait.
@@ -126,7 +134,7 @@ class GroupMethod(Generic[P, G]):
     @overload
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any: ...
     def keep(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run it and wait, but leave the results where they are.
+        """Run it and wait, but leave the results where they are; ``options(keep=True).submit`` does not wait.
 
         Returns: a Batch whose rows stay in the workers until somebody looks at them, where batches are joined; otherwise what
         the call itself returns, with a ResultHandle in place of each result that is not None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,8 +12,8 @@ import msgspec
 
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
-from helmsman.api.dispatch import MethodSpec, RegisteredMethod
-from helmsman.api.errors import HelmsmanError, InvalidSpecError, MethodNotFoundError, TopologyMismatchError
+from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
+from helmsman.api.errors import DispatchError, HelmsmanError, InvalidSpecError, MethodNotFoundError, TopologyMismatchError
 from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
 from helmsman.api.scheduler import (
     EngineSpec,
@@ -242,25 +243,38 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self._check_started()
         if spec.sharding is not None:
             self.verify_topology()
+        if options.keep and (isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)):
+            raise DispatchError(
+                method=spec.full_name,
+                reason="its results are to stay in the workers, and a function of its own is to make one of them",
+                step="Call it without keep, or declare Collect.LIST and call the function where the values are",
+            )
         dispatched = sharding.dispatch(self.topology, spec, args, kwargs)
         answering = sharding.answering_ranks(self.topology, spec, dispatched.ranks)
 
         def collect(results: list[Any]) -> Any:
-            if options.keep and spec.collect is not None and any(_is_remote_batch(result) for result in results):
-                remote = [self._remote(result) for result in results]
-                return sharding.collect(
-                    self.topology, spec, dispatched.cut, remote, lambda _, parts: join_remote(self.scheduler, parts)
-                )
-            cut = None if options.keep else dispatched.cut
-            join = (lambda _, parts: list(parts)) if options.keep else None
-            return sharding.collect(self.topology, spec, cut, results, join)
+            if not options.keep:
+                return sharding.collect(self.topology, spec, dispatched.cut, results)
+            try:
+                return self._collect_kept(spec, dispatched, results)
+            except BaseException:
+                for handle in results:  # nobody else knows them
+                    if isinstance(handle, ResultHandle):
+                        self.scheduler.release(handle)
+                raise
 
         return GroupFuture(self._send(spec.name, dispatched, answering, options), collect)
 
+    def _collect_kept(self, spec: MethodSpec, dispatched: Dispatched, handles: list[Any]) -> Any:
+        """Batches that are joined as one whose rows stay; other results as their handles."""
+        if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
+            batches = [self._remote(handle) for handle in handles]
+            join = functools.partial(join_remote, self.scheduler)
+            return sharding.collect(self.topology, spec, dispatched.cut, batches, lambda _, parts: join(parts))
+        return sharding.collect(self.topology, spec, None, handles, lambda _, parts: list(parts))
+
     def _remote(self, result: Any) -> Any:
-        if not _is_remote_batch(result):
-            return result
-        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)])
+        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)]) if _is_remote_batch(result) else result
 
     def _send(self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options) -> Any:
         """Start the call; a future of the results of ``answering``, in their order."""

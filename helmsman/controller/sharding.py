@@ -115,20 +115,20 @@ def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
 
     Raises: DispatchError for a ``take`` beyond the group's size.
     """
-    wanted = {axis: _coordinate(topology, sharding, axis) for axis in AXES if axis not in sharding.shard}
+    wanted = {axis: _coordinate(topology, "taken from", sharding.take, axis) for axis in AXES if axis not in sharding.shard}
     found = [info.rank for info in topology.ranks if all(info.along(axis) == coordinate for axis, coordinate in wanted.items())]
     return sorted(found, key=lambda rank: topology.part_of(rank, sharding.shard))
 
 
-def _coordinate(topology: Topology, sharding: AxisSharding, axis: Axis) -> int:
-    size, taken = topology.sizes[axis], sharding.take.get(axis, 0)
-    if not -size <= taken < size:
+def _coordinate(topology: Topology, what: str, named: Mapping[Axis, int], axis: Axis) -> int:
+    size, coordinate = topology.sizes[axis], named.get(axis, 0)
+    if not -size <= coordinate < size:
         raise DispatchError(
             method="AxisSharding",
-            reason=f"results are taken from coordinate {taken} of {axis}, which has {size} here",
-            step=f"Take {axis} from 0 to {size - 1}, or -1 for the last",
+            reason=f"rows are {what} coordinate {coordinate} of {axis}, which has {size} here",
+            step=f"Name one from 0 to {size - 1}, or -1 for the last",
         )
-    return taken % size
+    return coordinate % size
 
 
 def answering_ranks(topology: Topology, spec: MethodSpec, called: Sequence[int]) -> list[int]:
@@ -156,6 +156,8 @@ def collect(
         return spec.dispatch_mode.collect_fn(topology, results)
     if spec.sharding is None or spec.collects_all or spec.collect is Collect.LIST:
         return results
+    if not isinstance(spec.collect, Collect) and spec.collect is not None:
+        return spec.collect(results)
     if cut is not None and any(cut.padding):
         results = [_unpadded(spec.full_name, *each) for each in zip(results, cut.sizes, cut.padding, strict=True)]
     return (join or join_rows)(spec.full_name, results)
@@ -312,36 +314,37 @@ def _shares(
             reason=f"{what} is cut over {', '.join(sharding.shard) or 'no axis'}, and a {type(value).__qualname__} has no rows",
             step="Cut a Batch, tensor, array, Ragged, list or tuple; what all ranks get whole is left out of shard=(...)",
         )
-    added = 0
-    if remainder == "pad" and len(value) % num_parts:
-        if not isinstance(value, Batch):
-            raise DispatchError(
-                method=method,
-                reason=f"{what} has {len(value)} rows for {num_parts} parts and is a {type(value).__qualname__}, which cannot "
-                "carry the mask of padded rows",
-                step="Give a Batch, or declare remainder='uneven'",
-            )
-        padded = value.pad(num_parts)
-        added, value = len(padded) - len(value), padded
+    if remainder == "pad" and len(value) % num_parts and not isinstance(value, Batch):
+        raise DispatchError(
+            method=method,
+            reason=f"{what} has {len(value)} rows for {num_parts} parts and is a {type(value).__qualname__}, which cannot "
+            "carry the mask of padded rows",
+            step="Give a Batch, or declare remainder='uneven'",
+        )
     try:
-        sizes = part_sizes(len(value), num_parts, remainder)
+        parts = _parts(value, num_parts, remainder)
     except UnevenBatchError as error:
         derivation = topology.derivation(sharding.shard)
         raise UnevenBatchError(
             num_rows=error.num_rows, divisor=num_parts, derivation=derivation, what=f"{method}: {what}"
         ) from None
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(value[start : start + size] if isinstance(value, Batch) else slice_of(value, start, start + size))
-        start += size
-    ends = list(itertools.accumulate(sizes))
-    padding = [max(0, min(size, end - (len(value) - added))) for size, end in zip(sizes, ends, strict=True)]
-    silent = [axis for axis in AXES if axis not in (*sharding.shard, *sharding.replicate)]
+    sizes = [len(part) for part in parts]
+    # What the caller has padded himself stays.
+    padding = [max(0, min(size, end - len(value))) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    given = {axis: _coordinate(topology, "given to", sharding.give, axis) for axis in sharding.alone}
     of_rank = [
-        topology.part_of(info.rank, sharding.shard) if all(info.along(axis) == 0 for axis in silent) else None
+        topology.part_of(info.rank, sharding.shard) if all(info.along(axis) == at for axis, at in given.items()) else None
         for info in topology.ranks
     ]
     return Argument(parts, of_rank), Cut(sizes, padding)
+
+
+def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:
+    if isinstance(rows, Batch):
+        return rows.chunk(num_parts, remainder)
+    sizes = part_sizes(len(rows), num_parts, remainder)
+    ends = itertools.accumulate(sizes)
+    return [slice_of(rows, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:

@@ -18,6 +18,10 @@ from helmsman.controller.cluster import Cluster
 from helmsman.controller.resource_manager import ResourceManager
 
 
+def total(parts: list[float]) -> int:
+    return round(sum(parts))
+
+
 class Actor(GroupWorker):
     def __init__(self, lr: float) -> None:
         self.lr = lr
@@ -49,6 +53,18 @@ class Actor(GroupWorker):
     @register(AxisSharding(("dp", "cp"), ("tp",)))
     def chunked(self, batch: Batch) -> Batch:
         return batch
+
+    @register(Dispatch.DP_MP_COMPUTE)
+    def last_stage(self, batch: Batch) -> Batch | None:
+        return batch
+
+    @register(Dispatch.DP_MP_COMPUTE)
+    def store(self, batch: Batch) -> None:
+        return None
+
+    @register(Dispatch.DP_MP_COMPUTE, collect=total)
+    def loss(self, batch: Batch) -> float:
+        return 0.0
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL)
     def all_of(self, batch: Batch) -> int:
@@ -92,10 +108,14 @@ def right(actor: ActorCluster, small: Cluster[SmallActor], batch: Batch) -> None
     assert_type(actor.method(Actor.save)("path"), str)
     assert_type(actor.method(Actor.chunked)(batch), Batch)
     assert_type(actor.method(Actor.all_of)(batch), list[int])
+    assert_type(actor.method(Actor.last_stage)(batch), Batch)
+    assert_type(actor.method(Actor.loss)(batch), int)
+    actor.method(Actor.store)(batch)
     assert_type(actor.method(Actor.each)([1, 2]), list[int])
     assert_type(small.method(Actor.set_lr)(0.1), list[float])
     assert_type(actor.log_probs.keep(batch), RemoteBatch)
     assert_type(actor.log_probs(actor.log_probs.keep(batch)), Batch)
+    assert_type(actor.log_probs.options(keep=True).submit(batch), GroupFuture[RemoteBatch])
     assert_type(actor.set_lr.submit(0.1).result(), list[float])
 
 
@@ -115,6 +135,7 @@ def wrong(actor: ActorCluster, resources: ResourceManager, batch: Batch) -> None
     actor.log_probs()  # error: call-arg
     actor.log_probs(batch, heat=0.5)  # error: call-arg
     actor.set_lr("fast")  # error: arg-type
+    actor.method(Actor.loss)([1.0])  # error: arg-type
     actor.no_such_method()  # error: attr-defined
     actor.rewards(batch)  # error: attr-defined
     actor.method(Actor.helper)  # error: arg-type

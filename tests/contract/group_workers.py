@@ -98,6 +98,16 @@ class Member(GroupWorker):
         """A number for each part."""
         return {"rows": len(batch), "rank": self.rank_info.rank}
 
+    @register(Dispatch.DP_MP_COMPUTE, collect=sum)
+    def summed(self, rows: list[int]) -> int:
+        """The sum of a part."""
+        return sum(rows)
+
+    @register({"dispatch_fn": lambda topology, rows: ([rows], {}), "collect_fn": lambda topology, results: sum(results)})
+    def custom(self, number: int) -> int:
+        """The number."""
+        return number
+
     @register(Dispatch.ALL_TO_ALL)
     def own(self, value: Any) -> Any:
         """What this rank alone was given."""

@@ -290,6 +290,7 @@ def test_results_stay_and_go_to_another_group(members: Members, make_cluster: Ca
     assert other.rows_of(kept) == [(value // 4, value) for value in range(12)]  # cut at other places than it lies
     assert other.rows_of(kept[1:10]) == [(value // 3, value + 1) for value in range(9)]
     assert other.method(Member.padded_add)(kept[:7]).tolist() == list(range(1, 8))
+    assert kept._fetched is None, "nothing came to the script so far"
     twice = other.echo([kept[4:8], 7])  # inside of another value, too
     assert [batch["x"].tolist() for batch, _ in twice] == [[4, 5, 6, 7]] * 3
     again = other.method(Member.add).keep(kept[:3])
@@ -298,6 +299,16 @@ def test_results_stay_and_go_to_another_group(members: Members, make_cluster: Ca
     kept.release()
     with pytest.raises((errors.HandleLostError, errors.GroupCallError), match="it was released"):
         other.rows_of(kept)
+
+
+def test_what_stays_needs_no_function_of_its_own(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=2)
+    for method in (Member.summed, Member.custom):
+        with pytest.raises(errors.DispatchError, match="Call it without keep, or declare Collect.LIST"):
+            group.method(method).keep([1, 2])
+        assert group.method(method)([1, 2]) == 3
+    assert group.make.options(keep=True).submit(2).result()["x"].tolist() == [0, 1, 2, 3]
+    assert [status.health.num_calls for status in group.health() if status.health] == [3, 3]
 
 
 def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:

@@ -358,8 +358,25 @@ def test_where_results_are_taken_from() -> None:
     assert collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": -1, "pp": 1})) == [
         topology.rank_at(dp=dp, tp=2, pp=1) for dp in range(2)
     ]
-    with pytest.raises(DispatchError, match="results are taken from coordinate 3 of tp, which has 3 here. Take tp from 0 to 2"):
+    with pytest.raises(DispatchError, match="rows are taken from coordinate 3 of tp, which has 3 here. Name one from 0 to 2"):
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
+
+
+def test_shares_for_another_coordinate_than_the_first() -> None:
+    topology = Topology(dp=2, tp=2, pp=3)
+    spec = declared(AxisSharding(("dp",), ("tp",), {"pp": -1}, {"pp": -1}))
+    given_to = dispatch(topology, spec, ([1, 2],), {}).args[0]
+    assert [given_to.for_rank(info.rank) for info in topology.ranks] == [
+        [info.dp_rank + 1] if info.is_pipeline_last_stage else None for info in topology.ranks
+    ]
+    assert run(topology, spec, first, [1, 2]) == [1, 2]
+    with pytest.raises(DispatchError, match="rows are given to coordinate 3 of pp, which has 3 here"):
+        dispatch(topology, declared(AxisSharding(("dp",), (), {}, {"pp": 3})), ([1, 2],), {})
+
+
+def test_a_function_makes_one_of_all_parts() -> None:
+    spec = declared(Dispatch.DP_MP_COMPUTE, collect=sum, remainder="uneven")
+    assert run(Topology(dp=3, tp=2), spec, lambda info, args, kwargs: len(args[0]), list(range(7))) == 7
 
 
 def test_a_shard_for_one_rank_alone_is_refused() -> None:
@@ -410,8 +427,9 @@ def test_register_without_arguments_or_on_something_else() -> None:
         ((("dp",), ("dp",)), "an axis is either cut or replicated, once"),
         ((("dp", "dp"),), "once"),
         ((("dp",), (), {"dp": 0}), "results come from every coordinate of an axis that is cut; take names dp"),
+        ((("dp",), None, {}, {"tp": 1}), "give is for axes that are neither cut nor replicated; it names tp"),
     ],
 )
 def test_axes_that_make_no_sense(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        AxisSharding(*(arguments if len(arguments) > 1 else (*arguments, ())))
+        AxisSharding(*arguments)
