@@ -28,6 +28,7 @@ from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
 from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
+from helmsman.rpc_server.environment import absolute_search_path
 from helmsman.rpc_server.forkserver import Spawn
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore
@@ -139,7 +140,7 @@ class LocalScheduler(SchedulerBase):
         devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
         environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
-        order = Spawn(identity, path, self._key, as_mapping(environment))
+        order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 pid = await server.spawn(order)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from helmsman.controller.embedded_ray import choose_authentication, connect, end
 from helmsman.controller.loop import await_all
 from helmsman.controller.places import Place, in_device_order
 from helmsman.controller.resources import ACCELERATORS, Resources, show
+from helmsman.rpc_server.environment import absolute_search_path
 
 choose_authentication()
 
@@ -223,7 +223,7 @@ class RayScheduler(SchedulerBase):
                 max_concurrency=10_000,
                 **options,
             )
-            .remote([str(Path(folder).absolute()) for folder in sys.path])
+            .remote(absolute_search_path())
         )
 
     async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:

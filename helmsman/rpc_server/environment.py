@@ -41,6 +41,16 @@ class Environment:
         return known.source if known is not None and known.value == value else "engine"
 
 
+def absolute_search_path() -> list[str]:
+    """This process's ``sys.path``, as other processes may use it."""
+    return [os.path.abspath(folder) for folder in sys.path]
+
+
+def extend_search_path(folders: Iterable[str]) -> None:
+    """Search these folders, too, for modules; behind those of this process, so that a node's own packages win."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+
+
 def follow_thread_count() -> None:
     """Let torch, where it is loaded, use as many threads as OMP_NUM_THREADS says: OpenMP has read the variable long before.
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from helmsman.rpc_server import guardian
+from helmsman.rpc_server.environment import extend_search_path
 from helmsman.rpc_server.local_server import listen, serve_worker
 from helmsman.rpc_server.messages import WorkerIdentity
 from helmsman.rpc_server.wire import FrameReader, pack_length
@@ -41,6 +42,8 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     """The run's key."""
     env: dict[str, str]
     """The worker's whole environment."""
+    search_path: list[str] = []
+    """The driver's ``sys.path``, which may have grown since the forkserver was started."""
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
@@ -216,6 +219,7 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int]) 
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
+        extend_search_path(order.search_path)
         code = serve_worker(order.identity, listener, order.key)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1

@@ -19,6 +19,7 @@ from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server import guardian
 from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.environment import extend_search_path
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
 from helmsman.rpc_server.threads import share_interpreter
@@ -138,11 +139,11 @@ class RayRPCServer:
     running call delays neither.
 
     Args:
-        search_path: the driver's ``sys.path``; what is missing here comes last, so that this node's own packages win.
+        search_path: the driver's ``sys.path``.
     """
 
     def __init__(self, search_path: Sequence[str] = ()) -> None:
-        sys.path.extend(folder for folder in search_path if folder not in sys.path)
+        extend_search_path(search_path)
         self._num_begun = 0
         self._early: dict[int, Callable[[], None]] = {}
         """Engine work that arrived before its turn, by number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +127,14 @@ def test_threads_follow_the_cpus(scheduler: Scheduler, role: str, spec: Scheduli
 def test_the_environment_of_an_unknown_role(scheduler: Scheduler) -> None:
     with pytest.raises(errors.RoleNotFoundError):
         scheduler.environment("nobody")
+
+
+def test_modules_of_a_folder_that_only_the_script_searches(
+    scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script extends sys.path; what it can import then, its workers can import."""
+    (tmp_path / "only_the_scripts_own.py").write_text("class Here:\n    def where(self):\n        return __file__\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scheduler.create_workers(Job(role=role))
+    here = Engine.create(scheduler, f"{role}/0", "only_the_scripts_own.Here")
+    assert here.call("where") == str(tmp_path / "only_the_scripts_own.py")
