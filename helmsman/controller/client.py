@@ -46,6 +46,10 @@ class Transport(abc.ABC):
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
         """Send a request and await its reply. Raises TransportLostError when the worker is gone; never times out by itself."""
 
+    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
+        """Begin to send; as a task of ``send`` where the transport has no shorter way."""
+        return asyncio.ensure_future(self.send(request, payload))
+
     @abc.abstractmethod
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
@@ -153,10 +157,10 @@ class WorkerClient:
         name = dotted(request.engine_name, request.method or request.verb.value)
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             self._in_flight[request.id] = (name, started)
-        sending = asyncio.ensure_future(self.transport.send(request, payload))
+        sending = self.transport.post(request, payload)
         try:
             # Not wait_for: giving up must not cancel the sending, whose reply has still to be taken and its memory given back.
-            await asyncio.wait({sending}, timeout=limit_s)
+            await _done_or_late(sending, limit_s)
             if not sending.done():
                 sending.add_done_callback(self._ended_late(request.id))
                 raise await self._timed_out(request, time.monotonic() - started, limit_s, limit_source)
@@ -238,6 +242,24 @@ class WorkerClient:
             log_path=self.log_path,
             log_tail=self._ending.log_tail,
         )
+
+
+async def _done_or_late(sending: asyncio.Future[Any], limit_s: float) -> None:
+    """Wait until a future is done, or for ``limit_s`` seconds. As asyncio.wait, which takes twice as long."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def release(_: Any = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(limit_s, release)
+    sending.add_done_callback(release)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        sending.remove_done_callback(release)
 
 
 def _consume(sending: asyncio.Future[Any]) -> None:

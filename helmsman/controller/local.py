@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
@@ -218,7 +218,9 @@ class LocalTransport(Transport, asyncio.Protocol):
         self._waiting: dict[int, asyncio.Future[tuple[Reply, Payload]]] = {}
         self._lost = False
         self._turn = asyncio.Lock()
-        """Held while a request is packed and written; those who wait get it in their order."""
+        """Held while engine work is packed and written; those who wait get it in their order."""
+        self._num_in_turn = 0
+        """Those who hold it or wait for it, whom nobody may overtake."""
 
     @classmethod
     async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
@@ -254,10 +256,18 @@ class LocalTransport(Transport, asyncio.Protocol):
                 waiting.set_exception(TransportLostError())
         self._waiting.clear()
 
+    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
+        if self._num_in_turn or payload.nbytes >= shm.INLINE_BYTES or self._lost:
+            return super().post(request, payload)
+        waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = waiting
+        self._write(request, shm.to_wire(payload)[0])
+        return waiting
+
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
         segment: shm.ShmSegment | None = None
         try:
-            async with self._turn if request.verb in ENGINE_WORK else _NO_TURN:
+            async with self._in_turn() if request.verb in ENGINE_WORK else _NO_TURN:
                 if payload.nbytes >= _PACK_IN_THREAD_BYTES:
                     wire, segment = await asyncio.to_thread(shm.to_wire, payload)
                 else:
@@ -271,6 +281,15 @@ class LocalTransport(Transport, asyncio.Protocol):
         finally:
             if segment is not None:
                 segment.close()
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        self._num_in_turn += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._num_in_turn -= 1
 
     def _write(self, request: Request, wire: shm.WirePayload) -> None:
         if self._socket is not None and not self._lost:

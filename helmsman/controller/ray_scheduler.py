@@ -74,6 +74,9 @@ class RayScheduler(SchedulerBase):
         num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on the machine when None.
         num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do when None.
 
+        direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
+            none can be had (a firewall), they go by way of Ray as without it.
+
     Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError.
     """
 
@@ -88,11 +91,13 @@ class RayScheduler(SchedulerBase):
         num_gpus: int | None = None,
         resources: dict[str, float] | None = None,
         num_nodes: int | None = None,
+        direct_calls: bool = True,
     ) -> None:
         address = choose_address(address)
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
         self._owns_ray = address is not None
         self._prefix = f"helmsman/{self.run_id}"
+        self._key = secrets.token_bytes(32) if direct_calls else b""
         try:
             if address is not None:
                 sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
@@ -189,7 +194,7 @@ class RayScheduler(SchedulerBase):
         async def adopt(index: int, origin: int) -> WorkerClient:
             worker, place, greeting = workers[origin], granted[origin], greetings[origin]
             identity = self._identity(job, index, place.node)
-            await self._answer(job, index, worker, worker.adopt(identity), deadline)
+            await self._answer(job, index, worker, worker.adopt(identity, self._key), deadline)
             client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
             client.environment = visibility(place.kind, place.devices)
             if place.instance_devices:

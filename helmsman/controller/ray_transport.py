@@ -12,14 +12,17 @@ import ray
 from helmsman.api import errors
 from helmsman.controller import placement_group as placement
 from helmsman.controller import ray_state
+from helmsman.controller.channel import Channel, Posted, open_channel
 from helmsman.controller.client import Ending, Transport, TransportLostError, describe_exit, tail_of
 from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
+from helmsman.rpc_server.channel import CHANNEL_BYTES
 from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.frames import is_small, pack, unpack_reply
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
-from helmsman.rpc_server.ray_server import Greeting, pack, unpack_reply
+from helmsman.rpc_server.ray_server import Greeting
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,11 @@ class RayTransport(Transport):
         self.log_path = ""
         self._reason: BaseException | None = None
         self._killed = False
+        self._channel: Channel | None = None
+        self._watch: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
+        self._num_in_turn = 0
+        """Those who hold it or wait for it, whom nobody may overtake."""
         self._num_sent = 0
         """Engine work sent; Ray starts the tasks of an async actor in any order, so each bears its number."""
 
@@ -52,28 +59,68 @@ class RayTransport(Transport):
         greeting: Greeting = await self._await(self._actor.greet.remote())
         return greeting
 
-    async def adopt(self, identity: WorkerIdentity) -> None:
-        """Make it this worker. Raises TransportLostError."""
+    async def adopt(self, identity: WorkerIdentity, key: bytes) -> None:
+        """Make it this worker, and open the direct channel to it. Raises TransportLostError."""
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         await self._await(self._actor.adopt.remote(identity))
+        if not key:
+            return
+        try:
+            address = await self._await(self._actor.open_channel.remote(key))
+        except errors.ProtocolError as error:  # no socket could be had there
+            log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
+            return
+        self._channel = await open_channel(self._worker_id, address, key, self._collect)
+        self._watch = asyncio.ensure_future(self._watch_end())
+
+    async def _watch_end(self) -> None:
+        """A connection to a node that vanishes does not end by itself; Ray tells of it."""
+        try:
+            await self._await(self._actor.live.remote())
+        except (TransportLostError, errors.ProtocolError):
+            if self._channel is not None:
+                self._channel.close()
 
     async def pending(self) -> str:
         """Why its actor may not have started, as far as Ray tells."""
         state = await in_thread(ray_state.actor_state, self._actor._actor_id.hex())
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
+    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
+        channel = self._channel
+        if channel is None or not channel.is_open or self._num_in_turn or not is_small(payload, CHANNEL_BYTES):
+            return super().post(request, payload)
+        number = 0
+        if request.verb in ENGINE_WORK:
+            number = self._num_sent
+            self._num_sent += 1
+        return channel.post(request, payload, number)
+
+    async def _collect(self, posted: Posted) -> tuple[Reply, Payload]:
+        """The answer to a request that did not come back by the channel. One that never arrived is sent by way of Ray; it is
+        refused if it still comes, so that this is the first time."""
+        packed = await self._await(self._actor.collect.remote(posted.serial))
+        if packed is None:
+            packed = await self._await(self._remote(posted.request, posted.payload, posted.number))
+        return unpack_reply(packed)
+
     async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
-        method = getattr(self._actor, request.verb.value)
         if request.verb not in ENGINE_WORK:
-            return unpack_reply(await self._await(method.remote(*pack(request, payload))))
-        async with self._turn:
-            packed = pack(request, payload, self._num_sent)
-            if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
-                reference = await asyncio.to_thread(method.remote, packed[0], packed[1])
-            else:
-                reference = method.remote(*packed)
-            self._num_sent += 1  # not before: the worker waits for every number
+            return unpack_reply(await self._await(self._remote(request, payload)))
+        self._num_in_turn += 1
+        try:
+            async with self._turn:
+                if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
+                    reference = await asyncio.to_thread(self._remote, request, payload, self._num_sent)
+                else:
+                    reference = self._remote(request, payload, self._num_sent)
+                self._num_sent += 1  # not before: the worker waits for every number
+        finally:
+            self._num_in_turn -= 1
         return unpack_reply(await self._await(reference))
+
+    def _remote(self, request: Request, payload: Payload, number: int = 0) -> Any:
+        return getattr(self._actor, request.verb.value).remote(*pack(request, payload, number=number))
 
     async def _await(self, reference: Any) -> Any:
         try:
@@ -113,6 +160,8 @@ class RayTransport(Transport):
     async def kill(self) -> None:
         if self._killed:
             return
+        if self._channel is not None:
+            self._channel.close()
         with contextlib.suppress(TimeoutError):
             await bounded(lambda: ray.kill(self._actor, no_restart=True), limit_s=_RAY_CALL_S)
         with contextlib.suppress(TransportLostError, TimeoutError):

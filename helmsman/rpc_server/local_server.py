@@ -9,7 +9,6 @@ import stat
 import struct
 import sys
 import threading
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -20,19 +19,15 @@ from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import Payload, encode
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, Verb, WorkerIdentity
+from helmsman.rpc_server.proved_server import ProvedServer
 from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.wire import (
     MAX_FRAME_BYTES,
-    PROOF_LIMIT_S,
     ReplyFrame,
     decode_request,
     encode_frame,
     fitting_path,
-    prove_as_server,
 )
-
-_MAX_UNPROVED = 32
-"""Connections that may be proving themselves at a time; more are closed at once."""
 
 
 class LocalHandleStore:
@@ -72,49 +67,16 @@ def listen(path: str) -> socket.socket:
     return listener
 
 
-class LocalServer:
+class LocalServer(ProvedServer):
     """Accepts connections on a Unix socket and passes their requests to a host."""
 
     def __init__(self, host: EngineHost, listener: socket.socket, key: bytes) -> None:
+        super().__init__(listener, key)
         self._host = host
-        self._key = key
-        self._unproved = threading.Semaphore(_MAX_UNPROVED)
         self._results: dict[tuple[int, int], shm.ShmSegment] = {}
-        self._listener = listener
 
-    def serve_forever(self) -> None:
-        """Accept until the listener is closed."""
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            if not _is_same_user(peer) or not self._unproved.acquire(blocking=False):
-                peer.close()
-                continue
-            threading.Thread(target=self._serve, args=(peer,), name="connection", daemon=True).start()
-
-    def _serve(self, peer: socket.socket) -> None:
-        """One connection: proof, then requests until it closes. A peer that breaks the protocol loses its connection only."""
-        # A silent peer is cut off from outside: reads of a Connection have no deadline of their own.
-        cut = threading.Timer(PROOF_LIMIT_S, _shutdown, args=(peer,))
-        cut.daemon = True
-        cut.start()
-        try:
-            connection = Connection(os.dup(peer.fileno()))
-            prove_as_server(connection, self._key)
-        except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
-            print(f"helmsman: refused a connection that did not prove itself ({type(error).__name__})", file=sys.stderr)
-            peer.close()
-            return
-        finally:
-            cut.cancel()
-            self._unproved.release()
-        try:
-            self._serve_requests(connection, peer)
-        finally:
-            connection.close()
-            peer.close()
+    def _may_try(self, peer: socket.socket) -> bool:
+        return _is_same_user(peer)
 
     def _serve_requests(self, connection: Connection, peer: socket.socket) -> None:
         sending = threading.Lock()
@@ -156,23 +118,12 @@ class LocalServer:
         if segment is not None:
             segment.close()
 
-    def close(self) -> None:
-        """Accept no more connections."""
-        self._listener.close()
-
 
 def _is_same_user(peer: socket.socket) -> bool:
     if not hasattr(socket, "SO_PEERCRED"):
         return True  # the socket's folder, which only its owner may enter, is the guard there
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
-
-
-def _shutdown(peer: socket.socket) -> None:
-    try:
-        peer.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # closed meanwhile
 
 
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,58 +19,13 @@ import ray
 from helmsman.api.errors import HandleLostError
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import ResultHandle
-from helmsman.rpc_server import guardian
+from helmsman.rpc_server import channel, guardian
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import extend_search_path
-from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
+from helmsman.rpc_server.frames import PackedFrame, RequestFrame, decode_request, pack
+from helmsman.rpc_server.host import EngineHost, ReplyFn
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
 from helmsman.rpc_server.threads import share_interpreter
-
-INLINE_BYTES = 64 * 1024
-"""Payloads below this travel inside the message; Ray moves larger arguments through its object store from 100 KB on."""
-
-Packed = tuple[bytes, Payload | None]
-"""A message for Ray: the encoded SmallFrame, and the payload when it is not inside."""
-
-
-class SmallFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A request or reply, with its payload when that is small and free of handles."""
-
-    head: Request | Reply
-    data: bytes = b""
-    buffers: list[bytes] = []
-    number: int = 0
-    """Of a request for engine work: its place in the order in which its sender sent those."""
-
-
-class RequestFrame(SmallFrame, frozen=True, array_like=True):
-    """To the worker."""
-
-    head: Request
-
-
-class ReplyFrame(SmallFrame, frozen=True, array_like=True):
-    """Back to the controller."""
-
-    head: Reply
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
-_decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
-
-
-def pack(head: Request | Reply, payload: Payload, number: int = 0) -> Packed:
-    """One bytes object where the payload is small: Ray serialises each argument on its own, and one is the cheapest."""
-    if payload.handles or payload.nbytes >= INLINE_BYTES:
-        return _encode(SmallFrame(head, number=number)), payload
-    return _encode(SmallFrame(head, bytes(payload.data), [bytes(buffer) for buffer in payload.buffers], number)), None
-
-
-def unpack_reply(packed: Packed) -> tuple[Reply, Payload]:
-    """What ``pack`` made of a reply."""
-    frame = _decode_reply(packed[0])
-    return frame.head, packed[1] or Payload(frame.data, list(frame.buffers), [])
 
 
 class RayHandleStore:
@@ -144,6 +101,7 @@ class RayRPCServer:
 
     def __init__(self, search_path: Sequence[str] = ()) -> None:
         extend_search_path(search_path)
+        self._turn = threading.Lock()
         self._num_begun = 0
         self._early: dict[int, Callable[[], None]] = {}
         """Engine work that arrived before its turn, by number."""
@@ -168,94 +126,115 @@ class RayRPCServer:
         self._host = EngineHost(identity, RayHandleStore())
         self._host.engine_thread.start("engine")
 
-    async def _ask(self, message: bytes, payload: Payload | None) -> Packed:
-        frame = _decode_request(message)
+    @_control
+    async def open_channel(self, key: bytes) -> tuple[str, int]:
+        """Listen for the controller's direct connection, on this node's own address. Returns where. Raises OSError."""
+        listener = channel.listen(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._channel = channel.ChannelServer(listener, key, self._begin)
+        self._channel.start()
+        address: tuple[str, int] = listener.getsockname()[:2]
+        return address
+
+    @_control
+    async def collect(self, serial: int) -> PackedFrame | None:
+        """The reply to a request that came by the channel; None when it has not come, and now never will."""
+        outcome = self._channel.collect(serial)
+        if outcome is None:
+            return None
+        packed: PackedFrame = await asyncio.wrap_future(outcome)
+        return packed
+
+    @_control
+    async def live(self) -> None:
+        """Never answered, so that its failure tells the controller at once that this process has ended."""
+        await asyncio.get_running_loop().create_future()
+
+    async def _ask(self, message: bytes, payload: Payload | None) -> PackedFrame:
+        frame = decode_request(message)
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[Packed] = loop.create_future()
+        answered: asyncio.Future[PackedFrame] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
             loop.call_soon_threadsafe(answered.set_result, pack(answer, result))
 
-        def begin() -> None:
-            self._host.handle(frame.head, payload or Payload(frame.data, list(frame.buffers), []), reply)
-
-        if frame.head.verb in ENGINE_WORK:
-            self._begin_in_turn(frame.number, begin)
-        else:
-            begin()
+        self._begin(frame, payload or Payload(frame.data, list(frame.buffers), []), reply)
         return await answered
 
-    def _begin_in_turn(self, number: int, begin: Callable[[], None]) -> None:
-        """Begin engine work in the order in which it was sent. Runs on one event loop only, that of the default group."""
-        self._early[number] = begin
-        while (next_ := self._early.pop(self._num_begun, None)) is not None:
-            self._num_begun += 1
-            next_()
+    def _begin(self, frame: RequestFrame, payload: Payload, reply: ReplyFn) -> None:
+        """Begin a request; engine work in the order in which it was sent, whichever way it came."""
+        if frame.head.verb not in ENGINE_WORK:
+            self._host.handle(frame.head, payload, reply)
+            return
+        with self._turn:
+            self._early[frame.number] = functools.partial(self._host.handle, frame.head, payload, reply)
+            while (begin := self._early.pop(self._num_begun, None)) is not None:
+                self._num_begun += 1
+                begin()
 
-    async def create_engine(self, message: bytes, payload: Payload | None) -> Packed:
+    async def create_engine(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.CREATE_ENGINE."""
         return await self._ask(message, payload)
 
-    async def call(self, message: bytes, payload: Payload | None) -> Packed:
+    async def call(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.CALL."""
         return await self._ask(message, payload)
 
-    async def destroy(self, message: bytes, payload: Payload | None) -> Packed:
+    async def destroy(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.DESTROY."""
         return await self._ask(message, payload)
 
     @_control
-    async def health(self, message: bytes, payload: Payload | None) -> Packed:
+    async def health(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.HEALTH."""
         return await self._ask(message, payload)
 
     @_control
-    async def stacks(self, message: bytes, payload: Payload | None) -> Packed:
+    async def stacks(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.STACKS."""
         return await self._ask(message, payload)
 
     @_control
-    async def configure(self, message: bytes, payload: Payload | None) -> Packed:
+    async def configure(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.CONFIGURE."""
         return await self._ask(message, payload)
 
     @_control
-    async def set_env(self, message: bytes, payload: Payload | None) -> Packed:
+    async def set_env(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.SET_ENV."""
         return await self._ask(message, payload)
 
     @_control
-    async def environment(self, message: bytes, payload: Payload | None) -> Packed:
+    async def environment(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.ENVIRONMENT."""
         return await self._ask(message, payload)
 
     @_control
-    async def listen(self, message: bytes, payload: Payload | None) -> Packed:
+    async def listen(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.LISTEN."""
         return await self._ask(message, payload)
 
     @_control
-    async def reach(self, message: bytes, payload: Payload | None) -> Packed:
+    async def reach(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.REACH."""
         return await self._ask(message, payload)
 
     @_control
-    async def lease_ports(self, message: bytes, payload: Payload | None) -> Packed:
+    async def lease_ports(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.LEASE_PORTS."""
         return await self._ask(message, payload)
 
     @_control
-    async def cancel(self, message: bytes, payload: Payload | None) -> Packed:
+    async def cancel(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.CANCEL."""
         return await self._ask(message, payload)
 
     @_control
-    async def release(self, message: bytes, payload: Payload | None) -> Packed:
+    async def release(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.RELEASE."""
         return await self._ask(message, payload)
 
     @_control
-    async def shutdown(self, message: bytes, payload: Payload | None) -> Packed:
+    async def shutdown(self, message: bytes, payload: Payload | None) -> PackedFrame:
         """Verb.SHUTDOWN; the process itself is ended by the controller through Ray, which then knows that it was meant."""
         return await self._ask(message, payload)
 

@@ -43,6 +43,9 @@ from helmsman.rpc_server.codec import Payload
 HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
 """Whether this machine has segments; without them ``to_wire`` puts all inside the message."""
 
+INLINE_BYTES = 64 * 1024
+"""From here on a buffer, or a pickle stream, goes in a segment."""
+
 _ALIGNMENT = 64
 _NAME = "helmsman-"
 _MAX_VECTORS = 1024  # IOV_MAX of Linux
@@ -167,7 +170,7 @@ class WirePayload(msgspec.Struct, array_like=True):
     """Where the large buffers are."""
 
 
-def to_wire(payload: Payload, *, threshold: int = 64 * 1024) -> tuple[WirePayload, ShmSegment | None]:
+def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES) -> tuple[WirePayload, ShmSegment | None]:
     """Make a payload ready to send to another process of this machine.
 
     Args:

@@ -112,10 +112,23 @@ def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
 
     Raises: OSError (nobody listens), ProtocolError (it is not a worker of this run).
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as raw:
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with raw, fitting_path(path) as address:
         raw.settimeout(limit_s)
-        with fitting_path(path) as address:
-            raw.connect(address)
+        raw.connect(address)
+        return _prove(raw, key, limit_s, path)
+
+
+def connect_tcp(address: tuple[str, int], key: bytes, limit_s: float) -> socket.socket:
+    """As connect, to a worker's TCP socket."""
+    with socket.create_connection(address, limit_s) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _prove(raw, key, limit_s, f"{address[0]}:{address[1]}")
+
+
+def _prove(raw: socket.socket, key: bytes, limit_s: float, where: str) -> socket.socket:
+    """The same connection, once both ends have proved themselves; ``raw`` is used up."""
+    with raw:
         raw.settimeout(None)
         # Connection reads without a deadline; the kernel's receive time-out bounds a peer that stays silent.
         _set_timeouts(raw, limit_s)
@@ -125,13 +138,13 @@ def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
         deliver_challenge(connection, key)
         proved = socket.socket(fileno=socket.dup(connection.fileno()))
     except (EOFError, OSError, ValueError, AssertionError) as error:
-        raise ProtocolError(f"the process at the other end of {path} did not prove that it belongs to this run") from error
+        raise ProtocolError(f"the process at the other end of {where} did not prove that it belongs to this run") from error
     except Exception as error:
         from multiprocessing import AuthenticationError
 
         if not isinstance(error, AuthenticationError):
             raise
-        raise ProtocolError(f"the process at the other end of {path} has another key than this run") from error
+        raise ProtocolError(f"the process at the other end of {where} has another key than this run") from error
     finally:
         connection.close()
     _set_timeouts(proved, 0)

@@ -41,6 +41,14 @@ class Counter:
         self.num_calls += number
         return self.num_calls
 
+    def note_number(self, index: int, _: Any) -> None:
+        """Remember that this call came."""
+        self.log.append(str(index))
+
+    def numbers(self) -> list[int]:
+        """The calls that came, in their order."""
+        return [int(index) for index in self.log]
+
     def echo(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments as they arrived; one alone as itself."""
         return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
