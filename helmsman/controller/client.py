@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import itertools
 import pickle
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -38,17 +40,14 @@ class Ending(msgspec.Struct, frozen=True):
 class Transport(abc.ABC):
     """Carries requests to one worker. A request is sent at most once, whatever happens.
 
-    Engine work (``ENGINE_WORK``) arrives in the order in which ``send`` was called, however long each takes to be packed: ranks
+    Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
     that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
     """
 
     @abc.abstractmethod
-    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
-        """Send a request and await its reply. Raises TransportLostError when the worker is gone; never times out by itself."""
-
     def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
-        """Begin to send; as a task of ``send`` where the transport has no shorter way."""
-        return asyncio.ensure_future(self.send(request, payload))
+        """Send a request; returns its reply to come, which fails with TransportLostError when the worker is gone, and never
+        times out by itself."""
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
@@ -60,6 +59,35 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def kill(self) -> None:
         """End the worker's process at once and await its end. Idempotent."""
+
+
+class Turn:
+    """Keeps work in the order in which it claimed its turn, also where some of it takes long to be packed."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._num_claims = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody is before who comes now, so that he need not claim a turn."""
+        return not self._num_claims
+
+    def claim(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A turn, behind all that were claimed before it; to be entered in the order of the claims, and once."""
+        self._num_claims += 1
+        return self._taken()
+
+    @contextlib.asynccontextmanager
+    async def _taken(self) -> AsyncIterator[None]:
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_claims -= 1
+
+
+NO_TURN = contextlib.nullcontext()
 
 
 class WorkerClient:

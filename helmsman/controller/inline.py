@@ -117,7 +117,7 @@ class _InlineTransport(Transport):
     def __init__(self, host: EngineHost) -> None:
         self._host = host
 
-    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
+    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[tuple[Reply, Payload]] = loop.create_future()
 
@@ -125,7 +125,7 @@ class _InlineTransport(Transport):
             loop.call_soon_threadsafe(_settle, answered, (answer, result))
 
         self._host.handle(request, payload, reply)
-        return await answered
+        return answered
 
     async def ending(self) -> Ending:
         raise TransportLostError("an inline worker cannot be lost")

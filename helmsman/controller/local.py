@@ -10,14 +10,23 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
-from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient, describe_exit, tail_of
+from helmsman.controller.client import (
+    NO_TURN,
+    Ending,
+    Transport,
+    TransportLostError,
+    Turn,
+    WorkerClient,
+    describe_exit,
+    tail_of,
+)
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
@@ -217,10 +226,8 @@ class LocalTransport(Transport, asyncio.Protocol):
         self._socket: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[tuple[Reply, Payload]]] = {}
         self._lost = False
-        self._turn = asyncio.Lock()
-        """Held while engine work is packed and written; those who wait get it in their order."""
-        self._num_in_turn = 0
-        """Those who hold it or wait for it, whom nobody may overtake."""
+        self._turn = Turn()
+        """Of engine work that is packed and written."""
 
     @classmethod
     async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
@@ -257,17 +264,21 @@ class LocalTransport(Transport, asyncio.Protocol):
         self._waiting.clear()
 
     def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
-        if self._num_in_turn or payload.nbytes >= shm.INLINE_BYTES or self._lost:
-            return super().post(request, payload)
+        in_order = request.verb in ENGINE_WORK
+        if payload.nbytes >= shm.INLINE_BYTES or self._lost or (in_order and not self._turn.is_free):
+            turn = self._turn.claim() if in_order else NO_TURN
+            return asyncio.ensure_future(self._send(request, payload, turn))
         waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
         self._write(request, shm.to_wire(payload)[0])
         return waiting
 
-    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
+    async def _send(
+        self, request: Request, payload: Payload, turn: contextlib.AbstractAsyncContextManager[None]
+    ) -> tuple[Reply, Payload]:
         segment: shm.ShmSegment | None = None
         try:
-            async with self._in_turn() if request.verb in ENGINE_WORK else _NO_TURN:
+            async with turn:
                 if payload.nbytes >= _PACK_IN_THREAD_BYTES:
                     wire, segment = await asyncio.to_thread(shm.to_wire, payload)
                 else:
@@ -281,15 +292,6 @@ class LocalTransport(Transport, asyncio.Protocol):
         finally:
             if segment is not None:
                 segment.close()
-
-    @contextlib.asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
-        self._num_in_turn += 1
-        try:
-            async with self._turn:
-                yield
-        finally:
-            self._num_in_turn -= 1
 
     def _write(self, request: Request, wire: shm.WirePayload) -> None:
         if self._socket is not None and not self._lost:
@@ -309,4 +311,3 @@ class LocalTransport(Transport, asyncio.Protocol):
 
 
 _NOTHING = encode(())
-_NO_TURN = contextlib.nullcontext()

@@ -13,7 +13,7 @@ from helmsman.api import errors
 from helmsman.controller import placement_group as placement
 from helmsman.controller import ray_state
 from helmsman.controller.channel import Channel, Posted, open_channel
-from helmsman.controller.client import Ending, Transport, TransportLostError, describe_exit, tail_of
+from helmsman.controller.client import Ending, Transport, TransportLostError, Turn, describe_exit, tail_of
 from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
@@ -48,9 +48,7 @@ class RayTransport(Transport):
         self._killed = False
         self._channel: Channel | None = None
         self._watch: asyncio.Future[None] | None = None
-        self._turn = asyncio.Lock()
-        self._num_in_turn = 0
-        """Those who hold it or wait for it, whom nobody may overtake."""
+        self._turn = Turn()
         self._num_sent = 0
         """Engine work sent; Ray starts the tasks of an async actor in any order, so each bears its number."""
 
@@ -88,10 +86,14 @@ class RayTransport(Transport):
 
     def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
         channel = self._channel
-        if channel is None or not channel.is_open or self._num_in_turn or not is_small(payload, CHANNEL_BYTES):
-            return super().post(request, payload)
+        in_order = request.verb in ENGINE_WORK
+        by_ray = channel is None or not channel.is_open or not is_small(payload, CHANNEL_BYTES)
+        if by_ray or (in_order and not self._turn.is_free):
+            turn = self._turn.claim() if in_order else None
+            return asyncio.ensure_future(self._send(request, payload, turn))
+        assert channel is not None
         number = 0
-        if request.verb in ENGINE_WORK:
+        if in_order:
             number = self._num_sent
             self._num_sent += 1
         return channel.post(request, payload, number)
@@ -104,19 +106,17 @@ class RayTransport(Transport):
             packed = await self._await(self._remote(posted.request, posted.payload, posted.number))
         return unpack_reply(packed)
 
-    async def send(self, request: Request, payload: Payload) -> tuple[Reply, Payload]:
-        if request.verb not in ENGINE_WORK:
+    async def _send(
+        self, request: Request, payload: Payload, turn: contextlib.AbstractAsyncContextManager[None] | None
+    ) -> tuple[Reply, Payload]:
+        if turn is None:
             return unpack_reply(await self._await(self._remote(request, payload)))
-        self._num_in_turn += 1
-        try:
-            async with self._turn:
-                if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
-                    reference = await asyncio.to_thread(self._remote, request, payload, self._num_sent)
-                else:
-                    reference = self._remote(request, payload, self._num_sent)
-                self._num_sent += 1  # not before: the worker waits for every number
-        finally:
-            self._num_in_turn -= 1
+        async with turn:
+            if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
+                reference = await asyncio.to_thread(self._remote, request, payload, self._num_sent)
+            else:
+                reference = self._remote(request, payload, self._num_sent)
+            self._num_sent += 1  # not before: the worker waits for every number
         return unpack_reply(await self._await(reference))
 
     def _remote(self, request: Request, payload: Payload, number: int = 0) -> Any:
