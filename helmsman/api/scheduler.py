@@ -271,9 +271,11 @@ class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """What the value is, for people."""
     type_name: str = ""
-    """Name of the value's type, 'Batch'."""
+    """Name of the value's type; 'Batch' for ours alone."""
     length: int | None = None
     """``len()`` of the value where it has one: rows, for batches, tensors and lists."""
+    num_padding: int = 0
+    """Of a batch's rows, how many at the end are padding."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

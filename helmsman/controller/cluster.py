@@ -269,12 +269,14 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """Batches that are joined as one whose rows stay; other results as their handles."""
         if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
             batches = [self._remote(handle) for handle in handles]
-            join = functools.partial(join_remote, self.scheduler)
-            return sharding.collect(self.topology, spec, dispatched.cut, batches, lambda _, parts: join(parts))
+            join = functools.partial(sharding.join_rows, concat=functools.partial(join_remote, self.scheduler))
+            return sharding.collect(self.topology, spec, dispatched.cut, batches, join)
         return sharding.collect(self.topology, spec, None, handles, lambda _, parts: list(parts))
 
     def _remote(self, result: Any) -> Any:
-        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)]) if _is_remote_batch(result) else result
+        if not _is_remote_batch(result):
+            return result
+        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)], result.num_padding)
 
     def _send(self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options) -> Any:
         """Start the call; a future of the results of ``answering``, in their order."""

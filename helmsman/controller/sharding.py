@@ -26,6 +26,7 @@ from helmsman.api.dispatch import (
     Shard,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
+from helmsman.api.scheduler import ResultHandle
 from helmsman.api.topology import AXES, Axis, Topology
 
 
@@ -163,8 +164,8 @@ def collect(
     return (join or join_rows)(spec.full_name, results)
 
 
-def join_rows(method: str, results: Sequence[Any]) -> Any:
-    """All rows, one part after another; None where every part is None. Raises: DispatchError."""
+def join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch] = Batch.concat) -> Any:
+    """All rows, one part after another, batches by ``concat``; None where every part is None. Raises: DispatchError."""
     if all(result is None for result in results):
         return None
     kinds = list(dict.fromkeys(map(_kind_shown, results)))
@@ -175,7 +176,7 @@ def join_rows(method: str, results: Sequence[Any]) -> Any:
             step="Return a Batch, tensor, array, Ragged or list from each, or declare collect=Collect.LIST",
         )
     try:
-        return Batch.concat(results) if isinstance(results[0], Batch) else concat_columns(results)
+        return concat(results) if isinstance(results[0], Batch) else concat_columns(results)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DispatchError(
             method=method,
@@ -364,6 +365,8 @@ def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
 
 
 def _kind_shown(value: Any) -> str:
+    if isinstance(value, ResultHandle):
+        return value.type_name
     if isinstance(value, (Batch, Ragged)):
-        return type(value).__name__
+        return "Batch" if isinstance(value, Batch) else "Ragged"
     return kind_of(value) or type(value).__qualname__

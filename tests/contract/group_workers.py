@@ -145,6 +145,16 @@ class Member(GroupWorker):
         """Variables of the process."""
         return {name: os.environ.get(name) for name in names}
 
+    @register(Dispatch.DP_MP_COMPUTE)
+    def same(self, batch: Batch) -> Batch:
+        """The rows as they came."""
+        return batch
+
+    @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
+    def all_but_one_part(self, batch: Batch, instead: Any) -> Any:
+        """The rows as they came, and something else in place of the last part."""
+        return instead if self.rank_info.dp_rank == self.rank_info.dp_size - 1 else batch
+
     @register(Dispatch.DP_MP_COMPUTE, shard=())
     def make(self, num_rows: int) -> Batch:
         """A large batch for each dp rank, told apart by the rank."""

@@ -311,6 +311,21 @@ def test_what_stays_needs_no_function_of_its_own(make_cluster: Callable[..., Mem
     assert [status.health.num_calls for status in group.health() if status.health] == [3, 3]
 
 
+@pytest.mark.parametrize(("instead", "kind"), [(None, "NoneType"), ([1, 2], "list")])
+def test_rows_that_stay_are_joined_as_rows_that_come_back_are(
+    make_cluster: Callable[..., Members], instead: Any, kind: str
+) -> None:
+    """What stays must not be a batch from which the rows of a part are missing."""
+    group = make_cluster(world_size=2)
+    for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):
+        with pytest.raises(errors.DispatchError, match=f"its parts returned Batch and {kind}, which cannot be joined"):
+            call(rows(4), instead)
+    padded = rows(3).pad(4)
+    with group.method(Member.same).keep(padded) as kept:
+        assert kept.num_padding == group.method(Member.same)(padded).num_padding == 1
+        assert kept.fetch().equals(padded) and kept.unpad().fetch().equals(rows(3))
+
+
 def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
     kept = members.echo.keep({"a": 1})
     assert [type(each) for each in kept] == [ResultHandle] * 8
