@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +15,14 @@ import msgspec
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
-from helmsman.api.errors import DispatchError, HelmsmanError, InvalidSpecError, MethodNotFoundError, TopologyMismatchError
+from helmsman.api.errors import (
+    DispatchError,
+    HelmsmanError,
+    InvalidSpecError,
+    MethodNotFoundError,
+    TopologyMismatchError,
+    WorkerFailedError,
+)
 from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
 from helmsman.api.scheduler import (
     EngineSpec,
@@ -86,6 +95,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
         )
         self._verified = False
+        self._restarting = threading.Lock()
         self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
             job = _job(name, resource_manager, worker_config, self._allocation)
@@ -349,24 +359,24 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """Give a rank a new process, on the same devices, with a new instance of the class.
 
         Its state is gone, and process groups that it was in have to be made again. A new rank 0 has another master port, of
-        which all ranks' environment is told.
+        which the environment of all ranks that live is told. Restarts of one cluster wait for each other.
 
         Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
         """
         self.get_rank_info(rank)
-        worker_id = self.workers[rank].id
-        self.scheduler.restart_worker(worker_id)
-        workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
-        run_sync(self._rebuild(rank, workers))
-        self._workers = workers
+        with self._restarting:
+            self.scheduler.restart_worker(self.workers[rank].id)
+            self._workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
+            run_sync(self._rebuild(rank, self._workers))
 
     async def _rebuild(self, rank: int, workers: Sequence[Worker]) -> None:
-        if rank == 0 and not self.scheduler.shares_process:
-            for worker_id, environment in rank_environment(self.role, workers).items():
-                await self.scheduler.set_worker_env(worker_id, environment)
         await self.scheduler.create_engine(
             workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args, **self._engine_kwargs
         )
+        if rank == 0 and not self.scheduler.shares_process:
+            for worker_id, environment in rank_environment(self.role, workers).items():
+                with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted
+                    await self.scheduler.set_worker_env(worker_id, environment)
 
     def shutdown(self) -> None:
         """As close."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +429,26 @@ def test_a_new_rank_zero_has_another_port_that_all_are_told(make_cluster: Callab
     assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
     assert group.method(Member.pid)()[1:] == before[1:]
     wait_until(lambda: not _is_alive(before[0]), "the old process has gone")
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_restarts_at_the_same_time_and_of_several_dead_ranks(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=3)
+    first = group.method(Member.pid)()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(group.restart, [1, 1, 0]))
+        list(pool.map(group.scheduler.restart_worker, [f"{group.name}/2"] * 2))
+    group.restart(2)
+    second = group.method(Member.pid)()
+    assert not set(first) & set(second)
+    for pid in second[:2]:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(errors.HelmsmanError, match="failed on 2 of 3 ranks"):
+        group.echo(1)
+    for rank in (0, 1):
+        group.restart(rank)
+    assert group.method(Member.at_birth)() == [0, 1, 2]
+    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
 
 
 def _is_alive(pid: int) -> bool:
