@@ -69,6 +69,16 @@ def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: 
     Raises: TypeError for arguments that the method does not take; DispatchError, UnevenBatchError.
     """
     bound = _bind(spec, args, kwargs)
+    for what, value in (
+        *((f"argument {index}", each) for index, each in enumerate(args)),
+        *((f"argument {name!r}", each) for name, each in kwargs.items()),
+    ):
+        if isinstance(value, (Shard, Replicate)):
+            raise DispatchError(
+                method=spec.full_name,
+                reason=f"{what} is a {type(value).__name__}, and what becomes of its arguments is declared: {spec.mode_shown}",
+                step="Give the value itself, or call execute_all_sync, where no declaration counts",
+            )
     if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
         return _replicated(topology, args, kwargs, [0])
     everyone = range(topology.world_size)
@@ -95,7 +105,7 @@ def dispatch_ad_hoc(
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):
-            if len(ranks) == 1:
+            if len(ranks) == 1 and topology.num_parts(value.sharding.shard) > 1:
                 raise DispatchError(
                     method=method,
                     reason=f"{what} is a Shard, and the call goes to rank {ranks[0]} alone, so the other shares would be lost",
@@ -237,7 +247,11 @@ def _custom(
     made: Any = mode.dispatch_fn(topology, *args, **kwargs)
     well_made = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Sequence) and isinstance(made[1], Mapping)
     entries = [*made[0], *made[1].values()] if well_made else []
-    wrong = [entry for entry in entries if not isinstance(entry, Sequence) or len(entry) != topology.world_size]
+    wrong = [
+        entry
+        for entry in entries
+        if not isinstance(entry, Sequence) or isinstance(entry, (str, bytes)) or len(entry) != topology.world_size
+    ]
     if not well_made or wrong:
         raise DispatchError(
             method=spec.full_name,
@@ -257,11 +271,12 @@ def _by_identity(values: Sequence[Any], ranks: Sequence[int]) -> Argument:
     """The same object for several ranks is one part."""
     numbers: dict[int, int] = {}
     parts: list[Any] = []
-    for value in values:
+    held = list(values)  # a range makes a new object whenever it is asked
+    for value in held:
         if id(value) not in numbers:
             numbers[id(value)] = len(parts)
             parts.append(value)
-    return Argument(parts, [numbers[id(values[rank])] for rank in ranks])
+    return Argument(parts, [numbers[id(held[rank])] for rank in ranks])
 
 
 def _shape(made: Any) -> str:
