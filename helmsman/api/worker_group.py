@@ -159,7 +159,8 @@ class WorkerGroup(abc.ABC, Generic[W_co]):
 
 
 class GroupWorker:
-    """Optional base of a group's workers: it knows its place before its constructor runs."""
+    """Optional base of a group's workers: it knows its place before its constructor runs, or right after it where a metaclass
+    makes instances in a way of its own."""
 
     rank_info: RankInfo
     """What the controller has computed."""

@@ -94,12 +94,13 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self._allocation = resource_manager.allocate_placement_group(
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
         )
+        self._kwargs = dict(kwargs or {})
         self._verified = False
         self._restarting = threading.Lock()
         self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
             job = _job(name, resource_manager, worker_config, self._allocation)
-            super().__init__(resource_manager.scheduler, _plain_class(worker_cls), job, args, kwargs)
+            super().__init__(resource_manager.scheduler, _plain_class(worker_cls), job, args)
             self.initialize()
         except BaseException:
             resource_manager.free(name)
@@ -297,8 +298,11 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         calls = {
             worker_id: Call(
                 packed.args_of(rank),
-                packed.kwargs_of(rank),
-                {**_EXACTLY, **({"keep": options.keep} if rank in wanted else {"discard": True})},
+                rpc_meta={
+                    **_EXACTLY,
+                    **({"keep": options.keep} if rank in wanted else {"discard": True}),
+                    "kwargs": packed.kwargs_of(rank),  # a method's own 'timeout' is not the call's
+                },
             )
             for rank, worker_id in ids.items()
         }
@@ -371,7 +375,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     async def _rebuild(self, rank: int, workers: Sequence[Worker]) -> None:
         await self.scheduler.create_engine(
-            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args, **self._engine_kwargs
+            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args
         )
         if rank == 0 and not self.scheduler.shares_process:
             for worker_id, environment in rank_environment(self.role, workers).items():
@@ -391,7 +395,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
         environment = {} if self.scheduler.shares_process else rank_environment(self.role, workers)[workers[rank].id]
-        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank))
+        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank), kwargs=self._kwargs)
 
 
 def _world_size(name: str, config: ClusterConfig) -> int:

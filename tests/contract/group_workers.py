@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from helmsman.api.batch import Batch
@@ -167,6 +169,11 @@ class Member(GroupWorker):
         return [(self.rank_info.rank, int(value)) for value in batch["x"]]
 
     @register(Dispatch.ONE_TO_ALL)
+    def with_names_of_calls(self, *, timeout: float = 0, method: str = "", worker_id: int = 0) -> tuple[Any, ...]:
+        """Its arguments, which have the names that a scheduler's calls use themselves."""
+        return timeout, method, worker_id
+
+    @register(Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
         """Its process."""
         return os.getpid()
@@ -197,13 +204,48 @@ class WithItsOwnView(Member):
         return self.num_asked
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(GroupWorker):
+    """Its attributes cannot be set."""
+
+    number: int = 0
+
+    def tell(self) -> tuple[int, int]:
+        """What it was made with, and its rank."""
+        return self.number, self.rank_info.rank
+
+
+class _Counting(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.number += 1
+        return made
+
+
+class WithAMetaclass(GroupWorker, metaclass=_Counting):
+    """Its metaclass has the last word on new instances."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number - 1
+
+    tell = Frozen.tell
+
+
+class AsRecord(GroupWorker, msgspec.Struct):
+    """Made by msgspec."""
+
+    number: int
+
+    tell = Frozen.tell
+
+
 class Plain:
     """No base class, and nothing declared."""
 
-    def __init__(self, *, text: str = "") -> None:
+    def __init__(self, *, text: str = "", engine: str = "") -> None:
         if text == "refuse":
             raise RuntimeError("this one does not start")
-        self.text = text
+        self.text = text + engine
 
     def tell(self, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """What arrived."""

@@ -22,7 +22,7 @@ from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
 from helmsman.controller.cluster import Cluster
 from helmsman.controller.resource_manager import ResourceManager
-from tests.contract.group_workers import Member, Plain, WithItsOwnView
+from tests.contract.group_workers import AsRecord, Frozen, Member, Plain, WithAMetaclass, WithItsOwnView
 from tests.contract.helpers import LIMIT_S, wait_until
 
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
@@ -231,6 +231,19 @@ def test_a_ray_actor_class(make_cluster: Callable[..., Members]) -> None:
     ray = pytest.importorskip("ray")
     group = make_cluster(ray.remote(Plain), world_size=2)
     assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
+
+
+@pytest.mark.parametrize("worker_cls", [Frozen, WithAMetaclass, AsRecord])
+def test_classes_whose_instances_are_made_otherwise(make_cluster: Callable[..., Members], worker_cls: type[Any]) -> None:
+    assert make_cluster(worker_cls, 7, world_size=2).execute_all_sync("tell") == [(7, 0), (7, 1)]
+
+
+def test_arguments_may_be_called_as_those_of_the_scheduler(members: Members, resources: ResourceManager) -> None:
+    named = {"timeout": 5, "method": "m", "worker_id": 3}
+    assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8
+    config = ClusterConfig(world_size=1, num_cpus=0.5)
+    with Cluster("named", Plain, resources, config, kwargs={"text": "t", "engine": "e"}) as group:
+        assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
 
 
 def test_something_that_is_no_class(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
