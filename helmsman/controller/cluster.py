@@ -31,6 +31,7 @@ from helmsman.api.scheduler import (
     SchedulingSpec,
     SchedulingStrategy,
     Worker,
+    WorkerState,
     WorkerStatus,
 )
 from helmsman.api.topology import AXES, RankInfo
@@ -49,6 +50,8 @@ W_co = TypeVar("W_co", covariant=True)
 
 _EXACTLY = {"broadcast": False}
 """Each rank is given what its coordinates say; nothing is passed on between workers."""
+_OF_INSTANCES = ("name", "resource_manager", "worker_config", "topology", "scheduler", "job", "engine_name")
+"""Attributes that a cluster has once it is made."""
 
 
 class Cluster(RoleController, WorkerGroup[W_co]):
@@ -65,6 +68,16 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     """
 
     _ready_methods = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if isinstance(value, RegisteredMethod) and (hasattr(Cluster, name) or name in _OF_INSTANCES):
+                raise DispatchError(
+                    method=f"{cls.__qualname__}.{name}",
+                    reason=f"a Cluster has a {name!r} of its own, which {value.spec.full_name} would hide",
+                    step=f"Name it otherwise here, or leave it out and call cluster.method({value.spec.full_name})",
+                )
 
     def __init__(
         self,
@@ -89,6 +102,13 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self.name = name
         self.resource_manager = resource_manager
         self.worker_config = worker_config
+        if worker_config.max_concurrency is not None and worker_config.max_concurrency < 1:
+            raise InvalidSpecError(
+                role=name,
+                field="max_concurrency",
+                value=worker_config.max_concurrency,
+                expected="1 or more, or None for no limit",
+            )
         world_size = _world_size(name, worker_config)
         self.topology = worker_config.topology(name, world_size)
         self._allocation = resource_manager.allocate_placement_group(
@@ -191,7 +211,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
         """Call a method on rank 0 alone and return what it returns. Raises: its error."""
-        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).result()
+        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_rank_zero_async(
         self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -210,7 +230,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root cause first.
         """
-        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).result()
+        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_all_async(
         self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -231,7 +251,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             self.get_rank_info(rank)
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks are {list(ranks)}; give one at least, and each once")
-        results: list[Any] = self._execute(method, list(ranks), args, kwargs, timeout, list).result()
+        results: list[Any] = self._execute(method, list(ranks), args, kwargs, timeout, list).awaited()
         return results
 
     def _execute(
@@ -244,7 +264,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         collect: Callable[[list[Any]], Any],
     ) -> GroupFuture[Any]:
         self._check_started()
-        name = method if isinstance(method, str) else method.spec.name
+        name = method if isinstance(method, str) else self.method(method).spec.name
         dispatched = sharding.dispatch_ad_hoc(self.topology, f"{self.name}.{name}", args, kwargs, ranks)
         return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect)
 
@@ -357,7 +377,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """What each rank is doing, in rank order; also during a long call. Never raises for a dead one."""
         self._check_started()
         found = {status.worker_id: status for status in self.scheduler.status()}
-        return [found[worker.id] for worker in self.workers]
+        return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
 
     def restart(self, rank: int) -> None:
         """Give a rank a new process, on the same devices, with a new instance of the class.
@@ -388,14 +408,21 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def close(self) -> None:
         """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
+        was_closed = self._closed
         try:
             super().close()
         finally:
-            self.resource_manager.free(self.name)
+            if not was_closed:  # else another may have the name now
+                self.resource_manager.free(self.name)
 
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
         environment = {} if self.scheduler.shares_process else rank_environment(self.role, workers)[workers[rank].id]
         return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank), kwargs=self._kwargs)
+
+
+def _deleted(worker: Worker) -> WorkerStatus:
+    """Of a worker that the scheduler has no longer."""
+    return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
 
 
 def _world_size(name: str, config: ClusterConfig) -> int:

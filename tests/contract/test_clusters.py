@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -244,6 +245,46 @@ def test_arguments_may_be_called_as_those_of_the_scheduler(members: Members, res
     config = ClusterConfig(world_size=1, num_cpus=0.5)
     with Cluster("named", Plain, resources, config, kwargs={"text": "t", "engine": "e"}) as group:
         assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
+
+
+def test_a_method_may_not_hide_what_a_cluster_has_itself() -> None:
+    for name in ("close", "name", "workers", "topology"):
+        with pytest.raises(errors.DispatchError, match=f"a Cluster has a '{name}' of its own, which Member.echo would hide"):
+            type("Hiding", (Cluster,), {name: Member.echo})
+
+
+def test_methods_that_are_not_declared(members: Members) -> None:
+    undeclared: Any = Plain.tell
+    for wrong in (undeclared, "echo", Member):
+        with pytest.raises(TypeError, match="method takes what register has declared.*execute_all_sync"):
+            members.method(wrong)
+    with pytest.raises(TypeError, match="method takes what register has declared"):
+        members.execute_all_sync(undeclared)
+
+
+def test_an_interrupt_reaches_whoever_waits(members: Members, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    waits: list[Callable[[], Any]] = [
+        lambda: members.method(Member.wait_on)([2], str(release)),
+        lambda: members.method(Member.wait_on).keep([2], str(release)),
+        lambda: members.execute_all_sync("wait_on", [2], str(release)),
+        lambda: members.method(Member.wait_on).submit([2], str(release)).exception(),
+    ]
+    for wait in waits:
+        interrupt = threading.Thread(target=_interrupt_once, args=(Path(f"{release}.2"),))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        interrupt.join()
+        release.touch()
+        assert members.echo(1) == [1] * 8
+        release.unlink()
+        Path(f"{release}.2").unlink()
+
+
+def _interrupt_once(began: Path) -> None:
+    wait_until(began.exists, "the rank is inside")
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def test_something_that_is_no_class(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
@@ -601,6 +642,8 @@ def test_overlapping_mappings_are_colocation_and_recorded(
         ({"world_size": 4, "tp_size": 2, "dp_size": 4}, "dp 4 x tp 2 x pp 1 x cp 1 does not make up a world of 4"),
         ({"world_size": 4, "tp_size": 0}, "tp_size is 0"),
         ({"world_size": 4, "mesh": ("dp", "tp")}, "names each of"),
+        ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
+        ({"world_size": 2, "max_concurrency": -1}, "max_concurrency is -1; expected 1 or more"),
     ],
 )
 def test_configurations_that_make_no_sense(
@@ -616,6 +659,24 @@ def test_a_name_is_taken_once(make_cluster: Callable[..., Members], resources: R
     with pytest.raises(errors.RoleExistsError, match="'once'"):
         make_cluster(name="once", world_size=1)
     assert "once" in resources.allocations
+
+
+def test_closing_twice_takes_nothing_from_the_next_of_that_name(
+    make_cluster: Callable[..., Members], resources: ResourceManager
+) -> None:
+    first = make_cluster(name="reborn", world_size=1)
+    first.close()
+    make_cluster(name="reborn", world_size=1)
+    first.close()
+    assert "reborn" in resources.allocations
+
+
+def test_a_group_whose_role_was_deleted(make_cluster: Callable[..., Members], scheduler: Scheduler) -> None:
+    group = make_cluster(world_size=2)
+    scheduler.delete_workers(group.name)
+    assert [status.state for status in group.health()] == [WorkerState.STOPPED] * 2
+    with pytest.raises(errors.HelmsmanError, match=f"no worker '{group.name}/0'"):
+        group.echo(1)
 
 
 @pytest.mark.not_on("inline", "its devices are numbers only")
