@@ -157,6 +157,16 @@ class Member(GroupWorker):
         """The rows as they came, and something else in place of the last part."""
         return instead if self.rank_info.dp_rank == self.rank_info.dp_size - 1 else batch
 
+    @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
+    def same_unless(self, batch: Batch, failing: int, late: int, release: str) -> Batch:
+        """The rows as they came; one part fails, and one waits for a file."""
+        if self.rank_info.dp_rank == failing:
+            raise ValueError("no")
+        if self.rank_info.dp_rank == late:
+            Path(f"{release}.began").touch()
+            wait_for_file(release)
+        return batch
+
     @register(Dispatch.DP_MP_COMPUTE, shard=())
     def make(self, num_rows: int) -> Batch:
         """A large batch for each dp rank, told apart by the rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -380,6 +381,37 @@ def test_rows_that_stay_are_joined_as_rows_that_come_back_are(
     with group.method(Member.same).keep(padded) as kept:
         assert kept.num_padding == group.method(Member.same)(padded).num_padding == 1
         assert kept.fetch().equals(padded) and kept.unpad().fetch().equals(rows(3))
+
+
+@pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
+@pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
+@pytest.mark.parametrize("how", ["a part fails", "a part is late", "nobody waits"])
+def test_what_would_stay_of_a_call_that_fails_does_not(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
+    group = make_cluster(world_size=3)
+    pids = group.method(Member.pid)()
+    batch = Batch({"x": np.zeros((3, 1 << 16))})
+    call = group.method(Member.same_unless).options(keep=True, timeout=0.5 if how == "a part is late" else LIMIT_S)
+    with group.method(Member.same).keep(batch):
+        assert _num_kept(pids) == 3
+    release = tmp_path / "release"
+    future = call.submit(batch, 0 if how == "a part fails" else -1, 2, str(release))
+    if how == "nobody waits":
+        wait_until(Path(f"{release}.began").exists, "a part is inside")
+        future.cancel()
+    else:
+        assert isinstance(future.exception(LIMIT_S), errors.HelmsmanError)
+    release.touch()
+    wait_until(lambda: group.execute_all_sync("pid") == pids and _num_kept(pids) == 0, "nothing is kept any more")
+
+
+def _num_kept(pids: list[int]) -> int:
+    """Pieces of shared memory that processes hold."""
+    held = 0
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                held += "memfd:" in os.readlink(link)
+    return held
 
 
 def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
