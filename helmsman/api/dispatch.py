@@ -170,6 +170,11 @@ class MethodSpec(msgspec.Struct, frozen=True, kw_only=True):
         return _CUT.get(self.dispatch_mode) if isinstance(self.dispatch_mode, Dispatch) else None
 
     @property
+    def mode_shown(self) -> str:
+        """Its dispatch mode, for people."""
+        return _shown(self.dispatch_mode)
+
+    @property
     def collects_all(self) -> bool:
         """Whether the results of all ranks come back, in rank order."""
         return self.dispatch_mode in (
@@ -372,6 +377,10 @@ def register(
     return declare
 
 
+def _shown(mode: DispatchMode) -> str:
+    return mode.name if isinstance(mode, Dispatch) else type(mode).__name__
+
+
 def _spec_of(
     function: Callable[..., Any],
     dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]],
@@ -406,7 +415,7 @@ def _spec_of(
     if shard is not None and isinstance(shard, str):
         raise refuse(f"shard={shard!r} is one string", f"Give the names of parameters: shard=({shard!r},)")
     cuts = isinstance(mode, AxisSharding) or mode in _CUT
-    shown = mode.name if isinstance(mode, Dispatch) else type(mode).__name__
+    shown = _shown(mode)
     if execute_mode is Execute.RANK_ZERO and (cuts or mode is Dispatch.ALL_TO_ALL):
         raise refuse(
             f"{shown} gives different ranks different things, and RANK_ZERO would drop all but the first",

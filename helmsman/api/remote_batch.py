@@ -57,7 +57,9 @@ class RemoteBatch(Batch):
     def fetch(self) -> Batch:
         """The rows themselves, here. Raises: HandleLostError."""
         if self._fetched is None:
-            values = [(self._scheduler.get(piece.handle), piece.start, piece.stop) for piece in self._pieces]
+            handles = {piece.handle.id: piece.handle for piece in self._pieces}
+            found = {id_: self._scheduler.get(handle) for id_, handle in handles.items()}
+            values = [(found[piece.handle.id], piece.start, piece.stop) for piece in self._pieces]
             object.__setattr__(self, "_fetched", _join(values, self.num_padding))
         assert self._fetched is not None
         return self._fetched
@@ -124,6 +126,13 @@ def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
 
 
 def join_remote(scheduler: Scheduler, batches: Sequence[Batch]) -> RemoteBatch:
-    """The rows of several, without moving any."""
-    pieces = [piece for batch in batches if isinstance(batch, RemoteBatch) for piece in batch.pieces]
-    return RemoteBatch(scheduler, pieces)
+    """The rows of several, without moving any. Raises: ValueError, where rows lie behind the padding of others."""
+    pieces: list[Piece] = []
+    padding = 0
+    for index, batch in enumerate(batches):
+        assert isinstance(batch, RemoteBatch)
+        if padding and batch.num_padding < len(batch):
+            raise ValueError(f"batch {index} has rows behind the padding of one before it; unpad first")
+        padding += batch.num_padding
+        pieces += batch.pieces
+    return RemoteBatch(scheduler, pieces, padding)

@@ -271,9 +271,11 @@ class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """What the value is, for people."""
     type_name: str = ""
-    """Name of the value's type, 'Batch'."""
+    """Name of the value's type; 'Batch' for ours alone."""
     length: int | None = None
     """``len()`` of the value where it has one: rows, for batches, tensors and lists."""
+    num_padding: int = 0
+    """Of a batch's rows, how many at the end are padding."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,6 +287,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Environment variables, set before its module is imported by path and before its constructor runs."""
     rank_info: RankInfo | None = None
     """Its place in a worker group, which a GroupWorker has as an attribute before its constructor runs."""
+    kwargs: dict[str, Any] = {}
+    """Named arguments of the constructor, beside those of create_engine, which has names of its own."""
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -426,7 +430,8 @@ class Scheduler(abc.ABC):
             timeout: seconds; ``timeouts.call_s`` when None.
             rpc_meta: {"broadcast": bool} whether arguments given to the data-parallel head reach its model-parallel group;
                 {"keep": True} leaves the result in the worker and returns a ResultHandle, which may be an argument of any
-                other call; {"discard": True} drops the result there and returns None.
+                other call; {"discard": True} drops the result there and returns None; {"kwargs": {...}} are named arguments
+                beside ``kwargs``, for a method whose names, such as 'timeout', this call takes itself.
         Raises: a CallError that says what happened; see helmsman.api.errors.
         """
 

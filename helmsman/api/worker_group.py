@@ -44,15 +44,21 @@ class GroupFuture(Generic[T_co]):
         """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of waiting, and it goes on."""
         return self._collected(self._results.result(timeout))
 
+    def awaited(self) -> T_co:
+        """As ``result``, for somebody who is the only one to wait: an interrupt of the wait cancels it."""
+        try:
+            return self.result()
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None."""
         try:
             self.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if not self._results.done():
+        except Exception as error:  # it is what is asked for; an interrupt of the wait is not
+            if isinstance(error, concurrent.futures.TimeoutError) and not self._results.done():
                 raise
-            return self._results.exception()
-        except BaseException as error:  # noqa: BLE001 - it is what is asked for
             return error
         return None
 
@@ -118,12 +124,7 @@ class GroupMethod(Generic[P, G]):
         Raises: DispatchError and UnevenBatchError before anything is sent; the error of the first rank that failed
         (GroupCallError, with the others counted, where the group has several ranks).
         """
-        future = self.submit(*args, **kwargs)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+        return self.submit(*args, **kwargs).awaited()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[G]:
         """Run it and do not wait. Tensors among the arguments must not be written to before it is done."""
@@ -140,7 +141,7 @@ class GroupMethod(Generic[P, G]):
         the call itself returns, with a ResultHandle in place of each result that is not None.
         """
         options = msgspec.structs.replace(self._options, keep=True)
-        return self._group._begin(self.spec, args, kwargs, options).result()
+        return self._group._begin(self.spec, args, kwargs, options).awaited()
 
     def __repr__(self) -> str:
         return f"<{self.spec.full_name} of {self._group!r}>"
@@ -150,7 +151,15 @@ class WorkerGroup(abc.ABC, Generic[W_co]):
     """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
 
     def method(self, method: RegisteredMethod[W_co, P, Any, G]) -> GroupMethod[P, G]:
-        """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``."""
+        """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``.
+
+        Raises: TypeError for what is not declared.
+        """
+        if not isinstance(getattr(method, "spec", None), msgspec.Struct):
+            raise TypeError(
+                f"method takes what register has declared, such as Actor.log_probs; got {method!r}. Declare it with "
+                "@register(...) as its outermost decorator, or call it by name: execute_all_sync('name', ...)"
+            )
         return GroupMethod(self, method.spec)
 
     @abc.abstractmethod
@@ -159,7 +168,8 @@ class WorkerGroup(abc.ABC, Generic[W_co]):
 
 
 class GroupWorker:
-    """Optional base of a group's workers: it knows its place before its constructor runs."""
+    """Optional base of a group's workers: it knows its place before its constructor runs, or right after it where a metaclass
+    makes instances in a way of its own."""
 
     rank_info: RankInfo
     """What the controller has computed."""

@@ -107,8 +107,9 @@ class SchedulerBase(RoleBook):
         meta = dict(rpc_meta or {})
         keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
         broadcast = meta.pop("broadcast", None)
+        kwargs = {**kwargs, **meta.pop("kwargs", {})}
         if meta:
-            raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast', 'keep' and 'discard'")
+            raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast', 'discard', 'keep' and 'kwargs'")
         name = engine_name or worker_id
         payload = encode_arguments(worker_id, name, method, (args, kwargs))
         self._require_values(payload.handles)

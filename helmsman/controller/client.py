@@ -6,6 +6,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import itertools
 import pickle
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.api.scheduler import ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller.places import Place
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, dotted
@@ -108,6 +109,8 @@ class WorkerClient:
         self._ids = itertools.count(1)
         self._in_flight: dict[int, tuple[str, float]] = {}
         self._overdue: set[int] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
+        """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
@@ -190,14 +193,14 @@ class WorkerClient:
             # Not wait_for: giving up must not cancel the sending, whose reply has still to be taken and its memory given back.
             await _done_or_late(sending, limit_s)
             if not sending.done():
-                sending.add_done_callback(self._ended_late(request.id))
+                sending.add_done_callback(self._ended_late(request))
                 raise await self._timed_out(request, time.monotonic() - started, limit_s, limit_source)
             try:
                 reply, answer = sending.result()
             except TransportLostError as error:
                 raise await self._failed(request) from error
         except asyncio.CancelledError:
-            sending.add_done_callback(_consume)
+            sending.add_done_callback(functools.partial(self._consume, request))
             raise
         finally:
             self._in_flight.pop(request.id, None)
@@ -205,14 +208,29 @@ class WorkerClient:
             return answer
         raise _error_of(answer)
 
-    def _ended_late(self, request_id: int) -> Any:
-        self._overdue.add(request_id)
+    def _ended_late(self, request: Request) -> Any:
+        self._overdue.add(request.id)
 
         def ended(sending: asyncio.Future[Any]) -> None:
-            self._overdue.discard(request_id)
-            _consume(sending)
+            self._overdue.discard(request.id)
+            self._consume(request, sending)
 
         return ended
+
+    def _consume(self, request: Request, sending: asyncio.Future[Any]) -> None:
+        """Take a late outcome, so that asyncio does not report it as forgotten, and nothing is kept that nobody knows."""
+        if sending.cancelled() or sending.exception() is not None or not request.keep:
+            return
+        reply, answer = sending.result()
+        kept = decode(answer) if reply.ok else None
+        if isinstance(kept, ResultHandle):
+            task = asyncio.ensure_future(self._release(kept))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    async def _release(self, handle: ResultHandle) -> None:
+        with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
+            await self.control(Verb.RELEASE, handle.id)
 
     async def _timed_out(self, request: Request, elapsed_s: float, limit_s: float, source: str) -> errors.CallError:
         """The error of a call that is late, with what the worker says of it. A call that has not begun is withdrawn."""
@@ -288,12 +306,6 @@ async def _done_or_late(sending: asyncio.Future[Any], limit_s: float) -> None:
     finally:
         timer.cancel()
         sending.remove_done_callback(release)
-
-
-def _consume(sending: asyncio.Future[Any]) -> None:
-    """Take a late outcome, so that asyncio does not report it as forgotten."""
-    if not sending.cancelled():
-        sending.exception()
 
 
 def _error_of(answer: Payload) -> errors.HelmsmanError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +15,14 @@ import msgspec
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
-from helmsman.api.errors import DispatchError, HelmsmanError, InvalidSpecError, MethodNotFoundError, TopologyMismatchError
+from helmsman.api.errors import (
+    DispatchError,
+    HelmsmanError,
+    InvalidSpecError,
+    MethodNotFoundError,
+    TopologyMismatchError,
+    WorkerFailedError,
+)
 from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
 from helmsman.api.scheduler import (
     EngineSpec,
@@ -22,6 +31,7 @@ from helmsman.api.scheduler import (
     SchedulingSpec,
     SchedulingStrategy,
     Worker,
+    WorkerState,
     WorkerStatus,
 )
 from helmsman.api.topology import AXES, RankInfo
@@ -40,6 +50,8 @@ W_co = TypeVar("W_co", covariant=True)
 
 _EXACTLY = {"broadcast": False}
 """Each rank is given what its coordinates say; nothing is passed on between workers."""
+_OF_INSTANCES = ("name", "resource_manager", "worker_config", "topology", "scheduler", "job", "engine_name")
+"""Attributes that a cluster has once it is made."""
 
 
 class Cluster(RoleController, WorkerGroup[W_co]):
@@ -56,6 +68,16 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     """
 
     _ready_methods = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if isinstance(value, RegisteredMethod) and (hasattr(Cluster, name) or name in _OF_INSTANCES):
+                raise DispatchError(
+                    method=f"{cls.__qualname__}.{name}",
+                    reason=f"a Cluster has a {name!r} of its own, which {value.spec.full_name} would hide",
+                    step=f"Name it otherwise here, or leave it out and call cluster.method({value.spec.full_name})",
+                )
 
     def __init__(
         self,
@@ -80,16 +102,25 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self.name = name
         self.resource_manager = resource_manager
         self.worker_config = worker_config
+        if worker_config.max_concurrency is not None and worker_config.max_concurrency < 1:
+            raise InvalidSpecError(
+                role=name,
+                field="max_concurrency",
+                value=worker_config.max_concurrency,
+                expected="1 or more, or None for no limit",
+            )
         world_size = _world_size(name, worker_config)
         self.topology = worker_config.topology(name, world_size)
         self._allocation = resource_manager.allocate_placement_group(
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
         )
+        self._kwargs = dict(kwargs or {})
         self._verified = False
+        self._restarting = threading.Lock()
         self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
             job = _job(name, resource_manager, worker_config, self._allocation)
-            super().__init__(resource_manager.scheduler, _plain_class(worker_cls), job, args, kwargs)
+            super().__init__(resource_manager.scheduler, _plain_class(worker_cls), job, args)
             self.initialize()
         except BaseException:
             resource_manager.free(name)
@@ -180,7 +211,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> Any:
         """Call a method on rank 0 alone and return what it returns. Raises: its error."""
-        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).result()
+        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_rank_zero_async(
         self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -199,7 +230,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root cause first.
         """
-        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).result()
+        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_all_async(
         self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
@@ -220,7 +251,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             self.get_rank_info(rank)
         if not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"ranks are {list(ranks)}; give one at least, and each once")
-        results: list[Any] = self._execute(method, list(ranks), args, kwargs, timeout, list).result()
+        results: list[Any] = self._execute(method, list(ranks), args, kwargs, timeout, list).awaited()
         return results
 
     def _execute(
@@ -233,7 +264,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         collect: Callable[[list[Any]], Any],
     ) -> GroupFuture[Any]:
         self._check_started()
-        name = method if isinstance(method, str) else method.spec.name
+        name = method if isinstance(method, str) else self.method(method).spec.name
         dispatched = sharding.dispatch_ad_hoc(self.topology, f"{self.name}.{name}", args, kwargs, ranks)
         return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect)
 
@@ -269,12 +300,14 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """Batches that are joined as one whose rows stay; other results as their handles."""
         if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
             batches = [self._remote(handle) for handle in handles]
-            join = functools.partial(join_remote, self.scheduler)
-            return sharding.collect(self.topology, spec, dispatched.cut, batches, lambda _, parts: join(parts))
+            join = functools.partial(sharding.join_rows, concat=functools.partial(join_remote, self.scheduler))
+            return sharding.collect(self.topology, spec, dispatched.cut, batches, join)
         return sharding.collect(self.topology, spec, None, handles, lambda _, parts: list(parts))
 
     def _remote(self, result: Any) -> Any:
-        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)]) if _is_remote_batch(result) else result
+        if not _is_remote_batch(result):
+            return result
+        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)], result.num_padding)
 
     def _send(self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options) -> Any:
         """Start the call; a future of the results of ``answering``, in their order."""
@@ -285,8 +318,11 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         calls = {
             worker_id: Call(
                 packed.args_of(rank),
-                packed.kwargs_of(rank),
-                {**_EXACTLY, **({"keep": options.keep} if rank in wanted else {"discard": True})},
+                rpc_meta={
+                    **_EXACTLY,
+                    **({"keep": options.keep} if rank in wanted else {"discard": True}),
+                    "kwargs": packed.kwargs_of(rank),  # a method's own 'timeout' is not the call's
+                },
             )
             for rank, worker_id in ids.items()
         }
@@ -341,30 +377,30 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """What each rank is doing, in rank order; also during a long call. Never raises for a dead one."""
         self._check_started()
         found = {status.worker_id: status for status in self.scheduler.status()}
-        return [found[worker.id] for worker in self.workers]
+        return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
 
     def restart(self, rank: int) -> None:
         """Give a rank a new process, on the same devices, with a new instance of the class.
 
         Its state is gone, and process groups that it was in have to be made again. A new rank 0 has another master port, of
-        which all ranks' environment is told.
+        which the environment of all ranks that live is told. Restarts of one cluster wait for each other.
 
         Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
         """
         self.get_rank_info(rank)
-        worker_id = self.workers[rank].id
-        self.scheduler.restart_worker(worker_id)
-        workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
-        run_sync(self._rebuild(rank, workers))
-        self._workers = workers
+        with self._restarting:
+            self.scheduler.restart_worker(self.workers[rank].id)
+            self._workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
+            run_sync(self._rebuild(rank, self._workers))
 
     async def _rebuild(self, rank: int, workers: Sequence[Worker]) -> None:
+        await self.scheduler.create_engine(
+            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args
+        )
         if rank == 0 and not self.scheduler.shares_process:
             for worker_id, environment in rank_environment(self.role, workers).items():
-                await self.scheduler.set_worker_env(worker_id, environment)
-        await self.scheduler.create_engine(
-            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args, **self._engine_kwargs
-        )
+                with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted
+                    await self.scheduler.set_worker_env(worker_id, environment)
 
     def shutdown(self) -> None:
         """As close."""
@@ -372,14 +408,21 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def close(self) -> None:
         """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
+        was_closed = self._closed
         try:
             super().close()
         finally:
-            self.resource_manager.free(self.name)
+            if not was_closed:  # else another may have the name now
+                self.resource_manager.free(self.name)
 
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
         environment = {} if self.scheduler.shares_process else rank_environment(self.role, workers)[workers[rank].id]
-        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank))
+        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank), kwargs=self._kwargs)
+
+
+def _deleted(worker: Worker) -> WorkerStatus:
+    """Of a worker that the scheduler has no longer."""
+    return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
 
 
 def _world_size(name: str, config: ClusterConfig) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from helmsman.api.errors import (
@@ -22,7 +22,7 @@ from helmsman.api.errors import (
     PeerNotReadyError,
     WorkerFailedError,
 )
-from helmsman.api.scheduler import Scheduler
+from helmsman.api.scheduler import ResultHandle, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +92,34 @@ async def call_all(
             **call.kwargs,
         )
 
-    return await gather_all(
-        role, method, {worker_id: one(worker_id, call) for worker_id, call in calls.items()}, grace_s=grace_s
-    )
+    def forget(result: Any) -> None:
+        if isinstance(result, ResultHandle):
+            asyncio.get_running_loop().run_in_executor(None, _release, scheduler, result)  # it blocks
+
+    keeps = any(((rpc_meta if call.rpc_meta is None else call.rpc_meta) or {}).get("keep") for call in calls.values())
+    work = {worker_id: one(worker_id, call) for worker_id, call in calls.items()}
+    return await gather_all(role, method, work, grace_s=grace_s, forget=forget if keeps else None)
+
+
+def _release(scheduler: Scheduler, handle: ResultHandle) -> None:
+    try:
+        scheduler.release(handle)
+    except HelmsmanError as error:
+        logger.debug("%s keeps what it made for a call that failed: %s", handle.worker_id, error)
 
 
 async def gather_all(
-    role: str, operation: str, work: Mapping[str, Coroutine[Any, Any, Any]], *, grace_s: float | None = DEFAULT_GRACE_S
+    role: str,
+    operation: str,
+    work: Mapping[str, Coroutine[Any, Any, Any]],
+    *,
+    grace_s: float | None = DEFAULT_GRACE_S,
+    forget: Callable[[Any], None] | None = None,
 ) -> list[Any]:
     """Run one coroutine per worker, all at once, and return their results in order; errors as for call_all.
 
     Calls that still run when the error is raised are left to their workers; how each ends is logged. Cancelling cancels all
-    of them.
+    of them. ``forget`` is given each result that is not returned, because another failed.
     """
     ended: dict[str, float] = {}
 
@@ -124,12 +140,12 @@ async def gather_all(
     except asyncio.CancelledError:
         for worker_id, task in tasks.items():
             task.cancel()
-            observe(task, f"{worker_id}: {operation} (its caller was cancelled)")
+            observe(task, f"{worker_id}: {operation} (its caller was cancelled)", forget)
         raise
     failures: dict[str, Exception] = {}
     for worker_id, task in tasks.items():
         if not task.done():
-            observe(task, f"{worker_id}: {operation} (left alone after another rank failed)")
+            observe(task, f"{worker_id}: {operation} (left alone after another rank failed)", forget)
         elif task.cancelled():
             failures[worker_id] = HelmsmanError(f"{worker_id}: the wait for {operation} was cancelled", worker_id=worker_id)
         elif (error := task.exception()) is not None:
@@ -137,6 +153,9 @@ async def gather_all(
                 raise error
             failures[worker_id] = error
     if failures:
+        for task in tasks.values():
+            if forget is not None and task.done() and not task.cancelled() and task.exception() is None:
+                forget(task.result())
         raise group_error(role, operation, dict(sorted(failures.items(), key=lambda item: ended[item[0]])), len(tasks))
     return [task.result() for task in tasks.values()]
 
@@ -174,8 +193,8 @@ def is_communication_error(error: EngineCallError) -> bool:
     )
 
 
-def observe(task: asyncio.Task[Any], what: str) -> None:
-    """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged."""
+def observe(task: asyncio.Task[Any], what: str, forget: Callable[[Any], None] | None = None) -> None:
+    """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged. Its result is for ``forget``."""
 
     def report(ended: asyncio.Task[Any]) -> None:
         _observed.discard(ended)
@@ -185,6 +204,8 @@ def observe(task: asyncio.Task[Any], what: str) -> None:
             logger.warning("%s: ended with %s: %s", what, type(error).__name__, error)
         else:
             logger.info("%s: ended", what)
+            if forget is not None:
+                forget(ended.result())
 
     _observed.add(task)
     task.add_done_callback(report)

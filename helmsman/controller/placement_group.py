@@ -49,9 +49,10 @@ _PAUSE_S = (0.05, 0.5)
 """First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
 _TELL_S = (2.0, 30.0)
 """A start that waits says so after so long, and again whenever so much more has passed."""
-_SETTLE_S = 1.0
-"""Longest wait for groups in flight before they are removed all the same."""
-_REMOVE_S = 3.0
+_SETTLE_S = 10.0
+"""Longest wait for groups in flight before they are removed all the same. Milliseconds; but on a busy machine a node may take
+seconds to answer, and a bundle that is lost to a removal in between is lost for ever."""
+_REMOVE_S = _SETTLE_S + 3.0
 
 log = logging.getLogger(__name__)
 

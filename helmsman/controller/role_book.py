@@ -245,20 +245,22 @@ class RoleBook(Scheduler):
             ) from error
 
     def restart_worker(self, worker_id: str) -> None:
-        old = self._client(worker_id)
+        self._client(worker_id)
         role = self._role(worker_id.rpartition("/")[0])
         if role.reuses:
             raise errors.InvalidSpecError(
                 role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
             )
-        run_sync(self._restart(role, role.clients.index(old), old))
-        if command := role.job.spec(role.worker_ids.index(worker_id)).cmd:
+        rank = role.worker_ids.index(worker_id)
+        run_sync(self._restart(role, rank))
+        if command := role.job.spec(rank).cmd:
             run_sync(self._run_command(worker_id, command))
 
-    async def _restart(self, role: Role, rank: int, old: WorkerClient) -> None:
-        deadline = Deadline(self.timeouts.start_s)
-        await old.transport.kill()
-        async with contextlib.AsyncExitStack() as resources:
+    async def _restart(self, role: Role, rank: int) -> None:
+        async with role.restarting, contextlib.AsyncExitStack() as resources:  # one at a time, or a place has two processes
+            deadline = Deadline(self.timeouts.start_s)
+            old = role.clients[rank]
+            await old.transport.kill()
             (client,) = await self._launch(role.job, [rank], [old.place], deadline, resources)
             await self._prepare(role.job, rank, client, deadline)
             with self._book:

@@ -39,6 +39,8 @@ class Role:
         """Whether the workers belong to another role (colocation without fork)."""
         self.engine_names: dict[str, set[str]] = {}
         """Engines created through this role, by worker id."""
+        self.restarting = asyncio.Lock()
+        """Held while one of its workers is restarted."""
 
     @property
     def name(self) -> str:

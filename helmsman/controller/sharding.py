@@ -26,6 +26,7 @@ from helmsman.api.dispatch import (
     Shard,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
+from helmsman.api.scheduler import ResultHandle
 from helmsman.api.topology import AXES, Axis, Topology
 
 
@@ -68,6 +69,16 @@ def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: 
     Raises: TypeError for arguments that the method does not take; DispatchError, UnevenBatchError.
     """
     bound = _bind(spec, args, kwargs)
+    for what, value in (
+        *((f"argument {index}", each) for index, each in enumerate(args)),
+        *((f"argument {name!r}", each) for name, each in kwargs.items()),
+    ):
+        if isinstance(value, (Shard, Replicate)):
+            raise DispatchError(
+                method=spec.full_name,
+                reason=f"{what} is a {type(value).__name__}, and what becomes of its arguments is declared: {spec.mode_shown}",
+                step="Give the value itself, or call execute_all_sync, where no declaration counts",
+            )
     if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
         return _replicated(topology, args, kwargs, [0])
     everyone = range(topology.world_size)
@@ -94,7 +105,7 @@ def dispatch_ad_hoc(
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):
-            if len(ranks) == 1:
+            if len(ranks) == 1 and topology.num_parts(value.sharding.shard) > 1:
                 raise DispatchError(
                     method=method,
                     reason=f"{what} is a Shard, and the call goes to rank {ranks[0]} alone, so the other shares would be lost",
@@ -163,8 +174,8 @@ def collect(
     return (join or join_rows)(spec.full_name, results)
 
 
-def join_rows(method: str, results: Sequence[Any]) -> Any:
-    """All rows, one part after another; None where every part is None. Raises: DispatchError."""
+def join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch] = Batch.concat) -> Any:
+    """All rows, one part after another, batches by ``concat``; None where every part is None. Raises: DispatchError."""
     if all(result is None for result in results):
         return None
     kinds = list(dict.fromkeys(map(_kind_shown, results)))
@@ -175,7 +186,7 @@ def join_rows(method: str, results: Sequence[Any]) -> Any:
             step="Return a Batch, tensor, array, Ragged or list from each, or declare collect=Collect.LIST",
         )
     try:
-        return Batch.concat(results) if isinstance(results[0], Batch) else concat_columns(results)
+        return concat(results) if isinstance(results[0], Batch) else concat_columns(results)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DispatchError(
             method=method,
@@ -236,7 +247,11 @@ def _custom(
     made: Any = mode.dispatch_fn(topology, *args, **kwargs)
     well_made = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Sequence) and isinstance(made[1], Mapping)
     entries = [*made[0], *made[1].values()] if well_made else []
-    wrong = [entry for entry in entries if not isinstance(entry, Sequence) or len(entry) != topology.world_size]
+    wrong = [
+        entry
+        for entry in entries
+        if not isinstance(entry, Sequence) or isinstance(entry, (str, bytes)) or len(entry) != topology.world_size
+    ]
     if not well_made or wrong:
         raise DispatchError(
             method=spec.full_name,
@@ -256,11 +271,12 @@ def _by_identity(values: Sequence[Any], ranks: Sequence[int]) -> Argument:
     """The same object for several ranks is one part."""
     numbers: dict[int, int] = {}
     parts: list[Any] = []
-    for value in values:
+    held = list(values)  # a range makes a new object whenever it is asked
+    for value in held:
         if id(value) not in numbers:
             numbers[id(value)] = len(parts)
             parts.append(value)
-    return Argument(parts, [numbers[id(values[rank])] for rank in ranks])
+    return Argument(parts, [numbers[id(held[rank])] for rank in ranks])
 
 
 def _shape(made: Any) -> str:
@@ -364,6 +380,8 @@ def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
 
 
 def _kind_shown(value: Any) -> str:
+    if isinstance(value, ResultHandle):
+        return value.type_name
     if isinstance(value, (Batch, Ragged)):
-        return type(value).__name__
+        return "Batch" if isinstance(value, Batch) else "Ragged"
     return kind_of(value) or type(value).__qualname__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, Protocol
 
+from helmsman.api.batch import Batch
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.codec import Payload
 
@@ -35,6 +36,7 @@ def keep(store: HandleStore, worker_id: str, payload: Payload, value: Any) -> Re
         location=store.put(handle_id, payload),
         nbytes=payload.nbytes,
         summary=f"{type(value).__qualname__} of {payload.nbytes} bytes",
-        type_name=type(value).__name__,
+        type_name="Batch" if isinstance(value, Batch) else type(value).__qualname__,
         length=length,
+        num_padding=value.num_padding if isinstance(value, Batch) else 0,
     )

@@ -225,7 +225,8 @@ class EngineHost:
                 self.set_environment([EnvironmentVariable(key, value, "EngineSpec.env") for key, value in spec.env.items()])
             engine_type = self._import(name, spec.target) if isinstance(spec.target, str) else spec.target
             self._seed_libraries()
-            self._engines[name] = self._run_engine_code(request, lambda: _construct(engine_type, spec.rank_info, args, kwargs))
+            named = {**spec.kwargs, **kwargs}
+            self._engines[name] = self._run_engine_code(request, lambda: _construct(engine_type, spec.rank_info, args, named))
         finally:
             self._creating.discard(name)
 
@@ -369,10 +370,21 @@ class EngineHost:
 def _construct(engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if rank_info is None or not (isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)):
         return engine_type(*args, **kwargs)
+    if type(engine_type).__call__ is not type.__call__:  # its metaclass makes instances in a way of its own
+        engine = engine_type(*args, **kwargs)
+        _set_rank_info(engine, rank_info)
+        return engine
     engine = engine_type.__new__(engine_type, *args, **kwargs)
-    engine.rank_info = rank_info  # its constructor may already ask for it
+    _set_rank_info(engine, rank_info)  # its constructor may already ask for it
     engine_type.__init__(engine, *args, **kwargs)
     return engine
+
+
+def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
+    try:
+        engine.rank_info = rank_info
+    except AttributeError:  # a frozen data class
+        object.__setattr__(engine, "rank_info", rank_info)
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from helmsman.api.batch import Batch
@@ -145,6 +147,26 @@ class Member(GroupWorker):
         """Variables of the process."""
         return {name: os.environ.get(name) for name in names}
 
+    @register(Dispatch.DP_MP_COMPUTE)
+    def same(self, batch: Batch) -> Batch:
+        """The rows as they came."""
+        return batch
+
+    @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
+    def all_but_one_part(self, batch: Batch, instead: Any) -> Any:
+        """The rows as they came, and something else in place of the last part."""
+        return instead if self.rank_info.dp_rank == self.rank_info.dp_size - 1 else batch
+
+    @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
+    def same_unless(self, batch: Batch, failing: int, late: int, release: str) -> Batch:
+        """The rows as they came; one part fails, and one waits for a file."""
+        if self.rank_info.dp_rank == failing:
+            raise ValueError("no")
+        if self.rank_info.dp_rank == late:
+            Path(f"{release}.began").touch()
+            wait_for_file(release)
+        return batch
+
     @register(Dispatch.DP_MP_COMPUTE, shard=())
     def make(self, num_rows: int) -> Batch:
         """A large batch for each dp rank, told apart by the rank."""
@@ -155,6 +177,11 @@ class Member(GroupWorker):
     def rows_of(self, batch: Batch) -> list[tuple[int, int]]:
         """(rank, value) for each row."""
         return [(self.rank_info.rank, int(value)) for value in batch["x"]]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def with_names_of_calls(self, *, timeout: float = 0, method: str = "", worker_id: int = 0) -> tuple[Any, ...]:
+        """Its arguments, which have the names that a scheduler's calls use themselves."""
+        return timeout, method, worker_id
 
     @register(Dispatch.ONE_TO_ALL)
     def pid(self) -> int:
@@ -187,13 +214,48 @@ class WithItsOwnView(Member):
         return self.num_asked
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(GroupWorker):
+    """Its attributes cannot be set."""
+
+    number: int = 0
+
+    def tell(self) -> tuple[int, int]:
+        """What it was made with, and its rank."""
+        return self.number, self.rank_info.rank
+
+
+class _Counting(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.number += 1
+        return made
+
+
+class WithAMetaclass(GroupWorker, metaclass=_Counting):
+    """Its metaclass has the last word on new instances."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number - 1
+
+    tell = Frozen.tell
+
+
+class AsRecord(GroupWorker, msgspec.Struct):
+    """Made by msgspec."""
+
+    number: int
+
+    tell = Frozen.tell
+
+
 class Plain:
     """No base class, and nothing declared."""
 
-    def __init__(self, *, text: str = "") -> None:
+    def __init__(self, *, text: str = "", engine: str = "") -> None:
         if text == "refuse":
             raise RuntimeError("this one does not start")
-        self.text = text
+        self.text = text + engine
 
     def tell(self, *args: Any, **kwargs: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """What arrived."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
 from helmsman.controller.cluster import Cluster
 from helmsman.controller.resource_manager import ResourceManager
-from tests.contract.group_workers import Member, Plain, WithItsOwnView
+from tests.contract.group_workers import AsRecord, Frozen, Member, Plain, WithAMetaclass, WithItsOwnView
 from tests.contract.helpers import LIMIT_S, wait_until
 
 ON_CPU = {"HELMSMAN_PLATFORM": "cpu"}
@@ -231,6 +235,59 @@ def test_a_ray_actor_class(make_cluster: Callable[..., Members]) -> None:
     assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
 
 
+@pytest.mark.parametrize("worker_cls", [Frozen, WithAMetaclass, AsRecord])
+def test_classes_whose_instances_are_made_otherwise(make_cluster: Callable[..., Members], worker_cls: type[Any]) -> None:
+    assert make_cluster(worker_cls, 7, world_size=2).execute_all_sync("tell") == [(7, 0), (7, 1)]
+
+
+def test_arguments_may_be_called_as_those_of_the_scheduler(members: Members, resources: ResourceManager) -> None:
+    named = {"timeout": 5, "method": "m", "worker_id": 3}
+    assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8
+    config = ClusterConfig(world_size=1, num_cpus=0.5)
+    with Cluster("named", Plain, resources, config, kwargs={"text": "t", "engine": "e"}) as group:
+        assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
+
+
+def test_a_method_may_not_hide_what_a_cluster_has_itself() -> None:
+    for name in ("close", "name", "workers", "topology"):
+        with pytest.raises(errors.DispatchError, match=f"a Cluster has a '{name}' of its own, which Member.echo would hide"):
+            type("Hiding", (Cluster,), {name: Member.echo})
+
+
+def test_methods_that_are_not_declared(members: Members) -> None:
+    undeclared: Any = Plain.tell
+    for wrong in (undeclared, "echo", Member):
+        with pytest.raises(TypeError, match="method takes what register has declared.*execute_all_sync"):
+            members.method(wrong)
+    with pytest.raises(TypeError, match="method takes what register has declared"):
+        members.execute_all_sync(undeclared)
+
+
+def test_an_interrupt_reaches_whoever_waits(members: Members, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    waits: list[Callable[[], Any]] = [
+        lambda: members.method(Member.wait_on)([2], str(release)),
+        lambda: members.method(Member.wait_on).keep([2], str(release)),
+        lambda: members.execute_all_sync("wait_on", [2], str(release)),
+        lambda: members.method(Member.wait_on).submit([2], str(release)).exception(),
+    ]
+    for wait in waits:
+        interrupt = threading.Thread(target=_interrupt_once, args=(Path(f"{release}.2"),))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        interrupt.join()
+        release.touch()
+        assert members.echo(1) == [1] * 8
+        release.unlink()
+        Path(f"{release}.2").unlink()
+
+
+def _interrupt_once(began: Path) -> None:
+    wait_until(began.exists, "the rank is inside")
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
 def test_something_that_is_no_class(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
     with pytest.raises(TypeError, match="worker_cls is a class, a Ray actor class or an import path; got int"):
         make_cluster(7, name="seven", world_size=1)
@@ -309,6 +366,52 @@ def test_what_stays_needs_no_function_of_its_own(make_cluster: Callable[..., Mem
         assert group.method(method)([1, 2]) == 3
     assert group.make.options(keep=True).submit(2).result()["x"].tolist() == [0, 1, 2, 3]
     assert [status.health.num_calls for status in group.health() if status.health] == [3, 3]
+
+
+@pytest.mark.parametrize(("instead", "kind"), [(None, "NoneType"), ([1, 2], "list")])
+def test_rows_that_stay_are_joined_as_rows_that_come_back_are(
+    make_cluster: Callable[..., Members], instead: Any, kind: str
+) -> None:
+    """What stays must not be a batch from which the rows of a part are missing."""
+    group = make_cluster(world_size=2)
+    for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):
+        with pytest.raises(errors.DispatchError, match=f"its parts returned Batch and {kind}, which cannot be joined"):
+            call(rows(4), instead)
+    padded = rows(3).pad(4)
+    with group.method(Member.same).keep(padded) as kept:
+        assert kept.num_padding == group.method(Member.same)(padded).num_padding == 1
+        assert kept.fetch().equals(padded) and kept.unpad().fetch().equals(rows(3))
+
+
+@pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
+@pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
+@pytest.mark.parametrize("how", ["a part fails", "a part is late", "nobody waits"])
+def test_what_would_stay_of_a_call_that_fails_does_not(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
+    group = make_cluster(world_size=3)
+    pids = group.method(Member.pid)()
+    batch = Batch({"x": np.zeros((3, 1 << 16))})
+    call = group.method(Member.same_unless).options(keep=True, timeout=0.5 if how == "a part is late" else LIMIT_S)
+    with group.method(Member.same).keep(batch):
+        assert _num_kept(pids) == 3
+    release = tmp_path / "release"
+    future = call.submit(batch, 0 if how == "a part fails" else -1, 2, str(release))
+    if how == "nobody waits":
+        wait_until(Path(f"{release}.began").exists, "a part is inside")
+        future.cancel()
+    else:
+        assert isinstance(future.exception(LIMIT_S), errors.HelmsmanError)
+    release.touch()
+    wait_until(lambda: group.execute_all_sync("pid") == pids and _num_kept(pids) == 0, "nothing is kept any more")
+
+
+def _num_kept(pids: list[int]) -> int:
+    """Pieces of shared memory that processes hold."""
+    held = 0
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                held += "memfd:" in os.readlink(link)
+    return held
 
 
 def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
@@ -412,6 +515,26 @@ def test_a_new_rank_zero_has_another_port_that_all_are_told(make_cluster: Callab
     assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
     assert group.method(Member.pid)()[1:] == before[1:]
     wait_until(lambda: not _is_alive(before[0]), "the old process has gone")
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_restarts_at_the_same_time_and_of_several_dead_ranks(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(world_size=3)
+    first = group.method(Member.pid)()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(group.restart, [1, 1, 0]))
+        list(pool.map(group.scheduler.restart_worker, [f"{group.name}/2"] * 2))
+    group.restart(2)
+    second = group.method(Member.pid)()
+    assert not set(first) & set(second)
+    for pid in second[:2]:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(errors.HelmsmanError, match="failed on 2 of 3 ranks"):
+        group.echo(1)
+    for rank in (0, 1):
+        group.restart(rank)
+    assert group.method(Member.at_birth)() == [0, 1, 2]
+    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
 
 
 def _is_alive(pid: int) -> bool:
@@ -551,6 +674,8 @@ def test_overlapping_mappings_are_colocation_and_recorded(
         ({"world_size": 4, "tp_size": 2, "dp_size": 4}, "dp 4 x tp 2 x pp 1 x cp 1 does not make up a world of 4"),
         ({"world_size": 4, "tp_size": 0}, "tp_size is 0"),
         ({"world_size": 4, "mesh": ("dp", "tp")}, "names each of"),
+        ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
+        ({"world_size": 2, "max_concurrency": -1}, "max_concurrency is -1; expected 1 or more"),
     ],
 )
 def test_configurations_that_make_no_sense(
@@ -566,6 +691,24 @@ def test_a_name_is_taken_once(make_cluster: Callable[..., Members], resources: R
     with pytest.raises(errors.RoleExistsError, match="'once'"):
         make_cluster(name="once", world_size=1)
     assert "once" in resources.allocations
+
+
+def test_closing_twice_takes_nothing_from_the_next_of_that_name(
+    make_cluster: Callable[..., Members], resources: ResourceManager
+) -> None:
+    first = make_cluster(name="reborn", world_size=1)
+    first.close()
+    make_cluster(name="reborn", world_size=1)
+    first.close()
+    assert "reborn" in resources.allocations
+
+
+def test_a_group_whose_role_was_deleted(make_cluster: Callable[..., Members], scheduler: Scheduler) -> None:
+    group = make_cluster(world_size=2)
+    scheduler.delete_workers(group.name)
+    assert [status.state for status in group.health()] == [WorkerState.STOPPED] * 2
+    with pytest.raises(errors.HelmsmanError, match=f"no worker '{group.name}/0'"):
+        group.echo(1)
 
 
 @pytest.mark.not_on("inline", "its devices are numbers only")

@@ -246,11 +246,24 @@ def test_functions_of_ones_own() -> None:
         assert run(topology, zero, lambda info, args, kwargs: (args, kwargs), 10) == (1, ((10,), {"z": 10}))
 
 
-@pytest.mark.parametrize("made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {})])
+@pytest.mark.parametrize("made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {}), (["abcd"], {})])
 def test_a_dispatch_function_that_returns_nonsense(made: Any) -> None:
     mode = CustomDispatch(lambda topology, value: made, lambda topology, results: results)
     with pytest.raises(DispatchError, match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks"):
         dispatch(Topology(dp=4), declared(mode), (1,), {})
+
+
+def test_a_dispatch_function_may_return_any_sequence() -> None:
+    mode = CustomDispatch(lambda topology, first: ([range(first, first + 4)], {}), lambda topology, results: results)
+    assert run(Topology(dp=4), declared(mode), lambda info, args, kwargs: args[0], 1000) == [1000, 1001, 1002, 1003]
+
+
+def test_what_is_declared_takes_no_marks() -> None:
+    for mark in (Shard([1, 2]), Replicate([1, 2])):
+        for args, kwargs in (((mark,), {}), ((), {"x": mark})):
+            for mode in (Dispatch.ONE_TO_ALL, Dispatch.DP_MP_COMPUTE):
+                with pytest.raises(DispatchError, match=f"is a {type(mark).__name__}, and .* is declared: {mode.name}"):
+                    dispatch(Topology(dp=2), declared(mode), args, kwargs)
 
 
 def test_only_the_named_parameters_are_cut() -> None:
@@ -382,6 +395,8 @@ def test_a_function_makes_one_of_all_parts() -> None:
 def test_a_shard_for_one_rank_alone_is_refused() -> None:
     with pytest.raises(DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"):
         dispatch_ad_hoc(Topology(dp=4), "c.m", [Shard([1, 2, 3, 4])], {}, [2])
+    for topology in (Topology(), Topology(tp=2)):  # whose only share is all of it
+        assert dispatch_ad_hoc(topology, "c.m", [Shard([1, 2])], {}, [0]).args[0].for_rank(0) == [1, 2]
 
 
 @pytest.mark.parametrize("execute", list(Execute))
