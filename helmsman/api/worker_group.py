@@ -30,9 +30,16 @@ class GroupFuture(Generic[T_co]):
     The call goes on when nobody waits for it any more. What the ranks return is put together by whoever first asks, once.
     """
 
-    def __init__(self, results: concurrent.futures.Future[list[Any]], collect: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self,
+        results: concurrent.futures.Future[list[Any]],
+        collect: Callable[[list[Any]], Any],
+        forbid_blocking: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Made by the group; ``forbid_blocking`` raises in a thread that must not wait for the results."""
         self._results = results
         self._collect = collect
+        self._forbid_blocking = forbid_blocking
         self._lock = threading.Lock()
         self._outcome: tuple[Any, Exception | None] | None = None
 
@@ -41,7 +48,10 @@ class GroupFuture(Generic[T_co]):
         return self._results.done()
 
     def result(self, timeout: float | None = None) -> T_co:
-        """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of waiting, and it goes on."""
+        """What the call returns. Raises: what it raised; TimeoutError after ``timeout`` seconds of waiting, and it goes on;
+        RuntimeError on Helmsman's event loop, for what is not done."""
+        if not self._results.done():
+            self._forbid_blocking()
         return self._collected(self._results.result(timeout))
 
     def awaited(self) -> T_co:

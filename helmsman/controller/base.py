@@ -154,7 +154,9 @@ class SchedulerBase(RoleBook):
             reason = "it was released" if handle.id in self._released else ""
             if handle.worker_id == CONTROLLER:
                 if handle.id not in self._put:
-                    raise errors.HandleLostError(worker_id=CONTROLLER, handle_id=handle.id, reason="it was released")
+                    raise errors.HandleLostError(
+                        worker_id=CONTROLLER, handle_id=handle.id, reason="it was released, or is another scheduler's"
+                    )
                 continue
             try:
                 if self._client(handle.worker_id).state in (WorkerState.FAILED, WorkerState.STOPPED):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
 from helmsman.controller.device_mapping import parse_device_mapping
 from helmsman.controller.group import Call
-from helmsman.controller.loop import run_sync, submit
+from helmsman.controller.loop import forbid_blocking, run_sync, submit
 from helmsman.controller.packed_arguments import PackedArguments
 from helmsman.controller.rank_environment import rank_environment
 from helmsman.controller.resource_manager import Allocation, Device, ResourceManager
@@ -247,11 +248,10 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         **kwargs: Any,
     ) -> list[Any]:
         """As execute_all_sync on these ranks, in their order. A Shard is cut over all ranks, and theirs are sent."""
-        for rank in ranks:
-            self.get_rank_info(rank)
+        ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
         if not ranks or len(set(ranks)) < len(ranks):
-            raise ValueError(f"ranks are {list(ranks)}; give one at least, and each once")
-        results: list[Any] = self._execute(method, list(ranks), args, kwargs, timeout, list).awaited()
+            raise ValueError(f"ranks are {ranks}; give one at least, and each once")
+        results: list[Any] = self._execute(method, ranks, args, kwargs, timeout, list).awaited()
         return results
 
     def _execute(
@@ -266,14 +266,17 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self._check_started()
         name = method if isinstance(method, str) else self.method(method).spec.name
         dispatched = sharding.dispatch_ad_hoc(self.topology, f"{self.name}.{name}", args, kwargs, ranks)
-        return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect)
+        return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect, forbid_blocking)
 
     # --- declared calls ---------------------------------------------------------------------------------------------
 
     def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> GroupFuture[Any]:
         self._check_started()
-        if spec.sharding is not None:
-            self.verify_topology()
+        if spec.sharding is not None and not self._verified:
+            began = time.monotonic()
+            self.verify_topology(options.timeout)
+            if options.timeout is not None:
+                options = msgspec.structs.replace(options, timeout=max(0.0, options.timeout - (time.monotonic() - began)))
         if options.keep and (isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)):
             raise DispatchError(
                 method=spec.full_name,
@@ -294,7 +297,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                         self.scheduler.release(handle)
                 raise
 
-        return GroupFuture(self._send(spec.name, dispatched, answering, options), collect)
+        return GroupFuture(self._send(spec.name, dispatched, answering, options), collect, forbid_blocking)
 
     def _collect_kept(self, spec: MethodSpec, dispatched: Dispatched, handles: list[Any]) -> Any:
         """Batches that are joined as one whose rows stay; other results as their handles."""
@@ -342,14 +345,16 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     # --- topology ---------------------------------------------------------------------------------------------------
 
-    def verify_topology(self) -> None:
+    def verify_topology(self, timeout: float | None = None) -> None:
         """Compare the coordinates that were computed here with what the workers themselves say, once.
 
         A worker tells by a method ``get_rank_info()``, which returns a RankInfo or a mapping of some of its fields; workers
         without one, and those that return None, have nothing to say. The first call that is cut along an axis does this by
-        itself.
+        itself, within its own limit.
 
-        Raises: TopologyMismatchError.
+        Args:
+            timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
+        Raises: TopologyMismatchError; GroupCallError where workers do not answer.
         """
         if self._verified:
             return
@@ -357,7 +362,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         if isinstance(engine, str) or hasattr(engine, "get_rank_info"):
             calls = {worker.id: Call(rpc_meta=_EXACTLY) for worker in self.workers}
             try:
-                told = run_sync(self._call_workers("get_rank_info", calls))
+                told = run_sync(self._call_workers("get_rank_info", calls, timeout))
             except HelmsmanError as error:
                 if not _is_missing_method(error):
                     raise

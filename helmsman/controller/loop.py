@@ -39,18 +39,26 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run ``coroutine`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
     loop = background_loop()
-    if _running_loop() is loop:
+    try:
+        forbid_blocking()
+    except RuntimeError:
         coroutine.close()
-        raise RuntimeError(
-            "a blocking Helmsman call was made from a coroutine on Helmsman's own event loop, which would wait for itself; "
-            "use the async form of the call there (async_call_engine, agenerate, ...)"
-        )
+        raise
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()
     except BaseException:
         future.cancel()
         raise
+
+
+def forbid_blocking() -> None:
+    """Raise RuntimeError on the loop itself, which must not wait for what it has to do."""
+    if _running_loop() is background_loop():
+        raise RuntimeError(
+            "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own event loop, which would wait for "
+            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...)"
+        )
 
 
 async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:

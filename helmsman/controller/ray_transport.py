@@ -44,6 +44,7 @@ class RayTransport(Transport):
         self._here = here
         self._worker_id = "a worker that starts"
         self.log_path = ""
+        self._pid = 0
         self._reason: BaseException | None = None
         self._killed = False
         self._channel: Channel | None = None
@@ -55,6 +56,7 @@ class RayTransport(Transport):
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
         greeting: Greeting = await self._await(self._actor.greet.remote())
+        self._pid = greeting.pid
         return greeting
 
     async def adopt(self, identity: WorkerIdentity, key: bytes) -> None:
@@ -146,9 +148,9 @@ class RayTransport(Transport):
     async def _remains(self) -> tuple[dict[str, int | None] | None, str]:
         """What the worker's guardian recorded and the end of its log, read on the worker's node."""
         if self.place.node_id == self._here:
-            return await in_thread(_read_remains, self.log_path)
+            return await in_thread(_read_remains, self.log_path, self._pid)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
-        reference = reader.options(scheduling_strategy=placement.on_node(self.place.node_id)).remote(self.log_path)
+        reference = reader.options(scheduling_strategy=placement.on_node(self.place.node_id)).remote(self.log_path, self._pid)
         try:
             async with asyncio.timeout(_REMAINS_S):
                 remains: tuple[dict[str, int | None] | None, str] = await reference
@@ -174,9 +176,9 @@ def _reason_text(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _read_remains(log_path: str) -> tuple[dict[str, int | None] | None, str]:
+def _read_remains(log_path: str, pid: int) -> tuple[dict[str, int | None] | None, str]:
     """The record of a worker's end, for which its guardian needs a moment, and its log's tail."""
     from helmsman.rpc_server.guardian import wait_until
 
-    wait_until(lambda: read_record(log_path) is not None, _REMAINS_S)
-    return read_record(log_path), tail_of(log_path)
+    wait_until(lambda: read_record(log_path, pid) is not None, _REMAINS_S)
+    return read_record(log_path, pid), tail_of(log_path)

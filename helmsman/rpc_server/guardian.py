@@ -183,13 +183,15 @@ def record_path(log_path: str) -> str:
     return f"{log_path}.exit"
 
 
-def read_record(log_path: str) -> dict[str, int | None] | None:
-    """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there is nothing."""
+def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
+    """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there is nothing of this process,
+    whose predecessor may have had the same log."""
     try:
         with open(record_path(log_path)) as file:
-            return dict(json.load(file))
+            record = dict(json.load(file))
     except (OSError, ValueError):
         return None
+    return record if record.pop("pid", None) == pid else None
 
 
 def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, forks_fd: int) -> None:
@@ -212,7 +214,7 @@ def _record(worker_pid: int, pidfd: int, log_path: str) -> None:
     temporary = f"{record_path(log_path)}.{os.getpid()}"
     try:
         with open(temporary, "w") as file:
-            json.dump({"exit_code": code, "exit_signal": number}, file)
+            json.dump({"pid": worker_pid, "exit_code": code, "exit_signal": number}, file)
         os.replace(temporary, record_path(log_path))
     except OSError as error:  # the log folder has gone; the family must end all the same
         print(f"guardian of {worker_pid}: no record at {log_path}: {error}", file=sys.stderr)

@@ -86,22 +86,23 @@ def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dic
     )
     assert process.stdout is not None
     process.stdout.readline()
-    assert guardian.read_record(log_path) is None
+    assert guardian.read_record(log_path, process.pid) is None
     if is_reaped:
         process.communicate("\n")
     else:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    assert guardian.wait_until(lambda: guardian.read_record(log_path) is not None, 10.0)
-    assert guardian.read_record(log_path) == expected
+    assert guardian.wait_until(lambda: guardian.read_record(log_path, process.pid) is not None, 10.0)
+    assert guardian.read_record(log_path, process.pid) == expected
+    assert guardian.read_record(log_path, process.pid + 1) is None, "a successor with the same log has not ended yet"
     process.communicate()
 
 
 def test_statuses() -> None:
     assert guardian.split_status(9) == (None, 9)
     assert guardian.split_status(3 << 8) == (3, None)
-    assert guardian.read_record("/nowhere/at/all") is None
+    assert guardian.read_record("/nowhere/at/all", 1) is None
     assert not guardian.wait_until(lambda: False, 0.02)
 
 
