@@ -128,7 +128,7 @@ def _is_same_user(peer: socket.socket) -> bool:
 
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
     """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
     share_interpreter()
     host = EngineHost(identity, LocalHandleStore())
     host.on_shutdown = host.engine_thread.stop

@@ -117,7 +117,7 @@ class RayRPCServer:
         Path(identity.log_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
         _redirect_output(identity.log_path)
-        faulthandler.enable()
+        faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
         share_interpreter()
         # Unique per process: the guardian must not take a successor of the same name for the family of this one.
         tag = f"{identity.run_id}/{identity.worker_id}/{secrets.token_hex(4)}"

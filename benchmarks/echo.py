@@ -1,0 +1,150 @@
+"""A process that answers at once: the far end of floors, and of workers that are only simulated.
+
+It speaks the local transport's protocol, so the controller's own code can talk to it, and serves all connections in one thread.
+
+python -m benchmarks.echo PATH KEY
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from helmsman.api.scheduler import WorkerHealth
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.shm import WirePayload, to_wire
+from helmsman.rpc_server.wire import (
+    FrameReader,
+    ReplyFrame,
+    RequestFrame,
+    connect,
+    decode_reply,
+    decode_request,
+    encode_frame,
+    pack_length,
+    prove_as_server,
+)
+
+_HEALTH = WorkerHealth(
+    worker_id="simulated/0", pid=1, node="127.0.0.1", engines={"engine": "Engine"}, cpu_s=1.5, rss_bytes=1 << 28
+)
+
+
+def _wire(value: Any) -> WirePayload:
+    return to_wire(encode(value))[0]
+
+
+_ANSWERS = {Verb.HEALTH: _wire(_HEALTH), Verb.LEASE_PORTS: _wire([20000]), Verb.DESTROY: _wire([])}
+_NOTHING = _wire(None)
+
+
+class EchoProcess:
+    """The process; a context manager. Those that want to talk to it connect at ``path`` with ``key``."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_bytes(32)
+        self._folder = Path(tempfile.mkdtemp(prefix="helmsman-echo-"))
+        self.path = str(self._folder / "sock")
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-m", "benchmarks.echo", self.path, self.key.hex()]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | _search_path(),
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it listens
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def connect(self) -> BareConnection:
+        """A bare connection."""
+        return BareConnection(connect(self.path, self.key, 10.0))
+
+
+class BareConnection:
+    """One round trip of a request and its reply, and nothing else."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frame = RequestFrame(Request(1, Verb.CALL, "engine", "ping"), _wire(((), {})))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def round_trip(self) -> ReplyFrame:
+        """Send and receive."""
+        message = encode_frame(self._frame)
+        self._socket.sendall(pack_length(len(message)) + message)
+        return decode_reply(self._socket.recv(65536)[4:])
+
+
+def _search_path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def serve(path: str, key: bytes) -> None:
+    """Answer until standard input ends, which it does with the process that started this."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(1024)
+    print("listening", flush=True)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for ready, _ in selector.select():
+                if ready.fileobj is sys.stdin:
+                    return
+                if ready.fileobj is listener:
+                    peer, _ = listener.accept()
+                    proving = Connection(os.dup(peer.fileno()))
+                    prove_as_server(proving, key)
+                    proving.close()
+                    selector.register(peer, selectors.EVENT_READ, FrameReader())
+                else:
+                    assert isinstance(ready.fileobj, socket.socket)
+                    if not _answer(ready.fileobj, ready.data):
+                        selector.unregister(ready.fileobj)
+                        ready.fileobj.close()
+
+
+def _answer(peer: socket.socket, reader: FrameReader) -> bool:
+    """Answer what has arrived; False when the connection has ended."""
+    try:
+        data = peer.recv(1 << 18)
+        answers = []
+        for message in reader.feed(data):
+            request = decode_request(message).request
+            if request.verb is not Verb.RECEIVED:
+                frame = encode_frame(ReplyFrame(Reply(request.id, True), _ANSWERS.get(request.verb, _NOTHING)))
+                answers.append(struct.pack("!i", len(frame)) + frame)
+        peer.sendall(b"".join(answers))
+    except ConnectionError:
+        return False
+    return bool(data)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], bytes.fromhex(sys.argv[2]))
