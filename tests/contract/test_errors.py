@@ -271,7 +271,7 @@ def test_a_result_that_does_not_load_in_the_driver(engine: Engine) -> None:
 
 
 def test_rpc_meta_that_nobody_knows(engine: Engine) -> None:
-    with pytest.raises(TypeError, match=r"unknown rpc_meta \['brodcast'\]; it takes 'broadcast', 'discard', 'keep' and 'kwargs'"):
+    with pytest.raises(TypeError, match=r"unknown rpc_meta \['brodcast'\]; it takes 'broadcast', 'discard'"):
         engine.call("add", rpc_meta={"brodcast": True})
     assert engine.call("add") == 1
 
