@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,9 +29,10 @@ class RemoteBatch(Batch):
     workers forget the rows; until then they keep their memory.
     """
 
-    __slots__ = ("_fetched", "_pieces", "_scheduler")
+    __slots__ = ("_fetched", "_handles", "_pieces", "_scheduler")
 
     _fetched: Batch | None
+    _handles: Sequence[ResultHandle]
     _pieces: tuple[Piece, ...]
     _scheduler: Scheduler
 
@@ -38,6 +40,7 @@ class RemoteBatch(Batch):
         set_ = object.__setattr__
         set_(self, "_scheduler", scheduler)
         set_(self, "_pieces", tuple(piece for piece in pieces if piece.stop > piece.start) or tuple(pieces[:1]))
+        set_(self, "_handles", tuple({piece.handle.id: piece.handle for piece in pieces}.values()))  # also of no rows
         set_(self, "_fetched", None)
         self._freeze({}, {}, sum(piece.stop - piece.start for piece in pieces), num_padding)
 
@@ -66,8 +69,9 @@ class RemoteBatch(Batch):
 
     def release(self) -> None:
         """Let the workers forget the values that its rows are part of, also for slices. Idempotent."""
-        for handle in {piece.handle.id: piece.handle for piece in self._pieces}.values():
-            self._scheduler.release(handle)
+        with contextlib.ExitStack() as releases:  # all of them, also when one fails
+            for handle in self._handles:
+                releases.callback(self._scheduler.release, handle)
 
     def __enter__(self) -> RemoteBatch:
         return self
@@ -99,6 +103,7 @@ class RemoteBatch(Batch):
             if low < high or not found:  # one at least, which says what the columns are
                 found.append(Piece(piece.handle, piece.start + min(low, max(high, 0)), piece.start + max(high, 0)))
             first += piece.stop - piece.start
+        found = [piece for piece in found if piece.stop > piece.start] or found[:1]
         padding = max(0, min(stop - start, stop - (len(self) - self.num_padding)))
         return RemoteBatch(self._scheduler, found, padding)
 

@@ -461,7 +461,8 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def release(self, handle: ResultHandle) -> None:
-        """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker is gone."""
+        """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker, or
+        this scheduler, is gone."""
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:

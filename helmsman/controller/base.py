@@ -131,7 +131,8 @@ class SchedulerBase(RoleBook):
         return decode(self._store.fetch(handle))
 
     def release(self, handle: ResultHandle) -> None:
-        self._require_open("release")
+        if self._closed:  # and with it whoever kept something
+            return
         if handle.worker_id == CONTROLLER:
             self._put.discard(handle.id)
             self._store.drop(handle.id)
@@ -139,7 +140,7 @@ class SchedulerBase(RoleBook):
         self._released.add(handle.id)
         try:
             client = self._client(handle.worker_id)
-        except errors.NotFoundError:
+        except (errors.NotFoundError, errors.SchedulerClosedError):
             return
         with contextlib.suppress(errors.WorkerFailedError):  # its memory went with it
             run_sync(client.control(Verb.RELEASE, handle.id))

@@ -152,6 +152,11 @@ class Member(GroupWorker):
         """The rows as they came."""
         return batch
 
+    @register(Dispatch.DP_MP_COMPUTE, remainder="uneven")
+    def uneven(self, batch: Batch) -> Batch:
+        """The rows as they came, as many as there are."""
+        return batch
+
     @register(Dispatch.DP_MP_COMPUTE, shard=("batch",))
     def all_but_one_part(self, batch: Batch, instead: Any) -> Any:
         """The rows as they came, and something else in place of the last part."""

@@ -424,6 +424,20 @@ def test_what_would_stay_of_a_call_that_fails_does_not(make_cluster: Callable[..
     wait_until(lambda: group.execute_all_sync("pid") == pids and _num_kept(pids) == 0, "nothing is kept any more")
 
 
+@pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
+@pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
+def test_parts_without_rows_are_forgotten_with_the_others(make_cluster: Callable[..., Members]) -> None:
+    """A batch of no rows may still have much in its meta."""
+    group = make_cluster(world_size=3)
+    pids = group.method(Member.pid)()
+    kept = group.method(Member.uneven).keep(Batch({"x": [1, 2]}, {"table": np.zeros(1 << 16)}))
+    assert _num_kept(pids) == 3
+    kept[1:].release()
+    assert _num_kept(pids) == 2 and kept[:1].fetch()["x"] == [1]
+    kept.release()
+    assert _num_kept(pids) == 0
+
+
 def _num_kept(pids: list[int]) -> int:
     """Pieces of shared memory that processes hold."""
     held = 0

@@ -7,6 +7,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.scheduler import Scheduler
+from helmsman.controller.factory import make_scheduler
 from helmsman.controller.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
 from tests.contract.helpers import wait_until
@@ -25,6 +26,16 @@ def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> 
         manager.allocate_placement_group(1, holder="late")
     with manager:
         pass
+
+
+def test_what_stays_may_be_released_after_the_scheduler_has_closed() -> None:
+    scheduler = make_scheduler("inline")
+    group = Members("late", Member, ResourceManager(1, scheduler=scheduler), ClusterConfig(world_size=2))
+    handle = scheduler.put([1])
+    with group.make.keep(2):
+        scheduler.close()
+    scheduler.release(handle)
+    group.close()
 
 
 def test_a_manager_of_cpus_alone(scheduler: Scheduler) -> None:
