@@ -1,0 +1,85 @@
+"""What a call costs, in things that can be counted on a machine of any speed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections import Counter as Tally
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helmsman.controller.loop import background_loop, run_sync
+from helmsman.rpc_server import shm
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.frames import pack
+from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.wire import ReplyFrame, RequestFrame, encode_frame
+from tests.contract.helpers import Engine
+
+NUM_CALLS = 50
+
+
+@pytest.fixture
+def tasks() -> Iterator[Tally[str]]:
+    """Counts the tasks that Helmsman's event loop starts, by the name of their coroutine."""
+    counted: Tally[str] = Tally()
+    loop = background_loop()
+
+    def count(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        counted[coroutine.__qualname__] += 1
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(count)
+    yield counted
+    loop.set_task_factory(None)
+
+
+def _warm(engine: Engine) -> None:
+    for _ in range(3):
+        engine.call("echo", None)
+
+
+def test_a_blocking_call_is_one_task(engine: Engine, tasks: Tally[str]) -> None:
+    _warm(engine)
+    tasks.clear()
+    for _ in range(NUM_CALLS):
+        engine.call("echo", None)
+    assert tasks.total() <= NUM_CALLS, tasks
+
+
+def test_an_awaited_call_makes_no_task_of_its_own(engine: Engine, tasks: Tally[str]) -> None:
+    async def calls() -> None:
+        for _ in range(NUM_CALLS):
+            await engine.acall("echo", None)
+
+    _warm(engine)
+    tasks.clear()
+    run_sync(calls())
+    assert tasks.total() <= 1, tasks  # run_sync's own
+
+
+def test_calls_leave_nothing_in_memory(engine: Engine) -> None:
+    def blocks_after(num_calls: int) -> int:
+        for _ in range(num_calls):
+            engine.call("echo", [1, "two"])
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks_after(300)
+    before = blocks_after(300)
+    assert blocks_after(1000) - before < 500, "half a block for each call would already be a leak"
+
+
+@pytest.mark.parametrize(("arguments", "most_bytes"), [(((), {}), 64), (((1, "two"), {"three": 3.0}), 100)])
+def test_bytes_of_a_message(arguments: Any, most_bytes: int) -> None:
+    request, payload = Request(1000, Verb.CALL, "actor/0", "step"), encode(arguments)
+    wire, segment = shm.to_wire(payload)
+    assert segment is None
+    assert len(encode_frame(RequestFrame(request, wire))) <= most_bytes
+    assert len(pack(request, payload, number=1000, serial=1000, settled=1000)[0]) <= most_bytes
+    reply, nothing = Reply(1000, True), encode(None)
+    assert len(encode_frame(ReplyFrame(reply, shm.to_wire(nothing)[0]))) <= 24
+    assert len(pack(reply, nothing, serial=1000)[0]) <= 32
