@@ -22,13 +22,16 @@ from helmsman.rpc_server.codec import Packed, decode, encode
 from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import Verb
 
+_REMEMBERED = 10_000
+
 
 class SchedulerBase(RoleBook):
     """The shared flow of all schedulers; see RoleBook for the arguments and the hooks that a backend fills."""
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._released: set[str] = set()
+        self._released: dict[str, None] = {}
+        """Ids of handles that were released, of late; the stores know of all of them."""
         self._put: set[str] = set()
         """Ids of the values that the script has put and not released."""
         self._store = self._make_store()
@@ -137,7 +140,9 @@ class SchedulerBase(RoleBook):
             self._put.discard(handle.id)
             self._store.drop(handle.id)
             return
-        self._released.add(handle.id)
+        self._released[handle.id] = None
+        if len(self._released) > _REMEMBERED:
+            del self._released[next(iter(self._released))]
         try:
             client = self._client(handle.worker_id)
         except (errors.NotFoundError, errors.SchedulerClosedError):

@@ -20,30 +20,27 @@ from helmsman.api.errors import (
     DispatchError,
     HelmsmanError,
     InvalidSpecError,
-    MethodNotFoundError,
     TopologyMismatchError,
     WorkerFailedError,
 )
 from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
 from helmsman.api.scheduler import (
     EngineSpec,
-    Job,
     ResultHandle,
-    SchedulingSpec,
-    SchedulingStrategy,
     Worker,
     WorkerState,
     WorkerStatus,
 )
-from helmsman.api.topology import AXES, RankInfo
+from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
-from helmsman.controller.device_mapping import parse_device_mapping
+from helmsman.controller.cluster_job import job_of, plain_class, world_size_of
+from helmsman.controller.coordinates import difference, is_missing_method
 from helmsman.controller.group import Call
 from helmsman.controller.loop import forbid_blocking, run_sync, submit
 from helmsman.controller.packed_arguments import PackedArguments
 from helmsman.controller.rank_environment import rank_environment
-from helmsman.controller.resource_manager import Allocation, Device, ResourceManager
+from helmsman.controller.resource_manager import Device, ResourceManager
 from helmsman.controller.role import RoleController
 from helmsman.controller.sharding import Dispatched
 
@@ -110,7 +107,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                 value=worker_config.max_concurrency,
                 expected="1 or more, or None for no limit",
             )
-        world_size = _world_size(name, worker_config)
+        world_size = world_size_of(name, worker_config)
         self.topology = worker_config.topology(name, world_size)
         self._allocation = resource_manager.allocate_placement_group(
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
@@ -120,8 +117,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self._restarting = threading.Lock()
         self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
-            job = _job(name, resource_manager, worker_config, self._allocation)
-            super().__init__(resource_manager.scheduler, _plain_class(worker_cls), job, args)
+            job = job_of(name, resource_manager, worker_config, self._allocation)
+            super().__init__(resource_manager.scheduler, plain_class(worker_cls), job, args)
             self.initialize()
         except BaseException:
             resource_manager.free(name)
@@ -364,13 +361,13 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             try:
                 told = run_sync(self._call_workers("get_rank_info", calls, timeout))
             except HelmsmanError as error:
-                if not _is_missing_method(error):
+                if not is_missing_method(error):
                     raise
                 told = []
             differences = {
-                worker.id: difference
+                worker.id: told_apart
                 for worker, ours, theirs in zip(self.workers, self.topology.ranks, told, strict=False)
-                if (difference := _difference(ours, theirs)) is not None
+                if (told_apart := difference(ours, theirs)) is not None
             }
             if differences:
                 raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
@@ -430,80 +427,5 @@ def _deleted(worker: Worker) -> WorkerStatus:
     return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
 
 
-def _world_size(name: str, config: ClusterConfig) -> int:
-    if config.device_mapping is None:
-        if config.world_size is None:
-            raise InvalidSpecError(
-                role=name, field="world_size", value=None, expected="a number of workers, or a device_mapping that gives it"
-            )
-        return config.world_size
-    devices = len(parse_device_mapping(config.device_mapping, name))
-    size, rest = divmod(devices, max(1, config.num_gpus_per_worker))
-    if config.num_gpus_per_worker < 1 or rest:
-        raise InvalidSpecError(
-            role=name,
-            field="num_gpus_per_worker",
-            value=config.num_gpus_per_worker,
-            expected=f"a divisor of the {devices} devices of device_mapping",
-        )
-    if config.world_size not in (None, size):
-        raise InvalidSpecError(
-            role=name,
-            field="world_size",
-            value=config.world_size,
-            expected=f"{size}, which {devices} devices with {config.num_gpus_per_worker} for each worker give, or None",
-        )
-    return size
-
-
-def _job(name: str, resources: ResourceManager, config: ClusterConfig, allocation: Allocation) -> Job:
-    """The workers as the scheduler starts them. Rank 0 has a port, where process groups meet."""
-    spec = SchedulingSpec(cpu=config.num_cpus, env_vars=config.env_vars)
-    if not resources.scheduler.shares_process and config.device_mapping is not None:
-        mapping = [[device.index for device in worker.devices] for worker in allocation.workers]
-        strategy = SchedulingStrategy(type="colocation", target=resources.name, fork=True, device_mapping=mapping)
-        tasks = [spec] * len(allocation.workers)
-    else:
-        strategy = SchedulingStrategy()
-        tasks = [msgspec.structs.replace(spec, mem=config.mem, nodelist=[worker.node_id]) for worker in allocation.workers]
-    tasks[0] = msgspec.structs.replace(tasks[0], port_count=1)
-    return Job(role=name, replicas=len(tasks), tasks=tasks, scheduling_strategy=strategy)
-
-
-def _plain_class(worker_cls: Any) -> str | type[Any]:
-    """The class itself, also of what ``ray.remote`` made of it."""
-    metadata = getattr(worker_cls, "__ray_metadata__", None)
-    if metadata is not None:
-        # Ray's own subclass of it would be sent by value; the user's class is behind it.
-        made: type[Any] = metadata.modified_class
-        return getattr(made, "__ray_actor_class__", made)
-    if not isinstance(worker_cls, (str, type)):
-        raise TypeError(f"worker_cls is a class, a Ray actor class or an import path; got {type(worker_cls).__qualname__}")
-    return worker_cls
-
-
 def _is_remote_batch(result: Any) -> bool:
     return isinstance(result, ResultHandle) and result.type_name == Batch.__name__
-
-
-def _is_missing_method(error: HelmsmanError) -> bool:
-    return isinstance(error, MethodNotFoundError) or isinstance(getattr(error, "first", None), MethodNotFoundError)
-
-
-def _difference(ours: RankInfo, theirs: Any) -> tuple[str, str] | None:
-    """(what was computed, what the worker says) where these differ in something that it says."""
-    if theirs is None:
-        return None
-    if isinstance(theirs, Mapping):
-        named = dict(theirs)
-    else:
-        names = ["rank", "world_size", *(f"{axis}_{what}" for axis in AXES for what in ("rank", "size"))]
-        named = {name: getattr(theirs, name) for name in names if hasattr(theirs, name)}
-    wrong = [name for name, value in named.items() if getattr(ours, name, None) != value]
-    if not wrong:
-        return None
-    shown = [
-        ", ".join(f"{name}={value}" for name, value in side)
-        for side in ([(name, getattr(ours, name, "unknown")) for name in wrong], [(name, named[name]) for name in wrong])
-    ]
-    return shown[0], shown[1]

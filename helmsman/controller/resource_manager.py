@@ -10,7 +10,14 @@ from typing import Any, Self
 
 import msgspec
 
-from helmsman.api.errors import InvalidSpecError, NotFoundError, ResourcesNotMetError, RoleExistsError, SchedulerClosedError
+from helmsman.api.errors import (
+    HelmsmanError,
+    InvalidSpecError,
+    NotFoundError,
+    ResourcesNotMetError,
+    RoleExistsError,
+    SchedulerClosedError,
+)
 from helmsman.api.plan import Node, Reservation
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.device_mapping import parse_device_mapping, show_devices
@@ -184,7 +191,7 @@ class ResourceManager:
         if world_size < 1:
             raise InvalidSpecError(role=holder, field="world_size", value=world_size, expected="1 or more")
         if self._destroyed:
-            raise SchedulerClosedError(operation=f"allocate_placement_group({holder!r})")
+            raise HelmsmanError(f"the devices of ResourceManager {self.name!r} were given back; make a new one for {holder!r}.")
         with self._lock:
             if holder in self._allocations:
                 raise RoleExistsError(role=holder, num_workers=len(self._allocations[holder].workers))

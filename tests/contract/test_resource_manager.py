@@ -22,7 +22,7 @@ def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> 
     manager.destroy_placement_group()
     group.close()
     wait_until(lambda: sum(node.num_free_devices for node in scheduler.nodes()) == free, "as many are free as before")
-    with pytest.raises(errors.SchedulerClosedError):
+    with pytest.raises(errors.HelmsmanError, match="'short-lived' were given back; make a new one for 'late'"):
         manager.allocate_placement_group(1, holder="late")
     with manager:
         pass
