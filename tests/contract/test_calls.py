@@ -76,7 +76,7 @@ def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
     async def blocks() -> None:
         engine.call("add")
 
-    with pytest.raises(RuntimeError, match="would wait for itself; use the async form"):
+    with pytest.raises(RuntimeError, match="would wait for itself; use the form that does not block"):
         submit(blocks()).result(timeout=LIMIT_S)
 
     async def awaits() -> int:
