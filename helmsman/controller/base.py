@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.rendezvous import probe
 from helmsman.controller.role_book import RoleBook
-from helmsman.rpc_server.codec import Packed, decode, encode
+from helmsman.rpc_server.codec import Packed, Payload, decode, encode
 from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import Verb
 
@@ -81,7 +82,7 @@ class SchedulerBase(RoleBook):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        return decode(run_sync(self._call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)))
+        return decode(run_sync(_begun(self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout))))
 
     async def async_call_engine(
         self,
@@ -93,19 +94,46 @@ class SchedulerBase(RoleBook):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        return decode(await run_async(self._call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)))
+        begin = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)
+        return decode(await run_async(_begun(begin)))
 
-    def _call(
+    def begin_call(
         self,
         worker_id: str,
         method: str,
         engine_name: str | None,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, Any],
         rpc_meta: Mapping[str, Any] | None,
         timeout: float | None,
-    ) -> Any:
-        """The coroutine of one call; the arguments are packed here, in the caller's thread, before anything is awaited."""
+    ) -> asyncio.Future[Any]:
+        """As async_call_engine, for callers on Helmsman's own event loop: without a task, and sent when this returns."""
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def take(answer: asyncio.Future[Payload]) -> None:
+            if result.done():
+                return
+            try:
+                result.set_result(decode(answer.result()))
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - handed to whoever awaits the result
+                result.set_exception(error)
+
+        answer = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)()
+        answer.add_done_callback(take)
+        result.add_done_callback(lambda _: answer.cancel() if result.cancelled() else None)
+        return result
+
+    def _packed_call(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rpc_meta: Mapping[str, Any] | None,
+        timeout: float | None,
+    ) -> Callable[[], asyncio.Future[Payload]]:
+        """What sends one call, on Helmsman's event loop; the arguments are packed here, in the caller's thread."""
         client = self._client(worker_id)
         meta = dict(rpc_meta or {})
         keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
@@ -116,7 +144,9 @@ class SchedulerBase(RoleBook):
         name = engine_name or worker_id
         payload = encode_arguments(worker_id, name, method, (args, kwargs))
         self._require_values(payload.handles)
-        return client.call(name, method, payload, keep=keeps, discard=discards, broadcast=broadcast, limit_s=timeout)
+        return functools.partial(
+            client.call, name, method, payload, keep=keeps, discard=discards, broadcast=broadcast, limit_s=timeout
+        )
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -209,3 +239,7 @@ class SchedulerBase(RoleBook):
             return await await_all(client.control(Verb.ENVIRONMENT) for client in entry.clients)
 
         return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+
+
+async def _begun(begin: Callable[[], asyncio.Future[Payload]]) -> Payload:
+    return await begin()

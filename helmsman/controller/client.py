@@ -10,7 +10,7 @@ import functools
 import itertools
 import pickle
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import msgspec
@@ -107,9 +107,9 @@ class WorkerClient:
         """Variables that the backend wants in the worker, such as device masks."""
         self._timeouts = timeouts
         self._ids = itertools.count(1)
-        self._in_flight: dict[int, tuple[str, float]] = {}
+        self.in_flight: dict[int, tuple[str, float]] = {}
         self._overdue: set[int] = set()
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
         self._ran_at_end: tuple[str, float] | None = None
@@ -128,7 +128,7 @@ class WorkerClient:
         request = Request(next(self._ids), Verb.CREATE_ENGINE, engine_name)
         await self._exchange(request, payload, limit_s, "Timeouts.create_engine_s")
 
-    async def call(
+    def call(
         self,
         engine_name: str,
         method: str,
@@ -138,12 +138,12 @@ class WorkerClient:
         discard: bool = False,
         broadcast: bool | None = None,
         limit_s: float | None = None,
-    ) -> Payload:
-        """Call an engine's method; ``payload`` is (args, kwargs). Returns the packed result."""
+    ) -> asyncio.Future[Payload]:
+        """Call an engine's method; ``payload`` is (args, kwargs). Returns the packed result to come."""
         request = Request(next(self._ids), Verb.CALL, engine_name, method, keep, broadcast, discard)
         if limit_s is None:
-            return await self._exchange(request, payload, self._timeouts.call_s, "Timeouts.call_s")
-        return await self._exchange(request, payload, limit_s, "the call's timeout argument")
+            return self._exchange(request, payload, self._timeouts.call_s, "Timeouts.call_s")
+        return self._exchange(request, payload, limit_s, "the call's timeout argument")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -183,56 +183,35 @@ class WorkerClient:
 
     # --- the one way of a request -----------------------------------------------------------------------------------
 
-    async def _exchange(self, request: Request, payload: Payload, limit_s: float, limit_source: str) -> Payload:
-        started = time.monotonic()
-        name = dotted(request.engine_name, request.method or request.verb.value)
-        if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
-            self._in_flight[request.id] = (name, started)
-        sending = self.transport.post(request, payload)
-        try:
-            # Not wait_for: giving up must not cancel the sending, whose reply has still to be taken and its memory given back.
-            await _done_or_late(sending, limit_s)
-            if not sending.done():
-                sending.add_done_callback(self._ended_late(request))
-                raise await self._timed_out(request, time.monotonic() - started, limit_s, limit_source)
-            try:
-                reply, answer = sending.result()
-            except TransportLostError as error:
-                raise await self._failed(request) from error
-        except asyncio.CancelledError:
-            sending.add_done_callback(functools.partial(self._consume, request))
-            raise
-        finally:
-            self._in_flight.pop(request.id, None)
-        if reply.ok:
-            return answer
-        raise _error_of(answer)
+    def _exchange(self, request: Request, payload: Payload, limit_s: float, limit_source: str) -> asyncio.Future[Payload]:
+        return _Exchange(self, request, payload, limit_s, limit_source).answer
 
-    def _ended_late(self, request: Request) -> Any:
-        self._overdue.add(request.id)
-
-        def ended(sending: asyncio.Future[Any]) -> None:
-            self._overdue.discard(request.id)
-            self._consume(request, sending)
-
-        return ended
-
-    def _consume(self, request: Request, sending: asyncio.Future[Any]) -> None:
+    def consume(self, request: Request, sending: asyncio.Future[Any]) -> None:
         """Take a late outcome, so that asyncio does not report it as forgotten, and nothing is kept that nobody knows."""
+        self._overdue.discard(request.id)
         if sending.cancelled() or sending.exception() is not None or not request.keep:
             return
         reply, answer = sending.result()
         kept = decode(answer) if reply.ok else None
         if isinstance(kept, ResultHandle):
-            task = asyncio.ensure_future(self._release(kept))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+            self.in_background(self._release(kept))
+
+    def overdue(self, request: Request, sending: asyncio.Future[Any]) -> None:
+        """Its caller has given up a request; the worker is marked until it is answered."""
+        self._overdue.add(request.id)
+        sending.add_done_callback(functools.partial(self.consume, request))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what no caller waits for."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
             await self.control(Verb.RELEASE, handle.id)
 
-    async def _timed_out(self, request: Request, elapsed_s: float, limit_s: float, source: str) -> errors.CallError:
+    async def timed_out(self, request: Request, elapsed_s: float, limit_s: float, source: str) -> errors.CallError:
         """The error of a call that is late, with what the worker says of it. A call that has not begun is withdrawn."""
         alive, stack = False, ""
         state = f"it gave no answer to a control request within {self._timeouts.health_s:g} s"
@@ -267,10 +246,10 @@ class WorkerClient:
             log_path=self.log_path,
         )
 
-    async def _failed(self, request: Request) -> errors.WorkerFailedError:
+    async def failed(self, request: Request) -> errors.WorkerFailedError:
         if self._ending is None:
             if self._ran_at_end is None:
-                oldest = min(self._in_flight.values(), key=lambda call: call[1], default=("", 0.0))
+                oldest = min(self.in_flight.values(), key=lambda call: call[1], default=("", 0.0))
                 self._ran_at_end = (oldest[0], time.monotonic() - oldest[1])
             self._ending = await self.transport.ending()
         running, running_s = self._ran_at_end or ("", 0.0)
@@ -290,22 +269,64 @@ class WorkerClient:
         )
 
 
-async def _done_or_late(sending: asyncio.Future[Any], limit_s: float) -> None:
-    """Wait until a future is done, or for ``limit_s`` seconds. As asyncio.wait, which takes twice as long."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
+class _Exchange:
+    """One request, from its sending to its answer: no task waits for it, callbacks do."""
 
-    def release(_: Any = None) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
+    __slots__ = ("_client", "_limit_s", "_limit_source", "_request", "_sending", "_started", "_timer", "answer")
 
-    timer = loop.call_later(limit_s, release)
-    sending.add_done_callback(release)
-    try:
-        await waiter
-    finally:
-        timer.cancel()
-        sending.remove_done_callback(release)
+    def __init__(self, client: WorkerClient, request: Request, payload: Payload, limit_s: float, limit_source: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._client, self._request, self._limit_s, self._limit_source = client, request, limit_s, limit_source
+        self._started = time.monotonic()
+        self.answer: asyncio.Future[Payload] = loop.create_future()
+        if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
+            name = dotted(request.engine_name, request.method or request.verb.value)
+            client.in_flight[request.id] = (name, self._started)
+        self._sending = client.transport.post(request, payload)
+        self._timer = loop.call_later(limit_s, self._late)
+        self._sending.add_done_callback(self._replied)
+
+    def _replied(self, sending: asyncio.Future[tuple[Reply, Payload]]) -> None:
+        self._timer.cancel()
+        if self.answer.done():  # its caller has given up
+            self._client.in_flight.pop(self._request.id, None)
+            self._client.consume(self._request, sending)
+            return
+        error = sending.exception()
+        if error is None:
+            self._client.in_flight.pop(self._request.id, None)
+            reply, payload = sending.result()
+            if reply.ok:
+                self.answer.set_result(payload)
+            else:
+                self.answer.set_exception(_error_of(payload))
+        elif isinstance(error, TransportLostError):
+            self._client.in_background(self._lost(error))
+        else:
+            self._client.in_flight.pop(self._request.id, None)
+            self.answer.set_exception(error)
+
+    async def _lost(self, error: TransportLostError) -> None:
+        failure = await self._client.failed(self._request)
+        failure.__cause__ = error
+        self._fail(failure)
+
+    def _late(self) -> None:
+        if self.answer.done():
+            return
+        # Giving up does not cancel the sending, whose reply has still to be taken and its memory given back.
+        self._sending.remove_done_callback(self._replied)
+        self._client.overdue(self._request, self._sending)
+        self._client.in_background(self._told_late())
+
+    async def _told_late(self) -> None:
+        elapsed_s = time.monotonic() - self._started
+        self._fail(await self._client.timed_out(self._request, elapsed_s, self._limit_s, self._limit_source))
+
+    def _fail(self, error: errors.CallError) -> None:
+        self._client.in_flight.pop(self._request.id, None)
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 def _error_of(answer: Payload) -> errors.HelmsmanError:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from helmsman.api.errors import (
@@ -23,6 +23,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import ResultHandle, Scheduler
+from helmsman.controller.base import SchedulerBase
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ _COMMUNICATION_TEXT = re.compile(
 )
 """How gloo, NCCL, HCCL and torch's store say that a peer is gone or late."""
 
-_observed: set[asyncio.Task[Any]] = set()
+_observed: set[asyncio.Future[Any]] = set()
 """Tasks nobody awaits any more; the event loop itself holds tasks only weakly."""
 
 
@@ -81,15 +82,18 @@ async def call_all(
     """
     deadline = None if timeout is None else time.monotonic() + timeout
 
-    async def one(worker_id: str, call: Call) -> Any:
-        return await scheduler.async_call_engine(
-            worker_id,
-            method,
-            engine_name,
-            *call.args,
-            rpc_meta=rpc_meta if call.rpc_meta is None else call.rpc_meta,
-            timeout=None if deadline is None else max(0.0, deadline - time.monotonic()),
-            **call.kwargs,
+    def one(worker_id: str, call: Call) -> Awaitable[Any]:
+        meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
+        limit_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if isinstance(scheduler, SchedulerBase):
+            try:
+                return scheduler.begin_call(worker_id, method, engine_name, call.args, call.kwargs, meta, limit_s)
+            except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
+                failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                failed.set_exception(error)
+                return failed
+        return scheduler.async_call_engine(
+            worker_id, method, engine_name, *call.args, rpc_meta=meta, timeout=limit_s, **call.kwargs
         )
 
     def forget(result: Any) -> None:
@@ -111,27 +115,23 @@ def _release(scheduler: Scheduler, handle: ResultHandle) -> None:
 async def gather_all(
     role: str,
     operation: str,
-    work: Mapping[str, Coroutine[Any, Any, Any]],
+    work: Mapping[str, Awaitable[Any]],
     *,
     grace_s: float | None = DEFAULT_GRACE_S,
     forget: Callable[[Any], None] | None = None,
 ) -> list[Any]:
-    """Run one coroutine per worker, all at once, and return their results in order; errors as for call_all.
+    """Await one operation per worker, all at once, and return their results in order; errors as for call_all.
 
     Calls that still run when the error is raised are left to their workers; how each ends is logged. Cancelling cancels all
     of them. ``forget`` is given each result that is not returned, because another failed.
     """
-    ended: dict[str, float] = {}
-
-    async def timed(worker_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await coroutine
-        finally:
-            ended[worker_id] = time.monotonic()
-
-    tasks = {worker_id: asyncio.create_task(timed(worker_id, coroutine)) for worker_id, coroutine in work.items()}
+    tasks = {worker_id: asyncio.ensure_future(each) for worker_id, each in work.items()}
     if not tasks:
         return []
+    ended: dict[asyncio.Future[Any], int] = {}
+    """In the order in which they ended; one that has ended just now may be missing."""
+    for task in tasks.values():
+        task.add_done_callback(lambda task: ended.setdefault(task, len(ended)))
     try:
         done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
         if pending:
@@ -156,7 +156,9 @@ async def gather_all(
         for task in tasks.values():
             if forget is not None and task.done() and not task.cancelled() and task.exception() is None:
                 forget(task.result())
-        raise group_error(role, operation, dict(sorted(failures.items(), key=lambda item: ended[item[0]])), len(tasks))
+        raise group_error(
+            role, operation, dict(sorted(failures.items(), key=lambda item: ended.get(tasks[item[0]], len(tasks)))), len(tasks)
+        )
     return [task.result() for task in tasks.values()]
 
 
@@ -193,10 +195,10 @@ def is_communication_error(error: EngineCallError) -> bool:
     )
 
 
-def observe(task: asyncio.Task[Any], what: str, forget: Callable[[Any], None] | None = None) -> None:
+def observe(task: asyncio.Future[Any], what: str, forget: Callable[[Any], None] | None = None) -> None:
     """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged. Its result is for ``forget``."""
 
-    def report(ended: asyncio.Task[Any]) -> None:
+    def report(ended: asyncio.Future[Any]) -> None:
         _observed.discard(ended)
         if ended.cancelled():
             logger.info("%s: no longer awaited", what)
