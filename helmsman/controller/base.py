@@ -106,8 +106,13 @@ class SchedulerBase(RoleBook):
         kwargs: Mapping[str, Any],
         rpc_meta: Mapping[str, Any] | None,
         timeout: float | None,
+        *,
+        payload: Payload | None = None,
     ) -> asyncio.Future[Any]:
-        """As async_call_engine, for callers on Helmsman's own event loop: without a task, and sent when this returns."""
+        """As async_call_engine, for callers on Helmsman's own event loop: without a task, and sent when this returns.
+
+        ``payload`` is (args, kwargs) where these are packed already.
+        """
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def take(answer: asyncio.Future[Payload]) -> None:
@@ -118,7 +123,7 @@ class SchedulerBase(RoleBook):
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - handed to whoever awaits the result
                 result.set_exception(error)
 
-        answer = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)()
+        answer = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout, payload)()
         answer.add_done_callback(take)
         result.add_done_callback(lambda _: answer.cancel() if result.cancelled() else None)
         return result
@@ -132,18 +137,21 @@ class SchedulerBase(RoleBook):
         kwargs: Mapping[str, Any],
         rpc_meta: Mapping[str, Any] | None,
         timeout: float | None,
+        payload: Payload | None = None,
     ) -> Callable[[], asyncio.Future[Payload]]:
         """What sends one call, on Helmsman's event loop; the arguments are packed here, in the caller's thread."""
         client = self._client(worker_id)
         meta = dict(rpc_meta or {})
         keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
         broadcast = meta.pop("broadcast", None)
-        kwargs = {**kwargs, **meta.pop("kwargs", {})}
+        more = meta.pop("kwargs", {})
         if meta:
             raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast', 'discard', 'keep' and 'kwargs'")
         name = engine_name or worker_id
-        payload = encode_arguments(worker_id, name, method, (args, kwargs))
-        self._require_values(payload.handles)
+        if payload is None:
+            payload = encode_arguments(worker_id, name, method, (args, {**kwargs, **more} if more else kwargs))
+        if payload.handles:
+            self._require_values(payload.handles)
         return functools.partial(
             client.call, name, method, payload, keep=keeps, discard=discards, broadcast=broadcast, limit_s=timeout
         )

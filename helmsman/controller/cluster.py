@@ -323,6 +323,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                     **({"keep": options.keep} if rank in wanted else {"discard": True}),
                     "kwargs": packed.kwargs_of(rank),  # a method's own 'timeout' is not the call's
                 },
+                payload=packed.payload_of(rank),
             )
             for rank, worker_id in ids.items()
         }

@@ -24,6 +24,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import ResultHandle, Scheduler
 from helmsman.controller.base import SchedulerBase
+from helmsman.rpc_server.codec import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any] = {}
     rpc_meta: Mapping[str, Any] | None = None
     """As for Scheduler.call_engine; None takes what call_all was given."""
+    payload: Payload | None = None
+    """All arguments, packed already, for schedulers that can send them so."""
 
 
 async def call_all(
@@ -87,7 +90,9 @@ async def call_all(
         limit_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         if isinstance(scheduler, SchedulerBase):
             try:
-                return scheduler.begin_call(worker_id, method, engine_name, call.args, call.kwargs, meta, limit_s)
+                return scheduler.begin_call(
+                    worker_id, method, engine_name, call.args, call.kwargs, meta, limit_s, payload=call.payload
+                )
             except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
                 failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 failed.set_exception(error)

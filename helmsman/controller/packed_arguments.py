@@ -9,7 +9,7 @@ from typing import Any, Self
 from helmsman.api.errors import ArgumentNotSerializableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle, Scheduler
 from helmsman.controller.sharding import Argument, Dispatched
-from helmsman.rpc_server.codec import Packed, encode
+from helmsman.rpc_server.codec import Packed, Payload, encode
 
 _PUT_FROM_BYTES = 64 * 1024
 """What several ranks get and is at least so large is put where each node fetches it once; the rest travels in messages."""
@@ -28,6 +28,8 @@ class PackedArguments:
         self._kwargs = kwargs
         self._put = put
         self._scheduler = scheduler
+        self._payloads: dict[tuple[int | None, ...], Payload] = {}
+        """By the numbers of the parts in them."""
 
     @classmethod
     def pack(cls, scheduler: Scheduler, method: str, dispatched: Dispatched) -> PackedArguments:
@@ -59,6 +61,14 @@ class PackedArguments:
     def kwargs_of(self, rank: int) -> dict[str, Any]:
         """Named arguments of a rank."""
         return {name: argument.for_rank(rank) for name, argument in self._kwargs.items()}
+
+    def payload_of(self, rank: int) -> Payload:
+        """All arguments of a rank, as they are sent; one for all ranks that get the same."""
+        numbers = tuple(argument.of_rank[rank] for argument in (*self._args, *self._kwargs.values()))
+        payload = self._payloads.get(numbers)
+        if payload is None:
+            payload = self._payloads[numbers] = encode((self.args_of(rank), self.kwargs_of(rank)))
+        return payload
 
     async def __aenter__(self) -> Self:
         return self
