@@ -1,8 +1,8 @@
-"""A start in a process of its own, with a Ray of its own: python -m benchmarks.starts KIND
+"""A start in a process of its own, with a Ray of its own: python -m benchmarks.starts KIND PATH
 
 embedded: torch-ready workers on a cluster that Helmsman starts. foreign: bare actors that import torch and torch-ready workers,
 both on one cluster that was started with Ray's defaults; foreign_ours_first: in the other order. instances: 64 instances with
-a placement group each; bare_instances: bare actors with one each. Prints seconds by name as JSON.
+a placement group each; bare_instances: bare actors with one each. Writes seconds by name as JSON to PATH.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import Engine, TorchReady
@@ -129,4 +130,4 @@ if __name__ == "__main__":
     # Ray answers for workers by the name of their module, which is another where this is the script.
     from benchmarks import starts
 
-    print(json.dumps(starts._KINDS[sys.argv[1]]()))
+    Path(sys.argv[2]).write_text(json.dumps(starts._KINDS[sys.argv[1]]()))  # Ray prints what it likes
