@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.list:
         for each in CASES.values():
-            print(f"{each.name:<36}{each.unit:<8}{each.goal:<9}{each.floor}{'' if each.is_default else ' (only when named)'}")
+            print(f"{each.name:<40}{each.unit:<8}{each.goal:<9}{each.floor}{'' if each.is_default else ' (only when named)'}")
         return 0
     print(f"{_machine()}\n\n{report.HEADER}", flush=True)
     results, broken = [], []
