@@ -5,15 +5,16 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 STAMP := .venv/.stamp
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq --constraint constraints.txt
-# More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec".
+# More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec", make bench CASE=calls.local,planner.
 DEMO_ARGS ?=
+CASE ?=
 PYTEST_ARGS ?=
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo test check lint fast-tests format clean setup
+.PHONY: help demo test bench check lint fast-tests format clean setup
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -23,6 +24,9 @@ demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/
 
 test: $(STAMP) ## the whole test suite
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/out; CASE=name,... for some of it
+	@$(PY) -m benchmarks $(CASE)
 
 check: lint fast-tests ## format, lint, types, import directions and the fast tests
 

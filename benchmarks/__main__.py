@@ -34,21 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.list:
         for each in CASES.values():
-            print(f"{each.name:<36}{each.unit:<8}{each.goal:<9}{each.floor}{'' if each.is_default else ' (only when named)'}")
+            print(f"{each.name:<40}{each.unit:<8}{each.goal:<9}{each.floor}{'' if each.is_default else ' (only when named)'}")
         return 0
     print(f"{_machine()}\n\n{report.HEADER}", flush=True)
     results, broken = [], []
     started = time.monotonic()
-    with World() as world:
-        for each in cases:
-            try:
-                results.append(measure(each, world))
-            except Exception:  # noqa: BLE001 - one broken case shall not cost the figures of the others
-                traceback.print_exc()
-                broken.append(each.name)
-            else:
-                print(report.line(results[-1]), flush=True)
-    report.write(results, options.out)
+    try:
+        with World() as world:
+            for each in cases:
+                try:
+                    results.append(measure(each, world))
+                except Exception:  # noqa: BLE001 - one broken case shall not cost the figures of the others
+                    traceback.print_exc()
+                    broken.append(each.name)
+                else:
+                    print(report.line(results[-1]), flush=True)
+    finally:  # also when somebody has seen enough
+        report.write(results, options.out)
     judged = [result.met for result in results if result.met is not None]
     print(f"\n{sum(judged)} of {len(judged)} goals met; {time.monotonic() - started:.0f} s; results in {options.out}")
     if broken:

@@ -93,11 +93,19 @@ class BareConnection:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def round_trip(self) -> ReplyFrame:
-        """Send and receive."""
+    def send(self) -> None:
+        """The request."""
         message = encode_frame(self._frame)
         self._socket.sendall(pack_length(len(message)) + message)
+
+    def receive(self) -> ReplyFrame:
+        """The reply, which fits into one read."""
         return decode_reply(self._socket.recv(65536)[4:])
+
+    def round_trip(self) -> ReplyFrame:
+        """One after the other."""
+        self.send()
+        return self.receive()
 
 
 def _search_path() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from typing import Any
 
 
@@ -47,3 +49,44 @@ class TorchReady:
 
     def ping(self) -> None:
         """An empty call."""
+
+
+class Weights:
+    """A model as far as its weights are concerned."""
+
+    def __init__(self, num_tensors: int, tensor_bytes: int) -> None:
+        import torch
+
+        self._state = {f"layer.{index}": torch.rand(tensor_bytes // 4) for index in range(num_tensors)}
+
+    def export(self) -> dict[str, Any]:
+        """The state dict."""
+        return self._state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over another's state dict."""
+        for name, tensor in state.items():
+            self._state[name].copy_(tensor)
+
+
+class Worker:
+    """Works and writes a log."""
+
+    def count(self, number: int) -> int:
+        """Pure Python, which holds the interpreter's lock."""
+        total = 0
+        for index in range(number):
+            total += index & 7
+        return total
+
+    def print_lines(self, number: int) -> None:
+        """To standard output, which goes to the worker's log."""
+        for index in range(number):
+            print(f"step {index}: loss 0.1234, reward 0.5678, tokens 123456")
+        sys.stdout.flush()
+
+    def write_lines(self, number: int) -> None:
+        """The same lines to a file of its own."""
+        with tempfile.TemporaryFile("w") as file:
+            for index in range(number):
+                print(f"step {index}: loss 0.1234, reward 0.5678, tokens 123456", file=file)

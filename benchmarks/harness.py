@@ -84,6 +84,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ratio_p90: float
     rounds: int
     floor_is: str
+    took_s: float
+    """Seconds that the whole case took, to see where the time of a run goes."""
 
 
 CASES: dict[str, Case] = {}
@@ -135,6 +137,7 @@ def meets(goal: str, ratio: float) -> bool:
 
 def measure(declared: Case, world: World) -> Result:
     """Prepare a case, let ours and the floor take turns, and undo what was prepared."""
+    started = time.monotonic()
     with world.scope():
         pair = declared.prepare(world)
         ours, floor, ratios = _take_turns(pair, declared.unit)
@@ -150,6 +153,7 @@ def measure(declared: Case, world: World) -> Result:
         met=meets(declared.goal, ratio) if declared.goal else None,
         rounds=pair.rounds,
         floor_is=declared.floor,
+        took_s=round(time.monotonic() - started, 3),
         **{f"{what}_{end}": value for what, ends in bounds.items() for end, value in zip(("p10", "p90"), ends, strict=True)},
     )
 

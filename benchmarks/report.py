@@ -10,7 +10,7 @@ import msgspec
 from benchmarks.harness import Result, goal_value
 
 HEADER = (
-    f"{'case':<36}{'ours':>10} {'p10..p90':<17}{'floor':>10} {'p10..p90':<17}{'unit':<8}{'ratio':>8} {'p10..p90':<15}"
+    f"{'case':<40}{'ours':>10} {'p10..p90':<17}{'floor':>10} {'p10..p90':<17}{'unit':<8}{'ratio':>8} {'p10..p90':<15}"
     f"{'goal':<9}"
 )
 _COLOURS = {True: "#2a7f62", False: "#c0392b", None: "#8795a1"}
@@ -20,7 +20,7 @@ def line(result: Result) -> str:
     """A row of the table."""
     verdict = {True: "met", False: "MISSED", None: ""}[result.met]
     return (
-        f"{result.case:<36}{_short(result.ours):>10} {_range(result.ours_p10, result.ours_p90):<17}"
+        f"{result.case:<40}{_short(result.ours):>10} {_range(result.ours_p10, result.ours_p90):<17}"
         f"{_short(result.floor):>10} {_range(result.floor_p10, result.floor_p90):<17}{result.unit:<8}"
         f"{_short(result.ratio):>8} {_range(result.ratio_p10, result.ratio_p90):<15}{result.goal or '':<9}{verdict}"
     ).rstrip()

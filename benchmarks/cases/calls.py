@@ -12,6 +12,8 @@ from typing import Any
 from benchmarks.echo import EchoProcess
 from benchmarks.harness import RATE, Pair, case
 from benchmarks.world import ENGINE, World
+from helmsman.controller.group import Call, call_all
+from helmsman.controller.loop import run_sync
 
 IN_FLIGHT = 1000
 """Calls of one run of a throughput case, all begun before the first is awaited."""
@@ -64,13 +66,24 @@ def _each(backend: str, num_workers: int) -> None:
 
     @case(f"calls.{backend}.each_of_{num_workers}", unit="us", goal=goal, floor="ray.get of a bare call to each")
     def each(world: World) -> Pair:
-        import ray
-
-        actors = world.actors[:num_workers]
-        ours = _gathered(world, backend, num_workers, num_workers)
-        return Pair(
-            ours=ours, floor=lambda: ray.get([actor.ping.remote() for actor in actors]), rounds=12, repeats=15, warm_up=10
+        """As the controllers and worker groups call their workers."""
+        scheduler = world.workers(backend)
+        calls = {f"w/{index}": Call() for index in range(num_workers)}
+        return _beside_bare(
+            world, num_workers, lambda: run_sync(call_all(scheduler, "w", "ping", calls, engine_name=ENGINE, timeout=60))
         )
+
+    @case(f"calls.{backend}.gathered_{num_workers}", unit="us", goal=goal, floor="ray.get of a bare call to each")
+    def gathered(world: World) -> Pair:
+        """By asyncio.gather on the script's own loop."""
+        return _beside_bare(world, num_workers, _gathered(world, backend, num_workers, num_workers))
+
+
+def _beside_bare(world: World, num_workers: int, ours: Callable[[], Any]) -> Pair:
+    import ray
+
+    actors = world.actors[:num_workers]
+    return Pair(ours=ours, floor=lambda: ray.get([actor.ping.remote() for actor in actors]), rounds=12, repeats=15, warm_up=10)
 
 
 def _pipelined(backend: str, num_workers: int) -> None:

@@ -1,0 +1,20 @@
+"""What importing the library costs a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+from benchmarks.harness import Pair, case
+from benchmarks.world import World
+
+
+@case("imports.helmsman", unit="ms", floor="python -c pass")
+def helmsman(world: World) -> Pair:
+    """A whole process that imports it."""
+    return Pair(ours=_process("import helmsman"), floor=_process("pass"), rounds=12, warm_up=2)
+
+
+def _process(code: str) -> Callable[[], object]:
+    return lambda: subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,117 @@
+"""A thousand workers that answer at once: what calls on them and their health cost the controller, in CPU and memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.cases.groups import Member
+from benchmarks.echo import EchoProcess
+from benchmarks.harness import Pair, case
+from benchmarks.simulated import SimulatedScheduler
+from benchmarks.world import World
+from helmsman import Cluster, ClusterConfig, ResourceManager
+from helmsman.controller.loop import run_sync
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.messages import Request, Verb
+
+NUM_WORKERS = 1000
+POLLS_PER_S = 1.0
+
+
+def _fleet(world: World) -> tuple[SimulatedScheduler, Cluster[Member], EchoProcess]:
+    keep = world.until_case_ends.enter_context
+    echo = keep(EchoProcess())
+    scheduler = keep(SimulatedScheduler(echo))
+    manager = keep(ResourceManager(0, scheduler=scheduler))
+    cluster = keep(Cluster("fleet", Member, manager, ClusterConfig(world_size=NUM_WORKERS, num_cpus=0.1)))
+    return scheduler, cluster, echo
+
+
+def _cpu_s(work: Callable[[], Any]) -> Callable[[], float]:
+    """What takes the CPU seconds of a run, of all threads of this process."""
+
+    def taken() -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    return taken
+
+
+@case(
+    "simulated.group_call", unit="ms", goal="<= 1.2", floor="CPU of a bare loop of sends and receives over the same transports"
+)
+def group_call(world: World) -> Pair:
+    """One call to each of a thousand ranks."""
+    scheduler, cluster, _ = _fleet(world)
+    ids = itertools.count(1 << 40)  # apart from the clients' own
+    payload = encode(((None,), {}))
+
+    async def bare() -> None:
+        answers = [
+            transport.post(Request(next(ids), Verb.CALL, "fleet", "take"), payload) for transport in scheduler.transports
+        ]
+        for answer in answers:
+            await answer
+
+    return Pair(
+        ours=_cpu_s(lambda: cluster.method(Member.take)(None)),
+        floor=_cpu_s(lambda: run_sync(bare())),
+        rounds=12,
+        repeats=3,
+        returns_figure=True,
+        warm_up=3,
+    )
+
+
+@case("simulated.sockets", unit="ms", floor="CPU of a bare loop over bare sockets, without an event loop")
+def group_call_beside_sockets(world: World) -> Pair:
+    """The same beside what the operating system and the wire format alone cost."""
+    _, cluster, echo = _fleet(world)
+    connections = [world.until_case_ends.enter_context(echo.connect()) for _ in range(NUM_WORKERS)]
+
+    def bare() -> None:
+        for connection in connections:
+            connection.send()
+        for connection in connections:
+            connection.receive()
+
+    return Pair(
+        ours=_cpu_s(lambda: cluster.method(Member.take)(None)),
+        floor=_cpu_s(bare),
+        rounds=8,
+        repeats=3,
+        returns_figure=True,
+        warm_up=2,
+    )
+
+
+@case("simulated.memory", unit="KB", goal="<= 1", floor="the limit of 20 KB for each worker in the controller")
+def memory(world: World) -> Pair:
+    """What Python holds in the controller for each worker of a group that was called once."""
+
+    def per_worker() -> float:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            _, cluster, _ = _fleet(world)
+            cluster.method(Member.take)(None)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] / 1024 / NUM_WORKERS
+        finally:
+            tracemalloc.stop()
+
+    return Pair(ours=per_worker, floor=20.0, rounds=1, returns_figure=True, warm_up=0)
+
+
+@case("simulated.health", unit="% core", goal="<= 0.02", floor="one core")
+def health(world: World) -> Pair:
+    """The health of a thousand workers, asked for once a second: percent of a core in the controller."""
+    scheduler, _, _ = _fleet(world)
+    cpu_s = _cpu_s(scheduler.status)
+    return Pair(ours=lambda: 100 * POLLS_PER_S * cpu_s(), floor=100.0, rounds=8, repeats=2, returns_figure=True)

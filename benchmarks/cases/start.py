@@ -1,0 +1,174 @@
+"""How long workers take to be there, and to be gone."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.engines import Engine, TorchReady
+from benchmarks.harness import Pair, case
+from benchmarks.starts import NUM_INSTANCES, NUM_TORCH, end_bare, start_bare, start_ours
+from benchmarks.world import World
+from helmsman.controller.factory import make_scheduler
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@functools.cache
+def _started(kind: str, turn: int) -> dict[str, float]:
+    """What one process of benchmarks.starts tells; cases of the same turn share it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # of the cluster that this process may have embedded
+        environment.pop(name, None)
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "seconds.json"
+        command = [sys.executable, "-m", "benchmarks.starts", kind, str(told)]
+        subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=300)
+        figures: dict[str, float] = json.loads(told.read_text())
+    return figures
+
+
+def _told(kind: str, figure: str) -> Callable[[], float]:
+    """Takes a figure of kind's processes, turn by turn; those of a foreign cluster change their order."""
+    turns = itertools.count()
+
+    def take() -> float:
+        turn = next(turns)
+        return _started(f"{kind}_ours_first" if kind == "foreign" and turn % 2 else kind, turn)[figure]
+
+    return take
+
+
+def _processes_s(code: str, number: int) -> float:
+    """Seconds of so many bare interpreters started together."""
+    start = time.perf_counter()
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(number)]
+    for each in started:
+        each.wait()
+    return time.perf_counter() - start
+
+
+def _local(number: int, needs_torch: bool) -> None:
+    name, code = (f"start.local.{number}_torch", "import torch") if needs_torch else (f"start.local.{number}", "pass")
+    goal = "<= 1/4" if needs_torch and number == NUM_TORCH else ""
+
+    @case(name, unit="s", goal=goal, floor=f"{number} times python -c '{code}', together")
+    def local(world: World) -> Pair:
+        def ours() -> float:
+            start = time.perf_counter()
+            with make_scheduler("local", preload=("torch",) if needs_torch else ()) as scheduler:
+                start_ours(scheduler, "w", number, TorchReady if needs_torch else Engine)
+                return time.perf_counter() - start
+
+        return Pair(
+            ours=ours,
+            floor=lambda: _processes_s(code, number),
+            rounds=2 if needs_torch else 4,
+            returns_figure=True,
+            warm_up=0,
+        )
+
+
+def _ray(number: int) -> None:
+    @case(f"start.ray.{number}", unit="s", floor="bare actors on the same cluster")
+    def on_ray(world: World) -> Pair:
+        scheduler = world.scheduler("ray")
+
+        def ours() -> float:
+            taken = start_ours(scheduler, "started", number, Engine)
+            scheduler.delete_workers("started")
+            return taken
+
+        def bare() -> float:
+            taken, actors = start_bare(number, Engine)
+            end_bare(actors)
+            return taken
+
+        return Pair(ours=ours, floor=bare, rounds=3 if number < NUM_TORCH else 2, returns_figure=True, warm_up=0)
+
+
+for _number in (1, 4, 16):
+    _local(_number, needs_torch=False)
+for _number in (1, 4, 16):
+    _local(_number, needs_torch=True)
+for _number in (1, 4, 16):
+    _ray(_number)
+
+
+@case(f"start.ray.{NUM_TORCH}_torch", unit="s", goal="<= 0.3", floor="bare actors that import torch; both clusters are up")
+def ray_torch(world: World) -> Pair:
+    """On an embedded cluster."""
+    return Pair(ours=_told("embedded", "ready"), floor=_told("foreign", "bare"), rounds=2, returns_figure=True, warm_up=0)
+
+
+@case(f"start.ray.{NUM_TORCH}_torch_from_nothing", unit="s", floor="the same with the start of the clusters")
+def ray_torch_from_nothing(world: World) -> Pair:
+    """On an embedded cluster, with its start."""
+    return Pair(ours=_told("embedded", "whole"), floor=_told("foreign", "whole"), rounds=2, returns_figure=True, warm_up=0)
+
+
+@case(f"start.ray.{NUM_TORCH}_torch_joined", unit="s", goal="<= 1.1", floor="bare actors that import torch, same cluster")
+def ray_torch_joined(world: World) -> Pair:
+    """On a cluster that someone else has started."""
+    return Pair(ours=_told("foreign", "ours"), floor=_told("foreign", "bare"), rounds=2, returns_figure=True, warm_up=0)
+
+
+@case(f"start.ray.{NUM_INSTANCES}_instances", unit="s", goal="<= 1.1", floor="bare actors, with a placement group each too")
+def ray_instances(world: World) -> Pair:
+    """Many groups at once."""
+    return Pair(
+        ours=_told("instances", "ready"), floor=_told("bare_instances", "ready"), rounds=1, returns_figure=True, warm_up=0
+    )
+
+
+@case("teardown.local.16", unit="s", floor="16 bare interpreters, killed and awaited")
+def local_teardown(world: World) -> Pair:
+    """From delete_workers until every process is gone."""
+    scheduler = world.scheduler("local")
+
+    def ours() -> float:
+        start_ours(scheduler, "ended", 16, Engine)
+        start = time.perf_counter()
+        scheduler.delete_workers("ended")
+        return time.perf_counter() - start
+
+    def bare() -> float:
+        command = [sys.executable, "-c", "print(flush=True); input()"]
+        started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(16)]
+        for each in started:
+            assert each.stdout is not None
+            each.stdout.readline()  # it is up
+        return _end_s(started)
+
+    return Pair(ours=ours, floor=bare, rounds=4, returns_figure=True, warm_up=0)
+
+
+def _end_s(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+    start = time.perf_counter()
+    for each in processes:
+        each.kill()
+    for each in processes:
+        each.communicate()
+    return time.perf_counter() - start
+
+
+@case("teardown.ray.16", unit="s", floor="ray.kill of 16 bare actors, until each is known to be dead")
+def ray_teardown(world: World) -> Pair:
+    """The same on the embedded cluster."""
+    scheduler = world.scheduler("ray")
+
+    def ours() -> float:
+        start_ours(scheduler, "ended", 16, Engine)
+        start = time.perf_counter()
+        scheduler.delete_workers("ended")
+        return time.perf_counter() - start
+
+    return Pair(ours=ours, floor=lambda: end_bare(start_bare(16, Engine)[1]), rounds=2, returns_figure=True, warm_up=0)

@@ -1,0 +1,86 @@
+"""Workers that answer at once and do nothing, for what a controller spends on a thousand of them.
+
+Their far end is one EchoProcess; the controller's side, down to a socket for each worker, is the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+
+from benchmarks.echo import EchoProcess
+from helmsman.api.scheduler import Job
+from helmsman.controller.base import SchedulerBase
+from helmsman.controller.client import Ending, WorkerClient
+from helmsman.controller.cluster_snapshot import ClusterSnapshot
+from helmsman.controller.deadline import Deadline
+from helmsman.controller.local import LocalProcess, LocalTransport
+from helmsman.controller.loop import await_all
+from helmsman.controller.one_machine import on_one_machine, one_machine
+from helmsman.controller.places import Place
+from helmsman.rpc_server.handles import HandleStore
+from helmsman.rpc_server.local_server import LocalHandleStore
+
+_ADDRESS = "127.0.0.1"
+
+
+class _Process(LocalProcess):
+    """The end of a worker that has no process of its own."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    async def kill(self) -> None:
+        """Nothing is to be ended."""
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """It has."""
+
+    async def ending(self) -> Ending:
+        """As a worker's that was killed."""
+        return Ending("was simulated")
+
+
+class SimulatedScheduler(SchedulerBase):
+    """A LocalScheduler whose workers are connections to one process."""
+
+    def __init__(self, echo: EchoProcess) -> None:
+        super().__init__()
+        self._echo = echo
+        self.transports: list[LocalTransport] = []
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        return 0
+
+    def _make_store(self) -> HandleStore:
+        return LocalHandleStore()
+
+    def _snapshot(self) -> ClusterSnapshot:
+        return one_machine(_ADDRESS, "GPU", (), ())
+
+    def _as_planned_for(self, job: Job) -> Job:
+        return on_one_machine(job)
+
+    async def _reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        return {job.role: [Place(node=_ADDRESS, node_id=_ADDRESS)] * job.replicas for job in jobs}
+
+    async def _launch(
+        self,
+        job: Job,
+        ranks: Sequence[int],
+        places: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
+    ) -> list[WorkerClient]:
+        async def connect(rank: int, place: Place) -> WorkerClient:
+            transport = await LocalTransport.open(self._echo.path, self._echo.key, _Process())
+            resources.push_async_callback(transport.kill)
+            self.transports.append(transport)
+            identity = self._identity(job, rank, place.node)
+            return WorkerClient(identity.worker_id, place, os.getpid(), identity.log_path, transport, self.timeouts)
+
+        return await await_all(connect(rank, place) for rank, place in zip(ranks, places, strict=True))

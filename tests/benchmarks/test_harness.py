@@ -1,0 +1,128 @@
+"""The harness of the benchmarks: turns, ratios, goals, and what is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.harness import CASES, Case, Pair, Result, goal_value, measure, meets, select
+from benchmarks.report import line, write
+from benchmarks.world import World
+
+FIELDS = {"case", "ours", "floor", "unit", "ratio", "goal", "met"}
+
+
+def measured(pair: Pair, goal: str = "", unit: str = "KB") -> Result:
+    declared = Case(name="test.case", unit=unit, goal=goal, floor="a floor", is_default=True, prepare=lambda _: pair)
+    with World() as world:
+        return measure(declared, world)
+
+
+def figures(*values: float) -> Callable[[], float]:
+    return itertools.cycle(values).__next__
+
+
+def test_sides_take_turns_and_neither_is_always_first() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> Callable[[], float]:
+        return lambda: order.append(name) or 1.0
+
+    measured(Pair(ours=side("ours"), floor=side("floor"), rounds=3, repeats=2, returns_figure=True, warm_up=1))
+    assert order[:2] == ["ours", "floor"]
+    assert order[2:] == ["ours"] * 2 + ["floor"] * 4 + ["ours"] * 4 + ["floor"] * 2
+
+
+def test_the_ratio_is_the_median_over_rounds_and_not_that_of_the_medians() -> None:
+    # A machine that is ten times slower in one round is so for both: the ratio stays 2.
+    result = measured(Pair(ours=figures(2, 20, 6), floor=figures(1, 10, 3), rounds=3, returns_figure=True, warm_up=0))
+    assert (result.ours, result.floor, result.ratio, result.ratio_p10, result.ratio_p90) == (6, 3, 2, 2, 2)
+    assert result.ours_p10 < result.ours < result.ours_p90
+
+
+def test_a_limit_needs_no_measuring() -> None:
+    result = measured(Pair(ours=figures(5), floor=20.0, rounds=2, returns_figure=True), goal="<= 1")
+    assert (result.floor, result.ratio, result.met) == (20, 0.25, True)
+
+
+def test_times_are_in_the_unit_of_the_case_and_seconds_that_a_case_returns_too() -> None:
+    result = measured(Pair(ours=figures(0.002), floor=figures(0.001), rounds=1, returns_figure=True), unit="ms")
+    assert (result.ours, result.floor) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("goal", "ratio", "met"), [("<= 1/6", 0.16, True), ("<= 1/6", 0.17, False), (">= 1", 1.0, True), (">= 1", 0.99, False)]
+)
+def test_goals(goal: str, ratio: float, met: bool) -> None:
+    assert meets(goal, ratio) is met
+
+
+def test_all_goals_of_all_cases_can_be_read() -> None:
+    assert all(goal_value(each.goal) > 0 for each in CASES.values() if each.goal)
+
+
+def test_cases_are_selected_by_leading_parts_of_names() -> None:
+    assert {each.name for each in select(["imports", "planner.found"])} >= {"imports.helmsman", "planner.found.4"}
+    assert not [each for each in select(["payload"]) if each.name.startswith("payload_large")]
+    assert not [each for each in select([]) if not each.is_default]
+    with pytest.raises(ValueError, match=r"'import'.*calls"):
+        select(["import"])
+
+
+def test_what_a_case_prepared_is_undone_also_when_it_breaks() -> None:
+    undone: list[str] = []
+
+    def prepare(world: World) -> Pair:
+        world.until_case_ends.callback(undone.append, "undone")
+        raise RuntimeError("broken")
+
+    declared = Case(name="test.broken", unit="s", goal="", floor="", is_default=True, prepare=prepare)
+    with World() as world, pytest.raises(RuntimeError, match="broken"):
+        measure(declared, world)
+    assert undone == ["undone"]
+
+
+def test_a_cheap_case_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["planner.1250.instances_of_4,fanout.local.packed", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [result["case"] for result in results] == ["fanout.local.packed", "planner.1250.instances_of_4"]
+    for result in results:
+        assert set(result) >= FIELDS
+        assert result["ours"] > 0
+        assert result["ratio_p10"] <= result["ratio"] <= result["ratio_p90"]
+    assert (results[1]["goal"], results[1]["met"]) == (None, None)
+    assert (results[0]["goal"], results[0]["met"]) == ("<= 1", True)  # a count, which no load changes
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+    assert "1 of 1 goals met" in capsys.readouterr().out
+
+
+def test_a_name_that_is_unknown_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nothing", "--out", str(tmp_path / "out")]) == 2
+    assert "no case is called 'nothing'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_case_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(world: World) -> Pair:
+        raise RuntimeError("broken")
+
+    def works(world: World) -> Pair:
+        return Pair(ours=figures(1), floor=1.0, rounds=1, returns_figure=True)
+
+    for name, function in (("test.broken", prepare), ("test.works", works)):
+        declared = Case(name=name, unit="s", goal="", floor="", is_default=False, prepare=function)
+        monkeypatch.setitem(CASES, name, declared)
+    assert main(["test", "--out", str(tmp_path)]) == 1
+    assert [result["case"] for result in json.loads((tmp_path / "results.json").read_text())] == ["test.works"]
+
+
+def test_a_missed_goal_shows_in_table_and_chart(tmp_path: Path) -> None:
+    result = measured(Pair(ours=figures(3), floor=1.0, rounds=1, returns_figure=True), goal="<= 1.2")
+    assert "MISSED" in line(result)
+    write([result], tmp_path)
+    assert (tmp_path / "ratios.png").exists()
