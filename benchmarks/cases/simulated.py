@@ -114,4 +114,4 @@ def health(world: World) -> Pair:
     """The health of a thousand workers, asked for once a second: percent of a core in the controller."""
     scheduler, _, _ = _fleet(world)
     cpu_s = _cpu_s(scheduler.status)
-    return Pair(ours=lambda: 100 * POLLS_PER_S * cpu_s(), floor=100.0, rounds=8, repeats=2, returns_figure=True)
+    return Pair(ours=lambda: 100 * POLLS_PER_S * cpu_s(), floor=100.0, rounds=8, repeats=3, returns_figure=True)
