@@ -92,7 +92,7 @@ def _ray(number: int) -> None:
             end_bare(actors)
             return taken
 
-        return Pair(ours=ours, floor=bare, rounds=3 if number < NUM_TORCH else 2, returns_figure=True, warm_up=0)
+        return Pair(ours=ours, floor=bare, rounds=2, returns_figure=True, warm_up=0)
 
 
 for _number in (1, 4, 16):
