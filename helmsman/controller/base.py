@@ -113,20 +113,8 @@ class SchedulerBase(RoleBook):
 
         ``payload`` is (args, kwargs) where these are packed already.
         """
-        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def take(answer: asyncio.Future[Payload]) -> None:
-            if result.done():
-                return
-            try:
-                result.set_result(decode(answer.result()))
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - handed to whoever awaits the result
-                result.set_exception(error)
-
-        answer = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout, payload)()
-        answer.add_done_callback(take)
-        result.add_done_callback(lambda _: answer.cancel() if result.cancelled() else None)
-        return result
+        begin = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout, payload, decode)
+        return begin()
 
     def _packed_call(
         self,
@@ -138,7 +126,8 @@ class SchedulerBase(RoleBook):
         rpc_meta: Mapping[str, Any] | None,
         timeout: float | None,
         payload: Payload | None = None,
-    ) -> Callable[[], asyncio.Future[Payload]]:
+        take: Callable[[Payload], Any] | None = None,
+    ) -> Callable[[], asyncio.Future[Any]]:
         """What sends one call, on Helmsman's event loop; the arguments are packed here, in the caller's thread."""
         client = self._client(worker_id)
         meta = dict(rpc_meta or {})
@@ -153,7 +142,15 @@ class SchedulerBase(RoleBook):
         if payload.handles:
             self._require_values(payload.handles)
         return functools.partial(
-            client.call, name, method, payload, keep=keeps, discard=discards, broadcast=broadcast, limit_s=timeout
+            client.call,
+            name,
+            method,
+            payload,
+            keep=keeps,
+            discard=discards,
+            broadcast=broadcast,
+            limit_s=timeout,
+            take=take,
         )
 
     # --- values -----------------------------------------------------------------------------------------------------
@@ -249,5 +246,6 @@ class SchedulerBase(RoleBook):
         return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
 
 
-async def _begun(begin: Callable[[], asyncio.Future[Payload]]) -> Payload:
-    return await begin()
+async def _begun(begin: Callable[[], asyncio.Future[Any]]) -> Payload:
+    payload: Payload = await begin()
+    return payload

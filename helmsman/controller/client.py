@@ -10,7 +10,7 @@ import functools
 import itertools
 import pickle
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -138,12 +138,14 @@ class WorkerClient:
         discard: bool = False,
         broadcast: bool | None = None,
         limit_s: float | None = None,
-    ) -> asyncio.Future[Payload]:
-        """Call an engine's method; ``payload`` is (args, kwargs). Returns the packed result to come."""
+        take: Callable[[Payload], Any] | None = None,
+    ) -> asyncio.Future[Any]:
+        """Call an engine's method; ``payload`` is (args, kwargs). Returns the packed result to come, or what ``take`` makes of
+        it."""
         request = Request(next(self._ids), Verb.CALL, engine_name, method, keep, broadcast, discard)
         if limit_s is None:
-            return self._exchange(request, payload, self._timeouts.call_s, "Timeouts.call_s")
-        return self._exchange(request, payload, limit_s, "the call's timeout argument")
+            return _Exchange(self, request, payload, self._timeouts.call_s, "Timeouts.call_s", take).answer
+        return _Exchange(self, request, payload, limit_s, "the call's timeout argument", take).answer
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -272,13 +274,22 @@ class WorkerClient:
 class _Exchange:
     """One request, from its sending to its answer: no task waits for it, callbacks do."""
 
-    __slots__ = ("_client", "_limit_s", "_limit_source", "_request", "_sending", "_started", "_timer", "answer")
+    __slots__ = ("_client", "_limit_s", "_limit_source", "_request", "_sending", "_started", "_take", "_timer", "answer")
 
-    def __init__(self, client: WorkerClient, request: Request, payload: Payload, limit_s: float, limit_source: str) -> None:
+    def __init__(
+        self,
+        client: WorkerClient,
+        request: Request,
+        payload: Payload,
+        limit_s: float,
+        limit_source: str,
+        take: Callable[[Payload], Any] | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self._client, self._request, self._limit_s, self._limit_source = client, request, limit_s, limit_source
+        self._take = take
         self._started = time.monotonic()
-        self.answer: asyncio.Future[Payload] = loop.create_future()
+        self.answer: asyncio.Future[Any] = loop.create_future()
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             name = dotted(request.engine_name, request.method or request.verb.value)
             client.in_flight[request.id] = (name, self._started)
@@ -296,10 +307,13 @@ class _Exchange:
         if error is None:
             self._client.in_flight.pop(self._request.id, None)
             reply, payload = sending.result()
-            if reply.ok:
-                self.answer.set_result(payload)
-            else:
+            if not reply.ok:
                 self.answer.set_exception(_error_of(payload))
+                return
+            try:
+                self.answer.set_result(payload if self._take is None else self._take(payload))
+            except Exception as failure:  # noqa: BLE001 - handed to whoever awaits the answer
+                self.answer.set_exception(failure)
         elif isinstance(error, TransportLostError):
             self._client.in_background(self._lost(error))
         else:
