@@ -75,14 +75,14 @@ class Role:
 async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, limit_s: float) -> None:
     """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""
     deadline = Deadline(limit_s)
-    await asyncio.gather(*(_end_engines(role, deadline) for role in doomed))
+    hung: set[WorkerClient] = set().union(*await asyncio.gather(*(_end_engines(role, deadline) for role in doomed)))
     remaining: list[str] = []
     for role in doomed:
         if role.reuses:
             continue
         waves = [role.clients[1:], role.clients[:1]] if reverse_order else [role.clients]
         for wave in waves:
-            await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave))
+            await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave if client not in hung))
             outcomes = await asyncio.gather(*(client.transport.kill() for client in wave), return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, errors.ShutdownIncompleteError):
@@ -100,18 +100,27 @@ async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, li
         )
 
 
-async def _end_engines(role: Role, deadline: Deadline) -> None:
+async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
+    """Destroy the engines of a role; returns the workers that did not come to it."""
+    hung: set[WorkerClient] = set()
+
     async def end(worker_id: str, client: WorkerClient) -> None:
         names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
         if names == []:
             return
         # Half of the time: a hung engine must leave enough to end its process in order.
-        with contextlib.suppress(errors.CallError):
+        try:
             problems = await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+        except errors.CallTimeoutError:
+            hung.add(client)  # asking it to end would be in vain, too
+        except errors.CallError:
+            return  # it is dead
+        else:
             for problem in problems:
                 log.warning("%s: %s", worker_id, problem)
 
     await asyncio.gather(*(end(*pair) for pair in zip(role.worker_ids, role.clients, strict=True)))
+    return hung
 
 
 async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
