@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import msgspec
 
@@ -227,7 +227,7 @@ class RegisteredMethod(Generic[W_contra, P, R, G]):
         return f"<{self.spec.full_name}, {mode.name if isinstance(mode, Dispatch) else mode}>"
 
 
-class _AsList:
+class _AsList(Protocol):
     """What type checkers see of ``register`` where the results of all ranks come back."""
 
     @overload
@@ -236,11 +236,9 @@ class _AsList:
     ) -> RegisteredMethod[W, P, Coroutine[Any, Any, T], list[T]]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, list[R]]: ...
-    def __call__(self, function: Any) -> Any:
-        raise NotImplementedError
 
 
-class _AsOne:
+class _AsOne(Protocol):
     """Where the result of one rank comes back."""
 
     @overload
@@ -249,11 +247,9 @@ class _AsOne:
     ) -> RegisteredMethod[W, P, Coroutine[Any, Any, T], T]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, R]: ...
-    def __call__(self, function: Any) -> Any:
-        raise NotImplementedError
 
 
-class _Joined:
+class _Joined(Protocol):
     """Where the results of all parts are joined. Ranks whose results do not count may return None."""
 
     @overload
@@ -266,11 +262,9 @@ class _Joined:
     ) -> RegisteredMethod[W, P, Coroutine[Any, Any, J | None], J]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[W, P], J | None]) -> RegisteredMethod[W, P, J | None, J]: ...
-    def __call__(self, function: Any) -> Any:
-        raise NotImplementedError
 
 
-class _PerRank:
+class _PerRank(Protocol):
     """Where every argument of a call has an entry for each rank."""
 
     @overload
@@ -279,22 +273,18 @@ class _PerRank:
     ) -> RegisteredMethod[W, ..., Coroutine[Any, Any, T], list[T]]: ...
     @overload
     def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, list[R]]: ...
-    def __call__(self, function: Any) -> Any:
-        raise NotImplementedError
 
 
-class _Reduced(Generic[T]):
+class _Reduced(Protocol[T]):
     """Where a function makes one value of the results of all parts."""
 
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, T]:
-        raise NotImplementedError
+    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, P, R, T]: ...
 
 
-class _Custom:
+class _Custom(Protocol):
     """Where functions of the user's own decide."""
 
-    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, Any]:
-        raise NotImplementedError
+    def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, Any]: ...
 
 
 _Cutting: TypeAlias = Literal[Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST] | AxisSharding
