@@ -12,7 +12,6 @@ import secrets
 import selectors
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -20,21 +19,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.messages import Reply, Request, Verb
-from helmsman.rpc_server.shm import WirePayload, to_wire
-from helmsman.rpc_server.wire import (
+from helmsman.rpc_server.frames import (
     FrameReader,
     ReplyFrame,
     RequestFrame,
-    connect,
     decode_reply,
     decode_request,
     encode_frame,
+    framed_request,
     pack_length,
-    prove_as_server,
 )
+from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.proof import connect, prove_as_server
+from helmsman.rpc_server.wire_payload import WirePayload, to_wire
 
 _HEALTH = WorkerHealth(
     worker_id="simulated/0", pid=1, node="127.0.0.1", engines={"engine": "Engine"}, cpu_s=1.5, rss_bytes=1 << 28
@@ -45,7 +46,7 @@ def _wire(value: Any) -> WirePayload:
     return to_wire(encode(value))[0]
 
 
-_ANSWERS = {Verb.HEALTH: _wire(_HEALTH), Verb.LEASE_PORTS: _wire([20000]), Verb.DESTROY: _wire([])}
+_ANSWERS = {Verb.HEALTH: _wire(msgspec.msgpack.encode(_HEALTH)), Verb.LEASE_PORTS: _wire([20000]), Verb.DESTROY: _wire([])}
 _NOTHING = _wire(None)
 
 
@@ -95,8 +96,7 @@ class BareConnection:
 
     def send(self) -> None:
         """The request."""
-        message = encode_frame(self._frame)
-        self._socket.sendall(pack_length(len(message)) + message)
+        self._socket.sendall(framed_request(0, encode_frame(self._frame)))
 
     def receive(self) -> ReplyFrame:
         """The reply, which fits into one read."""
@@ -144,10 +144,10 @@ def _answer(peer: socket.socket, reader: FrameReader) -> bool:
         data = peer.recv(1 << 18)
         answers = []
         for message in reader.feed(data):
-            request = decode_request(message).request
+            request = decode_request(message)[1].request
             if request.verb is not Verb.RECEIVED:
                 frame = encode_frame(ReplyFrame(Reply(request.id, True), _ANSWERS.get(request.verb, _NOTHING)))
-                answers.append(struct.pack("!i", len(frame)) + frame)
+                answers.append(pack_length(len(frame)) + frame)
         peer.sendall(b"".join(answers))
     except ConnectionError:
         return False

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from benchmarks.echo import EchoProcess
 from helmsman.api.scheduler import Job
 from helmsman.controller.base import SchedulerBase
-from helmsman.controller.client import Ending, WorkerClient
+from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.local import LocalProcess, LocalTransport
 from helmsman.controller.loop import await_all
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
-from helmsman.rpc_server.handles import HandleStore
-from helmsman.rpc_server.local_server import LocalHandleStore
+from helmsman.controller.transport import Ending
+from helmsman.rpc_server.handles import HandleStore, SegmentStore
 
 _ADDRESS = "127.0.0.1"
 
@@ -55,7 +55,7 @@ class SimulatedScheduler(SchedulerBase):
         return 0
 
     def _make_store(self) -> HandleStore:
-        return LocalHandleStore()
+        return SegmentStore()
 
     def _snapshot(self) -> ClusterSnapshot:
         return one_machine(_ADDRESS, "GPU", (), ())

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.echo import EchoProcess
 from benchmarks.harness import RATE, Pair, case
 from benchmarks.world import ENGINE, World
-from helmsman.controller.group import Call, call_all
+from helmsman.controller.base import Call
+from helmsman.controller.group import call_all
 from helmsman.controller.loop import run_sync
 
 IN_FLIGHT = 1000

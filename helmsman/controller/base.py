@@ -5,25 +5,38 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.plan import Node
 from helmsman.api.scheduler import CONTROLLER, EngineSpec, ResultHandle, Timeouts, WorkerState, WorkerStatus
-from helmsman.controller.client import WorkerClient, encode_arguments
+from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
+from helmsman.controller.exchange import GroupExchange, exchange_async, exchange_sync
+from helmsman.controller.fanout import Fanout
 from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.rendezvous import probe
 from helmsman.controller.role_book import RoleBook
+from helmsman.controller.transport import Outgoing
 from helmsman.rpc_server.codec import Packed, Payload, decode, encode
 from helmsman.rpc_server.handles import HandleStore, keep
-from helmsman.rpc_server.messages import Verb
+from helmsman.rpc_server.messages import Request, Verb
 
 _REMEMBERED = 10_000
+
+
+class Call(NamedTuple):
+    """The arguments of one worker's call, as one of several."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    rpc_meta: Mapping[str, Any] | None = None
+    """As for Scheduler.call_engine; None takes what all are given."""
+    payload: Payload | None = None
+    """All arguments, packed already, for schedulers that can send them so."""
 
 
 class SchedulerBase(RoleBook):
@@ -82,7 +95,8 @@ class SchedulerBase(RoleBook):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        return decode(run_sync(_begun(self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout))))
+        client, outgoing = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta)
+        return decode(exchange_sync(client, outgoing, *self._limit(timeout)))
 
     async def async_call_engine(
         self,
@@ -94,27 +108,41 @@ class SchedulerBase(RoleBook):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        begin = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout)
-        return decode(await run_async(_begun(begin)))
+        client, outgoing = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta)
+        return decode(await exchange_async(client, outgoing, *self._limit(timeout)))
 
-    def begin_call(
+    def begin_calls(
         self,
-        worker_id: str,
         method: str,
         engine_name: str | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        calls: Mapping[str, Call],
         rpc_meta: Mapping[str, Any] | None,
         timeout: float | None,
-        *,
-        payload: Payload | None = None,
-    ) -> asyncio.Future[Any]:
-        """As async_call_engine, for callers on Helmsman's own event loop: without a task, and sent when this returns.
+    ) -> Fanout:
+        """Begin a call on each of these workers, on Helmsman's own event loop; all are sent when this returns.
 
-        ``payload`` is (args, kwargs) where these are packed already.
+        Those that cannot be begun have failed, and hide nothing of what was sent to others. Workers that get the same get the
+        same message, which is made once.
         """
-        begin = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta, timeout, payload, decode)
-        return begin()
+        fanout = Fanout(*self._limit(timeout))
+        shared: dict[tuple[Any, ...], Outgoing] = {}
+        for worker_id, call in calls.items():
+            meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
+            key = (id(call.payload), engine_name or worker_id, id(meta))
+            try:
+                client = self._client(worker_id)
+                outgoing = None if call.payload is None else shared.get(key)
+                if outgoing is None:
+                    _, outgoing = self._packed_call(worker_id, method, engine_name, call.args, call.kwargs, meta, call.payload)
+                    shared[key] = outgoing
+                GroupExchange(client, outgoing, fanout, worker_id)
+            except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
+                fanout.failed(worker_id, error)
+        return fanout
+
+    def _limit(self, timeout: float | None) -> tuple[float, str]:
+        """Seconds that a call may take, and what says so."""
+        return (self.timeouts.call_s, "Timeouts.call_s") if timeout is None else (timeout, "the call's timeout argument")
 
     def _packed_call(
         self,
@@ -124,11 +152,9 @@ class SchedulerBase(RoleBook):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         rpc_meta: Mapping[str, Any] | None,
-        timeout: float | None,
         payload: Payload | None = None,
-        take: Callable[[Payload], Any] | None = None,
-    ) -> Callable[[], asyncio.Future[Any]]:
-        """What sends one call, on Helmsman's event loop; the arguments are packed here, in the caller's thread."""
+    ) -> tuple[WorkerClient, Outgoing]:
+        """A call, packed here, in the caller's thread; ``payload`` is (args, kwargs) where these are packed already."""
         client = self._client(worker_id)
         meta = dict(rpc_meta or {})
         keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
@@ -141,17 +167,8 @@ class SchedulerBase(RoleBook):
             payload = encode_arguments(worker_id, name, method, (args, {**kwargs, **more} if more else kwargs))
         if payload.handles:
             self._require_values(payload.handles)
-        return functools.partial(
-            client.call,
-            name,
-            method,
-            payload,
-            keep=keeps,
-            discard=discards,
-            broadcast=broadcast,
-            limit_s=timeout,
-            take=take,
-        )
+        request = Request(next(request_ids), Verb.CALL, name, method, keeps, broadcast, discards)
+        return client, Outgoing(request, payload)
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +234,13 @@ class SchedulerBase(RoleBook):
         clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients}
 
         async def ask() -> list[WorkerStatus]:
-            return list(await asyncio.gather(*(client.status() for client in clients.values())))
+            asked = Fanout(self.timeouts.health_s, "Timeouts.health_s")
+            question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
+            for worker_id, client in clients.items():
+                if client.is_there:
+                    GroupExchange(client, question, asked, worker_id)
+            await asked.wait()  # the states below say what failures mean
+            return [client.status(asked.results.get(worker_id)) for worker_id, client in clients.items()]
 
         return run_sync(ask())
 
@@ -244,8 +267,3 @@ class SchedulerBase(RoleBook):
             return await await_all(client.control(Verb.ENVIRONMENT) for client in entry.clients)
 
         return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
-
-
-async def _begun(begin: Callable[[], asyncio.Future[Any]]) -> Payload:
-    payload: Payload = await begin()
-    return payload

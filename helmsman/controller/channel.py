@@ -1,129 +1,243 @@
-"""The controller's end of the direct channel to a worker."""
+"""The controller's end of a direct connection to a worker, and the transports that have one."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.channel import CHANNEL_BYTES
+from helmsman.controller.transport import Awaited, Outgoing, Transport, Turn
+from helmsman.rpc_server.channel import can_carry
 from helmsman.rpc_server.codec import Payload
-from helmsman.rpc_server.frames import decode_reply, pack
-from helmsman.rpc_server.messages import Reply, Request
-from helmsman.rpc_server.wire import FrameReader, connect_tcp, pack_length
+from helmsman.rpc_server.frames import FrameReader, ReplyFrame, RequestFrame, decode_reply, encode_frame, framed_request
+from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.segments import ShmSegment
+from helmsman.rpc_server.wire_payload import WirePayload, from_wire
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 3.0
-"""How long connecting and proving may take before calls go by way of Ray instead."""
+_READ_BYTES = 1 << 18
+_PACK_IN_THREAD_BYTES = 1 << 20
+_ACKNOWLEDGE_EACH = 64
 
 
-class Posted(msgspec.Struct, frozen=True):
-    """A request that was written to a channel."""
+class Posted(NamedTuple):
+    """A request that was written to a channel and is not answered yet."""
 
-    serial: int
+    request_id: int
     number: int
-    request: Request
-    payload: Payload
-    answer: asyncio.Future[tuple[Reply, Payload]]
+    body: bytes
+    awaited: Awaited
+    segment: ShmSegment | None
+
+    def settle(self) -> None:
+        """The worker has taken the request, or never will."""
+        if self.segment is not None:
+            self.segment.close()
 
 
-Collect = Callable[[Posted], Coroutine[Any, Any, tuple[Reply, Payload]]]
+class Channel:
+    """A proved connection. All methods run on the event loop, as does what it calls.
 
-
-class Channel(asyncio.Protocol):
-    """A proved connection.
+    Without asyncio's transports, which would be a third of the cost of a call: a message is written with one system call, and
+    read with another.
 
     Args:
-        collect: asks by another way for a reply that is too large for the channel, or that was lost with it.
+        sock: connected and proved; the channel closes it.
+        shares_memory: whether the worker is on this machine.
+        acknowledges: whether the worker remembers its replies until it hears that they have arrived.
+        on_apart: takes a request whose reply is too large for the channel.
+        on_lost: takes the requests without a reply when the connection ends.
     """
 
-    def __init__(self, collect: Collect) -> None:
-        self._collect = collect
-        self._reader = FrameReader()
-        self._socket: asyncio.Transport | None = None
-        self._posted: dict[int, Posted] = {}
-        """Requests whose replies are not here yet, by serial, in that order."""
-        self._collecting: set[asyncio.Task[None]] = set()
-        self._next = 1
-        self.is_open = False
-
-    @classmethod
-    async def open(cls, address: tuple[str, int], key: bytes, collect: Collect) -> Channel:
-        """Connect to a worker's channel. Raises OSError, ProtocolError."""
-        sock: socket.socket = await asyncio.to_thread(connect_tcp, address, key, CONNECT_S)
-        _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(collect), sock=sock)
-        return channel
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._socket = transport
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        shares_memory: bool,
+        acknowledges: bool,
+        on_apart: Callable[[Posted], None],
+        on_lost: Callable[[list[Posted]], None],
+    ) -> None:
+        self.shares_memory = shares_memory
         self.is_open = True
+        self._acknowledges = acknowledges
+        self._on_apart = on_apart
+        self._on_lost = on_lost
+        self._socket = sock
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self._posted: dict[int, Posted] = {}
+        self._received: list[int] = []
+        """Requests whose replies have arrived, which the worker does not know yet."""
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._read)
 
-    def data_received(self, data: bytes) -> None:
-        for message in self._reader.feed(data):
-            frame = decode_reply(message)
-            posted = self._posted.get(frame.serial)
-            if posted is None:
-                continue
-            if frame.data:
-                del self._posted[frame.serial]
-                if not posted.answer.done():
-                    posted.answer.set_result((frame.head, Payload(frame.data, list(frame.buffers), [])))
-            else:
-                self._collect_later(posted)
+    def write(self, request_id: int, number: int, body: bytes, awaited: Awaited, segment: ShmSegment | None = None) -> bool:
+        """Send a request; its segment is closed once it is answered. False when the connection has ended.
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        for posted in list(self._posted.values()):
-            self._collect_later(posted)
-
-    def _collect_later(self, posted: Posted) -> None:
-        async def collect() -> None:
-            try:
-                answer = await self._collect(posted)
-            except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
-                if not posted.answer.done():
-                    posted.answer.set_exception(error)
-            else:
-                if not posted.answer.done():
-                    posted.answer.set_result(answer)
-            finally:
-                self._posted.pop(posted.serial, None)
-
-        task = asyncio.ensure_future(collect())
-        self._collecting.add(task)
-        task.add_done_callback(self._collecting.discard)
-
-    def post(self, request: Request, payload: Payload, number: int) -> asyncio.Future[tuple[Reply, Payload]]:
-        """Write a request with a small payload; returns the answer to come."""
-        assert self._socket is not None
-        answer: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
-        serial = self._next
-        self._next += 1
-        self._posted[serial] = Posted(serial, number, request, payload, answer)
-        settled = next(iter(self._posted))
-        message, _ = pack(request, payload, inline_below=CHANNEL_BYTES, number=number, serial=serial, settled=settled)
-        self._socket.write(pack_length(len(message)) + message)
-        return answer
+        Raises: ProtocolError for one that is too large.
+        """
+        posted = Posted(request_id, number, body, awaited, segment)
+        if not self.is_open:
+            posted.settle()
+            return False
+        try:
+            message = framed_request(number, body)
+        except ProtocolError:
+            posted.settle()
+            raise
+        self._posted[request_id] = posted
+        self._write(message)
+        return True
 
     def close(self) -> None:
         """End the connection."""
-        if self._socket is not None:
-            self._socket.abort()
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        lost = list(self._posted.values())
+        self._posted.clear()
+        self._on_lost(lost)
+
+    def _write(self, message: bytes) -> None:
+        if not self.is_open:
+            return
+        if self._unsent:
+            self._unsent += message
+            return
+        try:
+            num_sent = self._socket.send(message)
+        except (BlockingIOError, InterruptedError):
+            num_sent = 0
+        except OSError:
+            self._loop.call_soon(self.close)  # not at once: who writes does not expect to be told meanwhile
+            return
+        if num_sent < len(message):
+            self._unsent += memoryview(message)[num_sent:]
+            self._loop.add_writer(self._socket, self._write_rest)
+
+    def _write_rest(self) -> None:
+        try:
+            num_sent = self._socket.send(self._unsent)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        del self._unsent[:num_sent]
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            for message in self._reader.feed(data):
+                self._take(decode_reply(message))
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            log.warning("closed a connection to a worker that sent nonsense: %s", error)
+            self.close()
+
+    def _take(self, frame: ReplyFrame) -> None:
+        posted = self._posted.pop(frame.reply.id, None)
+        if posted is None:
+            return
+        wire = frame.payload
+        if wire is None:
+            self._on_apart(posted)
+            return
+        posted.settle()
+        try:
+            payload = from_wire(wire)
+        except (ProtocolError, OSError) as error:  # no descriptor or memory is left: this result's loss alone
+            self._acknowledge(posted.request_id, at_once=True)
+            posted.awaited.failed(error)
+            return
+        if self._acknowledges or wire.segment is not None:
+            self._acknowledge(posted.request_id, at_once=wire.segment is not None)
+        posted.awaited.replied(frame.reply, payload)
+
+    def _acknowledge(self, request_id: int, *, at_once: bool) -> None:
+        self._received.append(request_id)
+        if at_once or len(self._received) >= _ACKNOWLEDGE_EACH:
+            ids = WirePayload(msgspec.msgpack.encode(self._received))
+            self._received.clear()
+            self._write(framed_request(0, encode_frame(RequestFrame(Request(0, Verb.RECEIVED), ids))))
 
 
-async def open_channel(worker_id: str, address: tuple[str, int], key: bytes, collect: Collect) -> Channel | None:
-    """The channel to a worker; None, with a word in the log, where it cannot be had."""
-    try:
-        return await Channel.open(address, key, collect)
-    except (OSError, ProtocolError) as error:
-        log.warning(
-            "%s: no direct connection to %s:%d (%s); its calls go by way of Ray, which takes longer", worker_id, *address, error
-        )
-        return None
+class ChannelTransport(Transport):
+    """A transport whose requests go by a channel, as long as there is one that can carry them."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._turn = Turn()
+        """Of engine work that is packed and sent."""
+        self._num_sent = 0
+        """Engine work sent."""
+        self._sending: set[asyncio.Task[None]] = set()
+        """The event loop itself holds tasks only weakly."""
+
+    @abc.abstractmethod
+    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
+        """Send what the channel cannot carry; returns what awaits the answer. Raises TransportLostError where there is no other
+        way."""
+
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        channel = self._channel
+        in_order = outgoing.in_order
+        if channel is not None and channel.is_open and outgoing.is_small and (not in_order or self._turn.is_free):
+            number = 0
+            if in_order:
+                number = self._num_sent
+                self._num_sent += 1
+            channel.write(outgoing.request.id, number, outgoing.body(), awaited)
+            return
+        turn = self._turn.claim() if in_order else contextlib.nullcontext()
+        task = asyncio.ensure_future(self._send(outgoing, awaited, turn))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send(self, outgoing: Outgoing, awaited: Awaited, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
+        try:
+            async with turn:
+                number = self._num_sent if outgoing.in_order else 0
+                by_channel = await self._sent_by_channel(outgoing, number, awaited)
+                answer = None if by_channel else await self._send_otherwise(outgoing, number)
+                if outgoing.in_order:
+                    self._num_sent += 1  # not before: the worker waits for every number
+            if answer is None:
+                return
+            reply, payload = await answer
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+            awaited.failed(error)
+        else:
+            awaited.replied(reply, payload)
+
+    async def _sent_by_channel(self, outgoing: Outgoing, number: int, awaited: Awaited) -> bool:
+        channel = self._channel
+        if channel is None or not channel.is_open or not can_carry(outgoing.payload, shares_memory=channel.shares_memory):
+            return False
+        if outgoing.num_bytes >= _PACK_IN_THREAD_BYTES:
+            body, segment = await asyncio.to_thread(outgoing.packed, shares_memory=channel.shares_memory)
+        else:
+            body, segment = outgoing.packed(shares_memory=channel.shares_memory)
+        return channel.write(outgoing.request.id, number, body, awaited, segment)

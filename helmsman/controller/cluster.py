@@ -34,9 +34,9 @@ from helmsman.api.scheduler import (
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
+from helmsman.controller.base import Call
 from helmsman.controller.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller.coordinates import difference, is_missing_method
-from helmsman.controller.group import Call
 from helmsman.controller.loop import forbid_blocking, run_sync, submit
 from helmsman.controller.packed_arguments import PackedArguments
 from helmsman.controller.rank_environment import rank_environment

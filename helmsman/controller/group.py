@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from helmsman.api.errors import (
     CallTimeoutError,
@@ -23,8 +22,8 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import ResultHandle, Scheduler
-from helmsman.controller.base import SchedulerBase
-from helmsman.rpc_server.codec import Payload
+from helmsman.controller.base import Call, SchedulerBase
+from helmsman.controller.fanout import Fanout
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +50,6 @@ _observed: set[asyncio.Future[Any]] = set()
 """Tasks nobody awaits any more; the event loop itself holds tasks only weakly."""
 
 
-class Call(NamedTuple):
-    """The arguments of one worker's call."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-    rpc_meta: Mapping[str, Any] | None = None
-    """As for Scheduler.call_engine; None takes what call_all was given."""
-    payload: Payload | None = None
-    """All arguments, packed already, for schedulers that can send them so."""
-
-
 async def call_all(
     scheduler: Scheduler,
     role: str,
@@ -83,31 +71,23 @@ async def call_all(
             waits for each of them, for workers that are independent.
     Raises: the error itself when one worker is called, GroupCallError (root cause first) when several are.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
-
-    def one(worker_id: str, call: Call) -> Awaitable[Any]:
-        meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
-        limit_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if isinstance(scheduler, SchedulerBase):
-            try:
-                return scheduler.begin_call(
-                    worker_id, method, engine_name, call.args, call.kwargs, meta, limit_s, payload=call.payload
-                )
-            except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
-                failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                failed.set_exception(error)
-                return failed
-        return scheduler.async_call_engine(
-            worker_id, method, engine_name, *call.args, rpc_meta=meta, timeout=limit_s, **call.kwargs
-        )
+    keeps = any(((rpc_meta if call.rpc_meta is None else call.rpc_meta) or {}).get("keep") for call in calls.values())
 
     def forget(result: Any) -> None:
         if isinstance(result, ResultHandle):
             asyncio.get_running_loop().run_in_executor(None, _release, scheduler, result)  # it blocks
 
-    keeps = any(((rpc_meta if call.rpc_meta is None else call.rpc_meta) or {}).get("keep") for call in calls.values())
-    work = {worker_id: one(worker_id, call) for worker_id, call in calls.items()}
-    return await gather_all(role, method, work, grace_s=grace_s, forget=forget if keeps else None)
+    if isinstance(scheduler, SchedulerBase):
+        work = scheduler.begin_calls(method, engine_name, calls, rpc_meta, timeout)
+    else:
+        work = Fanout()
+        for worker_id, call in calls.items():
+            meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
+            made = scheduler.async_call_engine(
+                worker_id, method, engine_name, *call.args, rpc_meta=meta, timeout=timeout, **call.kwargs
+            )
+            work.expect_awaitable(worker_id, made)
+    return await _gather(role, method, list(calls), work, grace_s=grace_s, forget=forget if keeps else None)
 
 
 def _release(scheduler: Scheduler, handle: ResultHandle) -> None:
@@ -118,53 +98,59 @@ def _release(scheduler: Scheduler, handle: ResultHandle) -> None:
 
 
 async def gather_all(
-    role: str,
-    operation: str,
-    work: Mapping[str, Awaitable[Any]],
-    *,
-    grace_s: float | None = DEFAULT_GRACE_S,
-    forget: Callable[[Any], None] | None = None,
+    role: str, operation: str, work: Mapping[str, Awaitable[Any]], *, grace_s: float | None = DEFAULT_GRACE_S
 ) -> list[Any]:
     """Await one operation per worker, all at once, and return their results in order; errors as for call_all.
 
     Calls that still run when the error is raised are left to their workers; how each ends is logged. Cancelling cancels all
-    of them. ``forget`` is given each result that is not returned, because another failed.
+    of them.
     """
-    tasks = {worker_id: asyncio.ensure_future(each) for worker_id, each in work.items()}
-    if not tasks:
-        return []
-    ended: dict[asyncio.Future[Any], int] = {}
-    """In the order in which they ended; one that has ended just now may be missing."""
-    for task in tasks.values():
-        task.add_done_callback(lambda task: ended.setdefault(task, len(ended)))
+    fanout = Fanout()
+    for worker_id, each in work.items():
+        fanout.expect_awaitable(worker_id, each)
+    return await _gather(role, operation, list(work), fanout, grace_s=grace_s, forget=None)
+
+
+async def _gather(
+    role: str,
+    operation: str,
+    worker_ids: Sequence[str],
+    work: Fanout,
+    *,
+    grace_s: float | None,
+    forget: Callable[[Any], None] | None,
+) -> list[Any]:
+    """The results of a fan-out, in the order of ``worker_ids``; ``forget`` is given each that is not returned."""
     try:
-        done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        if pending:
-            died = any(not task.cancelled() and isinstance(task.exception(), WorkerFailedError) for task in done)
-            await asyncio.wait(pending, timeout=min(grace_s, DEATH_GRACE_S) if died and grace_s is not None else grace_s)
+        await work.wait(until_failure=True)
+        if work.pending:
+            died = any(isinstance(error, WorkerFailedError) for error in work.failures.values())
+            await work.wait(timeout_s=min(grace_s, DEATH_GRACE_S) if died and grace_s is not None else grace_s)
     except asyncio.CancelledError:
-        for worker_id, task in tasks.items():
-            task.cancel()
-            observe(task, f"{worker_id}: {operation} (its caller was cancelled)", forget)
+        for worker_id, member in list(work.pending.items()):
+            work.observe(worker_id, f"{worker_id}: {operation} (its caller was cancelled)", forget)
+            member.cancel()
+        _forget_all(work, forget)
         raise
+    for worker_id in work.pending:
+        work.observe(worker_id, f"{worker_id}: {operation} (left alone after another rank failed)", forget)
     failures: dict[str, Exception] = {}
-    for worker_id, task in tasks.items():
-        if not task.done():
-            observe(task, f"{worker_id}: {operation} (left alone after another rank failed)", forget)
-        elif task.cancelled():
-            failures[worker_id] = HelmsmanError(f"{worker_id}: the wait for {operation} was cancelled", worker_id=worker_id)
-        elif (error := task.exception()) is not None:
-            if not isinstance(error, Exception):
-                raise error
-            failures[worker_id] = error
+    for worker_id, error in work.failures.items():
+        if isinstance(error, asyncio.CancelledError):
+            error = HelmsmanError(f"{worker_id}: the wait for {operation} was cancelled", worker_id=worker_id)
+        if not isinstance(error, Exception):
+            raise error
+        failures[worker_id] = error
     if failures:
-        for task in tasks.values():
-            if forget is not None and task.done() and not task.cancelled() and task.exception() is None:
-                forget(task.result())
-        raise group_error(
-            role, operation, dict(sorted(failures.items(), key=lambda item: ended.get(tasks[item[0]], len(tasks)))), len(tasks)
-        )
-    return [task.result() for task in tasks.values()]
+        _forget_all(work, forget)
+        raise group_error(role, operation, failures, len(worker_ids))
+    return [work.results[worker_id] for worker_id in worker_ids]
+
+
+def _forget_all(work: Fanout, forget: Callable[[Any], None] | None) -> None:
+    if forget is not None:
+        for result in work.results.values():
+            forget(result)
 
 
 def group_error(role: str, operation: str, failures: Mapping[str, Exception], num_ranks: int) -> Exception:
@@ -200,8 +186,8 @@ def is_communication_error(error: EngineCallError) -> bool:
     )
 
 
-def observe(task: asyncio.Future[Any], what: str, forget: Callable[[Any], None] | None = None) -> None:
-    """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged. Its result is for ``forget``."""
+def observe(task: asyncio.Future[Any], what: str) -> None:
+    """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged."""
 
     def report(ended: asyncio.Future[Any]) -> None:
         _observed.discard(ended)
@@ -211,8 +197,6 @@ def observe(task: asyncio.Future[Any], what: str, forget: Callable[[Any], None] 
             logger.warning("%s: ended with %s: %s", what, type(error).__name__, error)
         else:
             logger.info("%s: ended", what)
-            if forget is not None:
-                forget(ended.result())
 
     _observed.add(task)
     task.add_done_callback(report)

@@ -12,7 +12,6 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,15 +20,16 @@ from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
-from helmsman.controller.client import Ending, Transport, TransportLostError, WorkerClient
+from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
+from helmsman.controller.transport import Awaited, Ending, Outgoing, Transport, TransportLostError
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.handles import HandleStore
 from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import Reply, Request
+from helmsman.rpc_server.messages import Reply
 
 _ADDRESS = "127.0.0.1"
 
@@ -117,26 +117,19 @@ class _InlineTransport(Transport):
     def __init__(self, host: EngineHost) -> None:
         self._host = host
 
-    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[tuple[Reply, Payload]] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
-            loop.call_soon_threadsafe(_settle, answered, (answer, result))
+            loop.call_soon_threadsafe(awaited.replied, answer, result)
 
-        self._host.handle(request, payload, reply)
-        return answered
+        self._host.handle(outgoing.request, outgoing.payload, reply)
 
     async def ending(self) -> Ending:
         raise TransportLostError("an inline worker cannot be lost")
 
     async def kill(self) -> None:
         self._host.close()
-
-
-def _settle(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 class _SharedStore:

@@ -10,23 +10,15 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
-from helmsman.controller.client import (
-    NO_TURN,
-    Ending,
-    Transport,
-    TransportLostError,
-    Turn,
-    WorkerClient,
-    describe_exit,
-    tail_of,
-)
+from helmsman.controller.channel import Channel, ChannelTransport, Posted
+from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
@@ -35,17 +27,15 @@ from helmsman.controller.loop import await_all
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
-from helmsman.rpc_server import shm
-from helmsman.rpc_server.codec import Payload, encode
+from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import absolute_search_path
 from helmsman.rpc_server.forkserver import Spawn
 from helmsman.rpc_server.guardian import split_status
-from helmsman.rpc_server.handles import HandleStore
-from helmsman.rpc_server.local_server import LocalHandleStore
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb
-from helmsman.rpc_server.wire import FrameReader, RequestFrame, connect, decode_reply, encode_frame, pack_length
+from helmsman.rpc_server.handles import HandleStore, SegmentStore
+from helmsman.rpc_server.messages import Reply
+from helmsman.rpc_server.proof import connect
 
-_PACK_IN_THREAD_BYTES = 1 << 20
 _ADDRESS = "127.0.0.1"
 
 
@@ -90,7 +80,7 @@ class LocalScheduler(SchedulerBase):
         return on_one_machine(job)
 
     def _make_store(self) -> HandleStore:
-        return LocalHandleStore()
+        return SegmentStore()
 
     def _holders(self, jobs: Sequence[Job]) -> str:
         held = "; ".join(f"{worker}: {','.join(ids)}" for worker, ids in self._devices.holders())
@@ -217,86 +207,21 @@ class LocalProcess:
         return Ending(describe_exit(code, number), code, number, tail_of(self._log_path))
 
 
-class LocalTransport(Transport, asyncio.Protocol):
-    """Requests over a worker's Unix socket; large buffers in shared memory."""
+class LocalTransport(ChannelTransport):
+    """Requests over a worker's Unix socket; large buffers in shared memory. The connection ends with the worker."""
 
-    def __init__(self, process: LocalProcess) -> None:
+    def __init__(self, sock: socket.socket, process: LocalProcess) -> None:
+        super().__init__()
         self._process = process
-        self._reader = FrameReader()
-        self._socket: asyncio.Transport | None = None
-        self._waiting: dict[int, asyncio.Future[tuple[Reply, Payload]]] = {}
-        self._lost = False
-        self._turn = Turn()
-        """Of engine work that is packed and written."""
+        self._channel = Channel(sock, shares_memory=True, acknowledges=False, on_apart=_lose_one, on_lost=_lose)
 
     @classmethod
     async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
         """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-        sock: socket.socket = await asyncio.to_thread(connect, path, key, 30.0)
-        _, transport = await asyncio.get_running_loop().create_connection(lambda: cls(process), sock=sock)
-        return transport
+        return cls(await asyncio.to_thread(connect, path, key, 30.0), process)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._socket = transport
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._reader.feed(data):
-            frame = decode_reply(message)
-            waiting = self._waiting.pop(frame.reply.id, None)
-            try:
-                answer = shm.from_wire(frame.payload)
-            except (errors.ProtocolError, OSError) as error:  # no descriptor or memory is left: this result's loss alone
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(error)
-                continue
-            finally:
-                if frame.payload.segment is not None:
-                    self._write(Request(frame.reply.id, Verb.RECEIVED), shm.to_wire(_NOTHING)[0])
-            if waiting is not None and not waiting.done():
-                waiting.set_result((frame.reply, answer))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(TransportLostError())
-        self._waiting.clear()
-
-    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
-        in_order = request.verb in ENGINE_WORK
-        if payload.nbytes >= shm.INLINE_BYTES or self._lost or (in_order and not self._turn.is_free):
-            turn = self._turn.claim() if in_order else NO_TURN
-            return asyncio.ensure_future(self._send(request, payload, turn))
-        waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = waiting
-        self._write(request, shm.to_wire(payload)[0])
-        return waiting
-
-    async def _send(
-        self, request: Request, payload: Payload, turn: contextlib.AbstractAsyncContextManager[None]
-    ) -> tuple[Reply, Payload]:
-        segment: shm.ShmSegment | None = None
-        try:
-            async with turn:
-                if payload.nbytes >= _PACK_IN_THREAD_BYTES:
-                    wire, segment = await asyncio.to_thread(shm.to_wire, payload)
-                else:
-                    wire, segment = shm.to_wire(payload)
-                if self._lost:
-                    raise TransportLostError
-                waiting: asyncio.Future[tuple[Reply, Payload]] = asyncio.get_running_loop().create_future()
-                self._waiting[request.id] = waiting
-                self._write(request, wire)
-            return await waiting
-        finally:
-            if segment is not None:
-                segment.close()
-
-    def _write(self, request: Request, wire: shm.WirePayload) -> None:
-        if self._socket is not None and not self._lost:
-            message = encode_frame(RequestFrame(request, wire))
-            self._socket.writelines([pack_length(len(message)), message])
+    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
+        raise TransportLostError
 
     async def ending(self) -> Ending:
         return await self._process.ending()
@@ -305,9 +230,16 @@ class LocalTransport(Transport, asyncio.Protocol):
         await self._process.wait_ended(limit_s)
 
     async def kill(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        if self._channel is not None:
+            self._channel.close()
         await self._process.kill()
 
 
-_NOTHING = encode(())
+def _lose(posted: Sequence[Posted]) -> None:
+    for each in posted:
+        each.settle()
+        each.awaited.failed(TransportLostError())
+
+
+def _lose_one(posted: Posted) -> None:
+    _lose([posted])

@@ -7,9 +7,12 @@ event loop reach it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
+import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -29,6 +32,45 @@ def background_loop() -> asyncio.AbstractEventLoop:
             threading.Thread(target=loop.run_forever, name="helmsman-loop", daemon=True).start()
             _loop, _loop_pid = loop, os.getpid()
         return _loop
+
+
+class Mailbox:
+    """Functions to be run on a loop, given from other threads: however many come while it is busy, it is woken once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_woken = False
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the loop, after those that were posted before. Nothing happens when the loop is closed."""
+        self._waiting.append(function)
+        if not self._is_woken:  # what is appended after this was read as True is seen by _run, which first sets it to False
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._is_woken = False
+        for _ in range(len(self._waiting)):
+            self._waiting.popleft()()
+
+
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+
+
+def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
+    """The one mailbox of a loop."""
+    mailbox = _mailboxes.get(loop)
+    if mailbox is None:
+        with _lock:
+            mailbox = _mailboxes.setdefault(loop, Mailbox(loop))
+    return mailbox
+
+
+def run_on_loop(function: Callable[[], None]) -> None:
+    """Run a function that must not raise on the background loop."""
+    mailbox_of(background_loop()).post(function)
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

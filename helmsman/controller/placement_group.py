@@ -28,7 +28,6 @@ from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
 from helmsman.api.scheduler import Job
 from helmsman.controller import ray_state
 from helmsman.controller.admission import busy, require_feasible
-from helmsman.controller.client import TransportLostError
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.embedded_ray import bounded
@@ -38,6 +37,7 @@ from helmsman.controller.planner import plan_jobs
 from helmsman.controller.ray_holders import describe_holders, is_held_by_run
 from helmsman.controller.ray_state import GroupPhase
 from helmsman.controller.resources import Resources
+from helmsman.controller.transport import TransportLostError
 from helmsman.rpc_server.ray_server import Granted, granted_here
 
 _POLL_S = (0.005, 0.1)

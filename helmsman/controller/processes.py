@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from helmsman.controller.client import tail_of
 from helmsman.controller.deadline import Deadline
+from helmsman.controller.transport import tail_of
 from helmsman.rpc_server import guardian
 from helmsman.rpc_server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
-from helmsman.rpc_server.wire import FrameReader, pack_length
+from helmsman.rpc_server.frames import FrameReader, pack_length
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -19,7 +19,7 @@ from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
-from helmsman.controller.client import TransportLostError, WorkerClient, tail_of
+from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import physical_ids, visibility
@@ -27,6 +27,7 @@ from helmsman.controller.embedded_ray import choose_authentication, connect, end
 from helmsman.controller.loop import await_all
 from helmsman.controller.places import Place, in_device_order
 from helmsman.controller.resources import ACCELERATORS, Resources, show
+from helmsman.controller.transport import TransportLostError, tail_of
 from helmsman.rpc_server.environment import absolute_search_path
 
 choose_authentication()
@@ -40,9 +41,9 @@ try:
     from helmsman.controller.placement_group import get_placement_group_master_ip_and_port
     from helmsman.controller.ray_address import choose_address
     from helmsman.controller.ray_holders import describe_holders
-    from helmsman.controller.ray_transport import RayTransport
+    from helmsman.controller.ray_transport import ControllerStore, RayTransport
     from helmsman.rpc_server.handles import HandleStore
-    from helmsman.rpc_server.ray_server import Granted, Greeting, RayHandleStore, RayRPCServer
+    from helmsman.rpc_server.ray_server import Granted, Greeting, RayRPCServer
 except ImportError as error:
     if error.name is not None and error.name.partition(".")[0] != "ray":
         raise
@@ -169,7 +170,8 @@ class RayScheduler(SchedulerBase):
         )
 
     def _make_store(self) -> HandleStore:
-        return RayHandleStore()
+        self._values = ControllerStore()
+        return self._values
 
     async def _launch(
         self,
@@ -182,7 +184,7 @@ class RayScheduler(SchedulerBase):
         workers: list[RayTransport] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places:
-            workers.append(RayTransport(self._actor(job, place), place, self._here))  # noqa: PERF401 - kept as they come
+            workers.append(RayTransport(self._actor(job, place), place, self._here, self._values))  # noqa: PERF401 - kept as they come
         greetings = await await_all(
             self._answer(job, rank, worker, worker.greet(), deadline) for rank, worker in zip(ranks, workers, strict=True)
         )

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
+import msgspec
 import ray
 
 from helmsman.api import errors
+from helmsman.api.scheduler import ResultHandle
 from helmsman.controller import placement_group as placement
 from helmsman.controller import ray_state
-from helmsman.controller.channel import Channel, Posted, open_channel
-from helmsman.controller.client import Ending, Transport, TransportLostError, Turn, describe_exit, tail_of
+from helmsman.controller.channel import Channel, ChannelTransport, Posted
 from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
-from helmsman.rpc_server.channel import CHANNEL_BYTES
+from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
 from helmsman.rpc_server.codec import Payload
-from helmsman.rpc_server.frames import is_small, pack, unpack_reply
+from helmsman.rpc_server.frames import RequestFrame, decode_request, encode_frame, numbered_request
 from helmsman.rpc_server.guardian import read_record
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, WorkerIdentity
-from helmsman.rpc_server.ray_server import Greeting
+from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
+from helmsman.rpc_server.proof import connect_tcp
+from helmsman.rpc_server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
+from helmsman.rpc_server.segments import HAS_SEGMENTS, pack
+from helmsman.rpc_server.wire_payload import from_wire
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +39,48 @@ _DEATH_S = 3.0
 _REMAINS_S = 1.5
 """Longest wait for what a guardian records; milliseconds, but Ray's workers run at low priority, and it with them."""
 _PUT_IN_THREAD_BYTES = 1 << 20
+_CONNECT_S = 3.0
+"""How long connecting and proving may take before calls go by way of Ray instead."""
+_SAMPLE = b"helmsman"
 
 
-class RayTransport(Transport):
+class ControllerStore(RayHandleStore):
+    """What the script puts: in a segment for workers of this machine, and in Ray's object store once another machine needs
+    it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def put(self, handle_id: str, payload: Payload) -> bytes:
+        return self._segments.put(handle_id, payload)
+
+    def drop(self, handle_id: str) -> None:
+        self._segments.drop(handle_id)
+        super().drop(handle_id)
+
+    def as_references(self, payload: Payload) -> Payload:
+        """The same payload, whose handles any node can fetch."""
+        if not payload.handles:
+            return payload
+        handles = [
+            msgspec.structs.replace(handle, location=self._reference(handle)) if type(handle.location) is bytes else handle
+            for handle in payload.handles
+        ]
+        return Payload(payload.data, payload.buffers, handles)
+
+    def _reference(self, handle: ResultHandle) -> Any:
+        with self._lock:
+            if handle.id not in self._kept:
+                super().put(handle.id, self._segments.fetch(handle))
+            return self._kept[handle.id]
+
+
+class RayTransport(ChannelTransport):
     """Requests as actor tasks, each sent once (no task retries, no restarts)."""
 
-    def __init__(self, actor: Any, place: Place, here: str) -> None:
+    def __init__(self, actor: Any, place: Place, here: str, store: ControllerStore) -> None:
+        super().__init__()
         self._actor = actor
         self.place = place
         self._here = here
@@ -47,11 +89,9 @@ class RayTransport(Transport):
         self._pid = 0
         self._reason: BaseException | None = None
         self._killed = False
-        self._channel: Channel | None = None
+        self._store = store
         self._watch: asyncio.Future[None] | None = None
-        self._turn = Turn()
-        self._num_sent = 0
-        """Engine work sent; Ray starts the tasks of an async actor in any order, so each bears its number."""
+        self._collecting: set[asyncio.Task[None]] = set()
 
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
@@ -66,11 +106,27 @@ class RayTransport(Transport):
         if not key:
             return
         try:
-            address = await self._await(self._actor.open_channel.remote(key))
+            with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
+                location = None if sample is None else sample.location
+                address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location))
         except errors.ProtocolError as error:  # no socket could be had there
             log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
             return
-        self._channel = await open_channel(self._worker_id, address, key, self._collect)
+        try:
+            sock = await asyncio.to_thread(connect_tcp, (address.host, address.port), key, _CONNECT_S)
+        except (OSError, errors.ProtocolError) as error:
+            log.warning(
+                "%s: no direct connection to %s:%d (%s); its calls go by way of Ray, which takes longer",
+                *(self._worker_id, address.host, address.port, error),
+            )
+            return
+        self._channel = Channel(
+            sock,
+            shares_memory=address.shares_memory,
+            acknowledges=True,
+            on_apart=self._collect_later,
+            on_lost=self._collect_all,
+        )
         self._watch = asyncio.ensure_future(self._watch_end())
 
     async def _watch_end(self) -> None:
@@ -86,43 +142,55 @@ class RayTransport(Transport):
         state = await in_thread(ray_state.actor_state, self._actor._actor_id.hex())
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
-    def post(self, request: Request, payload: Payload) -> asyncio.Future[tuple[Reply, Payload]]:
-        channel = self._channel
-        in_order = request.verb in ENGINE_WORK
-        by_ray = channel is None or not channel.is_open or not is_small(payload, CHANNEL_BYTES)
-        if by_ray or (in_order and not self._turn.is_free):
-            turn = self._turn.claim() if in_order else None
-            return asyncio.ensure_future(self._send(request, payload, turn))
-        assert channel is not None
-        number = 0
-        if in_order:
-            number = self._num_sent
-            self._num_sent += 1
-        return channel.post(request, payload, number)
+    def _collect_later(self, posted: Posted) -> None:
+        """Ask by way of Ray for an answer that did not come by the channel."""
+        task = asyncio.ensure_future(self._collect(posted))
+        self._collecting.add(task)
+        task.add_done_callback(self._collecting.discard)
 
-    async def _collect(self, posted: Posted) -> tuple[Reply, Payload]:
-        """The answer to a request that did not come back by the channel. One that never arrived is sent by way of Ray; it is
-        refused if it still comes, so that this is the first time."""
-        packed = await self._await(self._actor.collect.remote(posted.serial))
-        if packed is None:
-            packed = await self._await(self._remote(posted.request, posted.payload, posted.number))
-        return unpack_reply(packed)
+    def _collect_all(self, lost: Sequence[Posted]) -> None:
+        for posted in lost:
+            self._collect_later(posted)
 
-    async def _send(
-        self, request: Request, payload: Payload, turn: contextlib.AbstractAsyncContextManager[None] | None
-    ) -> tuple[Reply, Payload]:
-        if turn is None:
-            return unpack_reply(await self._await(self._remote(request, payload)))
-        async with turn:
-            if payload.nbytes >= _PUT_IN_THREAD_BYTES:  # copied into the object store
-                reference = await asyncio.to_thread(self._remote, request, payload, self._num_sent)
+    async def _collect(self, posted: Posted) -> None:
+        """One that never arrived is sent by way of Ray; it is refused if it still comes, so that this is the first time."""
+        try:
+            answer = await self._await(self._actor.collect.remote(posted.request_id))
+            if answer is None:
+                _, frame = decode_request(numbered_request(posted.number, posted.body))
+                assert frame.payload is not None
+                payload = from_wire(frame.payload)
+                answer = await self._await(await asyncio.to_thread(self._remote, frame.request, payload, posted.number))
             else:
-                reference = self._remote(request, payload, self._num_sent)
-            self._num_sent += 1  # not before: the worker waits for every number
-        return unpack_reply(await self._await(reference))
+                self._actor.forget.remote([posted.request_id])
+            reply, result = await self._fetched(answer)
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+            posted.awaited.failed(error)
+        else:
+            posted.awaited.replied(reply, result)
+        finally:
+            posted.settle()
 
-    def _remote(self, request: Request, payload: Payload, number: int = 0) -> Any:
-        return getattr(self._actor, request.verb.value).remote(*pack(request, payload, number=number))
+    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
+        if outgoing.is_small:
+            message = numbered_request(number, outgoing.body())
+            return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message, None))
+        if outgoing.num_bytes >= _PUT_IN_THREAD_BYTES or outgoing.payload.handles:  # copied into the object store
+            return self._answer(await asyncio.to_thread(self._remote, outgoing.request, outgoing.payload, number))
+        return self._answer(self._remote(outgoing.request, outgoing.payload, number))
+
+    def _remote(self, request: Request, payload: Payload, number: int) -> Any:
+        message = numbered_request(number, encode_frame(RequestFrame(request)))
+        return getattr(self._actor, request.verb.value).remote(message, self._store.as_references(payload))
+
+    async def _answer(self, reference: Any) -> tuple[Reply, Payload]:
+        return await self._fetched(await self._await(reference))
+
+    async def _fetched(self, answer: RayReply) -> tuple[Reply, Payload]:
+        reply, payload = answer
+        if isinstance(payload, ray.ObjectRef):
+            payload = await self._await(payload)
+        return reply, payload
 
     async def _await(self, reference: Any) -> Any:
         try:

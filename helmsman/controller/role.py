@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
 from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
-from helmsman.controller.group import Call, call_all, gather_all
+from helmsman.controller.base import Call
+from helmsman.controller.group import call_all, gather_all
 from helmsman.controller.loop import run_sync
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import msgspec
 from helmsman.api.engines import LossFn, Sample
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
-from helmsman.controller.group import Call
+from helmsman.controller.base import Call
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import sample_lengths, split_by_tokens
 from helmsman.controller.rank_environment import rank_environment

@@ -25,9 +25,9 @@ import msgspec
 
 from helmsman.rpc_server import guardian
 from helmsman.rpc_server.environment import extend_search_path
+from helmsman.rpc_server.frames import FrameReader, pack_length
 from helmsman.rpc_server.local_server import listen, serve_worker
 from helmsman.rpc_server.messages import WorkerIdentity
-from helmsman.rpc_server.wire import FrameReader, pack_length
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -1,74 +1,104 @@
-"""Requests and replies as single messages, with their payloads where these are small."""
+"""Requests and replies as messages, and messages on a socket.
+
+A message is what ``multiprocessing.connection`` reads and writes: its length, then its bytes. A request begins with a
+number of 8 bytes and is otherwise the same for all workers that are asked the same, so it is made once.
+"""
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
-from helmsman.rpc_server.codec import Payload
+from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server.messages import Reply, Request
+from helmsman.rpc_server.wire_payload import WirePayload
 
-INLINE_BYTES = 64 * 1024
-"""Payloads below this travel inside a message to a Ray actor; Ray moves larger arguments through its object store from 100 KB
-on."""
-
-PackedFrame = tuple[bytes, Payload | None]
-"""The encoded SmallFrame, and the payload when it is not inside."""
+MAX_FRAME_BYTES = 1 << 30
+"""Largest message; large buffers travel beside it, so only a huge in-band pickle comes near it."""
 
 
-class SmallFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A request or reply, with its payload when that is small and free of handles."""
+class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A request in a message."""
 
-    head: Request | Reply
-    data: bytes = b""
-    """The payload's stream; empty when the payload is not inside."""
-    buffers: list[bytes] = []
-    number: int = 0
-    """Of a request for engine work: its place in the order in which its sender sent those."""
-    serial: int = 0
-    """Its number on the direct channel."""
-    settled: int = 0
-    """Of a request on the channel: replies with smaller serials have arrived."""
+    request: Request
+    payload: WirePayload | None = None
+    """None when it travels beside the message."""
 
 
-class RequestFrame(SmallFrame, frozen=True, array_like=True):
-    """To the worker."""
+class ReplyFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A reply in a message."""
 
-    head: Request
-
-
-class ReplyFrame(SmallFrame, frozen=True, array_like=True):
-    """Back to the controller."""
-
-    head: Reply
+    reply: Reply
+    payload: WirePayload | None = None
+    """None when it travels beside the message, or has to be asked for by another way."""
 
 
-_encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
+encode_frame = msgspec.msgpack.Encoder().encode
 decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
+_decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
+
+_LENGTH = struct.Struct("!i")
+_NUMBER = struct.Struct("!q")
+_LENGTH_AND_NUMBER = struct.Struct("!iq")
 
 
-def is_small(payload: Payload, inline_below: int = INLINE_BYTES) -> bool:
-    """Whether a payload may travel inside a message."""
-    return not payload.handles and payload.nbytes < inline_below
+def pack_length(size: int) -> bytes:
+    """The prefix that ``Connection.recv_bytes`` expects."""
+    _require_size(size)
+    return _LENGTH.pack(size)
 
 
-def pack(
-    head: Request | Reply,
-    payload: Payload,
-    *,
-    inline_below: int = INLINE_BYTES,
-    number: int = 0,
-    serial: int = 0,
-    settled: int = 0,
-) -> PackedFrame:
-    """One bytes object where the payload is small: Ray serialises each argument on its own, and one is the cheapest."""
-    if not is_small(payload, inline_below):
-        return _encode(SmallFrame(head, b"", [], number, serial, settled)), payload
-    buffers = [bytes(buffer) for buffer in payload.buffers]
-    return _encode(SmallFrame(head, bytes(payload.data), buffers, number, serial, settled)), None
+def framed_request(number: int, body: bytes) -> bytes:
+    """What is written to a socket: ``body`` is an encoded RequestFrame; the number is its place among the engine work that was
+    sent to this worker, and 0 for what is not engine work."""
+    size = _NUMBER.size + len(body)
+    _require_size(size)
+    return _LENGTH_AND_NUMBER.pack(size, number) + body
 
 
-def unpack_reply(packed: PackedFrame) -> tuple[Reply, Payload]:
-    """What ``pack`` made of a reply."""
-    frame = decode_reply(packed[0])
-    return frame.head, packed[1] or Payload(frame.data, list(frame.buffers), [])
+def numbered_request(number: int, body: bytes) -> bytes:
+    """The same message without its length."""
+    return _NUMBER.pack(number) + body
+
+
+def decode_request(message: bytes) -> tuple[int, RequestFrame]:
+    """The number and the frame of a message. Raises msgspec.MsgspecError."""
+    if len(message) < _NUMBER.size:
+        raise msgspec.DecodeError(f"a request of {len(message)} bytes")
+    return _NUMBER.unpack_from(message)[0], _decode_request(memoryview(message)[_NUMBER.size :])
+
+
+class FrameReader:
+    """Takes bytes as they come and gives back whole messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes; returns the messages that they complete. Raises ProtocolError on a length that cannot be."""
+        if not self._buffer and len(data) >= _LENGTH.size and len(data) == _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+            return [data[_LENGTH.size :]]  # by far the most common: one whole message
+        self._buffer += data
+        frames = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer, start)
+            if not 0 <= size <= MAX_FRAME_BYTES:
+                raise ProtocolError(f"the peer announced a message of {size} bytes")
+            end = start + _LENGTH.size + size
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return frames
+
+
+def _require_size(size: int) -> None:
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(
+            f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk data as tensors, arrays or "
+            "bytearrays, which travel beside the message"
+        )

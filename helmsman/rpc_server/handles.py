@@ -5,9 +5,14 @@ from __future__ import annotations
 import uuid
 from typing import Any, Protocol
 
+import msgspec
+
 from helmsman.api.batch import Batch
+from helmsman.api.errors import HandleLostError, ProtocolError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.segments import ShmSegment
+from helmsman.rpc_server.wire_payload import WirePayload, from_wire, to_wire
 
 
 class HandleStore(Protocol):
@@ -21,6 +26,31 @@ class HandleStore(Protocol):
 
     def drop(self, handle_id: str) -> None:
         """Forget a value; nothing happens when it is not known."""
+
+
+class SegmentStore:
+    """Keeps results in shared memory, where any process of this user can map them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, ShmSegment | None] = {}
+
+    def put(self, handle_id: str, payload: Payload) -> bytes:
+        """Keep a payload; its location is its wire form."""
+        wire, self._kept[handle_id] = to_wire(payload, threshold=0)
+        return msgspec.msgpack.encode(wire)
+
+    def fetch(self, handle: ResultHandle) -> Payload:
+        """Map the value; works in any process of this machine while the maker lives and keeps it."""
+        try:
+            return from_wire(msgspec.msgpack.decode(handle.location, type=WirePayload))
+        except ProtocolError as error:
+            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
+
+    def drop(self, handle_id: str) -> None:
+        """Give the memory back."""
+        segment = self._kept.pop(handle_id, None)
+        if segment is not None:
+            segment.close()
 
 
 def keep(store: HandleStore, worker_id: str, payload: Payload, value: Any) -> ResultHandle:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
@@ -122,7 +124,7 @@ class EngineHost:
         arguments: tuple[Any, ...] = decode(payload)
         match request.verb:
             case Verb.HEALTH:
-                return self.health()
+                return msgspec.msgpack.encode(self.health())
             case Verb.STACKS:
                 return inspection.all_stacks()
             case Verb.CONFIGURE:

@@ -32,14 +32,20 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous buffer begin, also of one that is marked as read-only. Valid while the view lives."""
+    buffer = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    address: int = buffer.buf or 0
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
+
+
 def without_write_check(data: Any) -> Any:
     """``data`` itself if it can be written to, else the same memory without the mark, which torch would warn about."""
     view = memoryview(data)
     if not view.readonly:
         return data
-    buffer = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    array = bytes_type(view.nbytes).from_address(buffer.buf or 0)
+    array = bytes_type(view.nbytes).from_address(address_of(view))
     array.owner = view  # type: ignore[attr-defined]
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
     return array

@@ -15,7 +15,7 @@ class Verb(StrEnum):
     """What a worker can be asked."""
 
     HEALTH = "health"
-    """-> WorkerHealth. Answered at once, also during a long call."""
+    """-> WorkerHealth as msgpack, since it is asked often. Answered at once, also during a long call."""
     STACKS = "stacks"
     """-> str, the stacks of all threads."""
     CONFIGURE = "configure"
@@ -40,7 +40,7 @@ class Verb(StrEnum):
     RELEASE = "release"
     """(handle id) -> None."""
     RECEIVED = "received"
-    """() without a reply: the result of the request of this id has been mapped, so the transport may give its memory back."""
+    """Without a reply, from transport to transport: the replies to these requests have arrived, and may be forgotten."""
     DESTROY = "destroy"
     """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread; returns what went wrong."""
     SHUTDOWN = "shutdown"

@@ -10,7 +10,7 @@ import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 
-from helmsman.rpc_server.wire import PROOF_LIMIT_S, prove_as_server
+from helmsman.rpc_server.proof import PROOF_LIMIT_S, prove_as_server
 
 _MAX_UNPROVED = 32
 """Connections that may be proving themselves at a time; more are closed at once."""

@@ -22,17 +22,22 @@ from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server import channel, guardian
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import extend_search_path
-from helmsman.rpc_server.frames import PackedFrame, RequestFrame, decode_request, pack
-from helmsman.rpc_server.host import EngineHost, ReplyFn
+from helmsman.rpc_server.frames import decode_request
+from helmsman.rpc_server.handles import SegmentStore
+from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
+from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
+from helmsman.rpc_server.wire_payload import from_wire
 
 
 class RayHandleStore:
-    """Keeps results in Ray's object store; a handle carries the reference, which Ray counts as a borrowed one."""
+    """Keeps results in Ray's object store; a handle carries the reference, which Ray counts as a borrowed one. It also fetches
+    what the controller put into a segment on this machine."""
 
     def __init__(self) -> None:
         self._kept: dict[str, ray.ObjectRef[Payload]] = {}
+        self._segments = SegmentStore()
 
     def put(self, handle_id: str, payload: Payload) -> Any:
         """Keep a payload; its location is its reference."""
@@ -41,6 +46,8 @@ class RayHandleStore:
 
     def fetch(self, handle: ResultHandle) -> Payload:
         """The payload of a handle, mapped from this node's object store; Ray brings it there when it lies on another."""
+        if isinstance(handle.location, bytes):
+            return self._segments.fetch(handle)
         try:
             payload: Payload = ray.get(handle.location)
         except ray.exceptions.RayError as error:
@@ -50,6 +57,28 @@ class RayHandleStore:
     def drop(self, handle_id: str) -> None:
         """Forget the reference."""
         self._kept.pop(handle_id, None)
+
+
+_PUT_FROM_BYTES = 1 << 20
+
+RayReply = tuple[Reply, "Payload | ray.ObjectRef[Payload]"]
+"""A reply by way of Ray, with its payload or, where that is large, the reference of it."""
+
+
+def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
+    """The same payload without the engine's own memory, which the engine may write to as soon as it has replied."""
+    if payload.nbytes >= _PUT_FROM_BYTES:
+        return ray.put(payload)
+    return Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
+
+
+class ChannelAddress(msgspec.Struct, frozen=True):
+    """Where a worker listens for the direct connection."""
+
+    host: str
+    port: int
+    shares_memory: bool
+    """Whether worker and controller can map each other's segments."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -127,114 +156,128 @@ class RayRPCServer:
         self._host.engine_thread.start("engine")
 
     @_control
-    async def open_channel(self, key: bytes) -> tuple[str, int]:
-        """Listen for the controller's direct connection, on this node's own address. Returns where. Raises OSError."""
+    async def open_channel(self, key: bytes, sample: SegmentLocation | None) -> ChannelAddress:
+        """Listen for the controller's direct connection, on this node's own address; ``sample`` is a segment of the controller,
+        to see whether it can be mapped here. Raises OSError."""
         listener = channel.listen(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._channel = channel.ChannelServer(listener, key, self._begin)
+        shares_memory = sample is not None and can_attach(sample)
+        self._channel = channel.ChannelServer(
+            listener, key, self._host, shares_memory=shares_memory, in_turn=self._in_turn, keep_apart=_frozen
+        )
         self._channel.start()
-        address: tuple[str, int] = listener.getsockname()[:2]
-        return address
+        host, port = listener.getsockname()[:2]
+        return ChannelAddress(host, port, shares_memory)
 
     @_control
-    async def collect(self, serial: int) -> PackedFrame | None:
+    async def collect(self, request_id: int) -> RayReply | None:
         """The reply to a request that came by the channel; None when it has not come, and now never will."""
-        outcome = self._channel.collect(serial)
+        outcome = self._channel.collect(request_id)
         if outcome is None:
             return None
-        packed: PackedFrame = await asyncio.wrap_future(outcome)
-        return packed
+        reply: RayReply = await asyncio.wrap_future(outcome)
+        return reply
+
+    @_control
+    async def forget(self, request_ids: list[int]) -> None:
+        """The controller has the replies that it collected."""
+        self._channel.forget(request_ids)
 
     @_control
     async def live(self) -> None:
         """Never answered, so that its failure tells the controller at once that this process has ended."""
         await asyncio.get_running_loop().create_future()
 
-    async def _ask(self, message: bytes, payload: Payload | None) -> PackedFrame:
-        frame = decode_request(message)
+    async def _ask(self, message: bytes, payload: Payload | None) -> RayReply:
+        number, frame = decode_request(message)
+        request = frame.request
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[PackedFrame] = loop.create_future()
+        answered: asyncio.Future[RayReply] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
-            loop.call_soon_threadsafe(answered.set_result, pack(answer, result))
+            loop.call_soon_threadsafe(answered.set_result, (answer, _frozen(result)))
 
-        self._begin(frame, payload or Payload(frame.data, list(frame.buffers), []), reply)
+        if payload is None:
+            assert frame.payload is not None
+            payload = from_wire(frame.payload)
+        begin = functools.partial(self._host.handle, request, payload, reply)
+        if request.verb in ENGINE_WORK:
+            self._in_turn(number, begin)
+        else:
+            begin()
         return await answered
 
-    def _begin(self, frame: RequestFrame, payload: Payload, reply: ReplyFn) -> None:
-        """Begin a request; engine work in the order in which it was sent, whichever way it came."""
-        if frame.head.verb not in ENGINE_WORK:
-            self._host.handle(frame.head, payload, reply)
-            return
+    def _in_turn(self, number: int, begin: Callable[[], None]) -> None:
+        """Begin engine work in the order in which it was sent, whichever way it came."""
         with self._turn:
-            self._early[frame.number] = functools.partial(self._host.handle, frame.head, payload, reply)
-            while (begin := self._early.pop(self._num_begun, None)) is not None:
+            self._early[number] = begin
+            while (first := self._early.pop(self._num_begun, None)) is not None:
                 self._num_begun += 1
-                begin()
+                first()
 
-    async def create_engine(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def create_engine(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.CREATE_ENGINE."""
         return await self._ask(message, payload)
 
-    async def call(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def call(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.CALL."""
         return await self._ask(message, payload)
 
-    async def destroy(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def destroy(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.DESTROY."""
         return await self._ask(message, payload)
 
     @_control
-    async def health(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def health(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.HEALTH."""
         return await self._ask(message, payload)
 
     @_control
-    async def stacks(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def stacks(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.STACKS."""
         return await self._ask(message, payload)
 
     @_control
-    async def configure(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def configure(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.CONFIGURE."""
         return await self._ask(message, payload)
 
     @_control
-    async def set_env(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def set_env(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.SET_ENV."""
         return await self._ask(message, payload)
 
     @_control
-    async def environment(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def environment(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.ENVIRONMENT."""
         return await self._ask(message, payload)
 
     @_control
-    async def listen(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def listen(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.LISTEN."""
         return await self._ask(message, payload)
 
     @_control
-    async def reach(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def reach(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.REACH."""
         return await self._ask(message, payload)
 
     @_control
-    async def lease_ports(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def lease_ports(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.LEASE_PORTS."""
         return await self._ask(message, payload)
 
     @_control
-    async def cancel(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def cancel(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.CANCEL."""
         return await self._ask(message, payload)
 
     @_control
-    async def release(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def release(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.RELEASE."""
         return await self._ask(message, payload)
 
     @_control
-    async def shutdown(self, message: bytes, payload: Payload | None) -> PackedFrame:
+    async def shutdown(self, message: bytes, payload: Payload | None) -> RayReply:
         """Verb.SHUTDOWN; the process itself is ended by the controller through Ray, which then knows that it was meant."""
         return await self._ask(message, payload)
 

@@ -16,6 +16,7 @@ import numpy as np
 from helmsman.api.batch import Batch
 from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute, register
 from helmsman.api.worker_group import GroupWorker
+from helmsman.rpc_server.segments import drop_spares
 from tests.contract.engines import wait_for_file
 
 
@@ -192,6 +193,13 @@ class Member(GroupWorker):
     def pid(self) -> int:
         """Its process."""
         return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def num_segments(self) -> int:
+        """Pieces of shared memory that its process holds for somebody."""
+        drop_spares()
+        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum("memfd:" in os.readlink(link) for link in links if link.is_symlink())
 
     @register(Dispatch.ONE_TO_ALL)
     def exit(self) -> NoReturn:

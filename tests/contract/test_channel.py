@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import struct
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from helmsman.api.scheduler import Job, Scheduler, WorkerState
 from helmsman.controller.channel import Channel
 from helmsman.controller.loop import background_loop
-from helmsman.rpc_server.wire import pack_length
+from helmsman.rpc_server.frames import pack_length
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, wait_until
 
@@ -41,11 +40,9 @@ def _cut(channel: Channel, *, reset: bool) -> None:
     """End the connection, as a network does; with a reset what the other side has not read yet is lost."""
 
     def cut() -> None:
-        assert channel._socket is not None
         if reset:
-            sock: Any = channel._socket.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        channel._socket.abort()
+            channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        channel.close()
 
     background_loop().call_soon_threadsafe(cut)
 
@@ -104,9 +101,7 @@ def test_the_worker_forgets_what_has_been_answered(own: Engine) -> None:
 
 
 def test_a_stranger_gets_nothing_and_disturbs_nobody(own: Engine) -> None:
-    transport = _channel(own)._socket
-    assert transport is not None
-    address = transport.get_extra_info("peername")[:2]
+    address = _channel(own)._socket.getpeername()[:2]
     with socket.create_connection(address, LIMIT_S) as stranger:
         stranger.settimeout(LIMIT_S)
         nonsense = b"\x80\x05nonsense"

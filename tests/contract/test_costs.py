@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from helmsman.controller.loop import background_loop, run_sync
-from helmsman.rpc_server import shm
 from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.frames import pack
+from helmsman.rpc_server.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
 from helmsman.rpc_server.messages import Reply, Request, Verb
-from helmsman.rpc_server.wire import ReplyFrame, RequestFrame, encode_frame
+from helmsman.rpc_server.wire_payload import to_wire
 from tests.contract.helpers import Engine
 
 NUM_CALLS = 50
@@ -76,10 +75,8 @@ def test_calls_leave_nothing_in_memory(engine: Engine) -> None:
 @pytest.mark.parametrize(("arguments", "most_bytes"), [(((), {}), 64), (((1, "two"), {"three": 3.0}), 100)])
 def test_bytes_of_a_message(arguments: Any, most_bytes: int) -> None:
     request, payload = Request(1000, Verb.CALL, "actor/0", "step"), encode(arguments)
-    wire, segment = shm.to_wire(payload)
+    wire, segment = to_wire(payload)
     assert segment is None
-    assert len(encode_frame(RequestFrame(request, wire))) <= most_bytes
-    assert len(pack(request, payload, number=1000, serial=1000, settled=1000)[0]) <= most_bytes
+    assert len(framed_request(1000, encode_frame(RequestFrame(request, wire)))) <= most_bytes
     reply, nothing = Reply(1000, True), encode(None)
-    assert len(encode_frame(ReplyFrame(reply, shm.to_wire(nothing)[0]))) <= 24
-    assert len(pack(reply, nothing, serial=1000)[0]) <= 32
+    assert len(encode_frame(ReplyFrame(reply, to_wire(nothing)[0]))) <= 24

@@ -22,7 +22,8 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job
-from helmsman.controller.group import Call, call_all, gather_all, group_error, is_communication_error
+from helmsman.controller.base import Call
+from helmsman.controller.group import call_all, gather_all, group_error, is_communication_error
 from helmsman.controller.loop import background_loop, run_async
 from tests.controller.fakes import FakeScheduler
 
@@ -182,7 +183,7 @@ class Records(logging.Handler):
 async def test_calls_left_alone_after_the_grace_are_still_observed_to_their_end() -> None:
     group = Group(3)
     await group.start()
-    logger = logging.getLogger("helmsman.controller.group")
+    logger = logging.getLogger("helmsman.controller.fanout")
     level, handler = logger.level, Records()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

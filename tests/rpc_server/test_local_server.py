@@ -20,9 +20,10 @@ import pytest
 from helmsman.api.errors import ProtocolError
 from helmsman.api.scheduler import Job
 from helmsman.controller.local import LocalScheduler
-from helmsman.rpc_server import shm, wire
+from helmsman.rpc_server import frames, proof
 from helmsman.rpc_server.codec import encode
 from helmsman.rpc_server.messages import Request, Verb
+from helmsman.rpc_server.wire_payload import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
@@ -61,13 +62,14 @@ class Bomb:
 
 def _frames(target: str) -> list[bytes]:
     """Genuine messages as they would follow a proof, some with a bomb inside."""
-    payload = shm.to_wire(encode(((Bomb(target),), {})))[0]
-    handles = shm.WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
+    payload = to_wire(encode(((Bomb(target),), {})))[0]
+    handles = WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
     requests = [Request(1, Verb.CALL, "target/0", "add"), Request(2, Verb.SHUTDOWN), Request(3, Verb.HEALTH)]
-    frames = [wire.encode_frame(wire.RequestFrame(request, each)) for request in requests for each in (payload, handles)]
+    asked = [frames.RequestFrame(request, each) for request in requests for each in (payload, handles)]
+    messages = [frames.numbered_request(0, frames.encode_frame(frame)) for frame in asked]
     welcome = b"#WELCOME#"
     digests = [os.urandom(16), b"#CHALLENGE#" + os.urandom(20), pickle.dumps(Bomb(target)), welcome]
-    return [struct.pack("!i", len(each)) + each for each in frames + digests]
+    return [struct.pack("!i", len(each)) + each for each in messages + digests]
 
 
 def _mutated(message: bytes, rng: random.Random) -> bytes:
@@ -153,13 +155,13 @@ def _is_closed(peer: socket.socket) -> bool:
 
 def test_a_peer_with_another_key(engine: Engine, path: str) -> None:
     with pytest.raises(ProtocolError, match="did not prove|another key"):
-        wire.connect(path, b"x" * 32, 5.0)
+        proof.connect(path, b"x" * 32, 5.0)
     assert engine.call("add", 0) >= 0
 
 
 def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
     """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
-    proved = wire.connect(path, scheduler._key, 5.0)
+    proved = proof.connect(path, scheduler._key, 5.0)
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
         proved.settimeout(LIMIT_S)

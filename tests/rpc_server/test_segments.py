@@ -22,11 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server import shm
+from helmsman.rpc_server import segments, wire_payload
 from helmsman.rpc_server.codec import Payload, ResultHandle, decode, encode
-from helmsman.rpc_server.shm import SegmentLocation, ShmSegment, WirePayload, attach, from_wire, pack, to_wire
+from helmsman.rpc_server.segments import SegmentLocation, ShmSegment, attach, drop_spares, pack
+from helmsman.rpc_server.wire_payload import WirePayload, from_wire, to_wire
 
-pytestmark = pytest.mark.skipif(not shm.HAS_SEGMENTS, reason="no memfd on this system")
+pytestmark = pytest.mark.skipif(not segments.HAS_SEGMENTS, reason="no memfd on this system")
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -34,7 +35,7 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 OWNER = """
 import sys, msgspec, torch
 from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.shm import to_wire
+from helmsman.rpc_server.wire_payload import to_wire
 payload = encode(eval(sys.argv[1]))
 wire, segment = to_wire(payload)
 message = msgspec.msgpack.encode(wire)
@@ -47,7 +48,7 @@ sys.stdin.readline()
 RECEIVER = """
 import sys, msgspec
 from helmsman.rpc_server.codec import decode
-from helmsman.rpc_server.shm import WirePayload, from_wire
+from helmsman.rpc_server.wire_payload import WirePayload, from_wire
 tensor = decode(from_wire(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WirePayload)))
 tensor.add_(1)
 print(int(tensor.sum()))
@@ -56,9 +57,11 @@ print(int(tensor.sum()))
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
+    drop_spares()
     gc.collect()
     before = count_descriptors(), mapped_segments(), shm_files()
     yield
+    drop_spares()
     gc.collect()
     assert (count_descriptors(), mapped_segments(), shm_files()) == before
 
@@ -100,7 +103,7 @@ def test_buffers_come_back_aligned(buffers: list[bytes]) -> None:
     with pack(buffers) as segment:
         views = attach(segment.location)
         assert [bytes(view) for view in views] == buffers
-        assert segment.nbytes == os.fstat(segment.location.fd).st_size
+        assert segment.nbytes <= os.fstat(segment.location.fd).st_size
     assert all(np.frombuffer(view, np.uint8).ctypes.data % 64 == 0 for view in views)
     assert not any(view.readonly for view in views)
 
@@ -127,6 +130,7 @@ def test_views_outlive_the_segment_and_keep_one_another_mapped() -> None:
     assert bytes(second[-3:]) == b"bbb"
     tensor = torch.frombuffer(second, dtype=torch.uint8)
     del second
+    drop_spares()
     gc.collect()
     assert mapped_segments() == 1
     assert torch.equal(tensor, torch.full((5000,), ord("b"), dtype=torch.uint8))
@@ -138,6 +142,7 @@ def test_a_live_mapping_costs_no_descriptor() -> None:
     for _ in range(50):
         with pack([bytes(5000)]) as segment:
             kept.append(attach(segment.location))
+    drop_spares()
     assert count_descriptors() == before
 
 
@@ -162,6 +167,87 @@ def test_a_segment_cannot_be_changed_below_its_receivers() -> None:
             mmap.mmap(fd, 4096, access=mmap.ACCESS_WRITE)
 
 
+# --- segments that are used again ----------------------------------------------------------------------------
+
+
+def test_a_closed_segment_is_used_again_and_nobody_finds_what_was_in_it() -> None:
+    with pack([b"old" * 10_000]) as segment:
+        location = segment.location
+    with pytest.raises(ProtocolError, match="let go of it"):
+        attach(location)
+    with pack([b"new" * 10_000]) as other:
+        assert (other.location.fd, other.location.name) == (location.fd, location.name)
+        with pytest.raises(ProtocolError, match="let go of it"):
+            attach(location)
+        assert bytes(attach(other.location)[0]) == b"new" * 10_000
+
+
+def test_memory_that_somebody_has_mapped_is_left_alone() -> None:
+    with pack([b"old" * 10_000]) as segment:
+        (kept,) = attach(segment.location)
+    with pack([b"new" * 10_000]) as other:
+        assert other.location.name != segment.location.name
+    assert bytes(kept) == b"old" * 10_000
+    del kept
+    gc.collect()
+    with pack([b"end" * 10_000]) as first, pack([b"end" * 10_000]) as second:
+        assert {first.location.name, second.location.name} == {segment.location.name, other.location.name}
+
+
+def test_memory_that_another_process_has_mapped_is_left_alone_until_that_ends() -> None:
+    wire, segment = to_wire(encode(torch.ones(1_000_000)))
+    location = segment_of((wire, segment)).location
+    code = RECEIVER.replace("tensor.add_(1)", "print('mapped', flush=True); sys.stdin = open(0); input()")
+    code = code.replace("sys.stdin.buffer.read()", "bytes.fromhex(sys.argv[1])")
+    command = [sys.executable, "-c", code, msgspec.msgpack.encode(wire).hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mapped\n"
+        segment_of((wire, segment)).close()
+        with pack([bytes(4_000_000)]) as other:
+            assert other.location.name != location.name
+            process.kill()
+            process.wait()
+            with pack([bytes(4_000_000)]) as third:
+                assert third.location.name == location.name, "a killed process has nothing mapped"
+
+
+def test_a_child_does_not_write_to_its_parents_memory() -> None:
+    pack([b"parent" * 10_000]).close()
+    with pack([b"parent" * 10_000]) as open_segment:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                open_segment.close()
+                name = pack([b"child!" * 10_000]).location.name
+                os._exit(7 if name != open_segment.location.name else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert bytes(attach(open_segment.location)[0]) == b"parent" * 10_000
+
+
+def test_spare_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(segments._spares.__dict__, "_limit", 1 << 20)
+    for _ in range(3):
+        made = [pack([bytes(300_000)]) for _ in range(5)]
+        for segment in made:
+            segment.close()
+        assert mapped_segments() <= 2
+    with pack([bytes(3_000_000)]) as large:
+        assert large.nbytes > 1 << 20
+    assert sum(memory.capacity for memory in segments._spares._kept) <= 1 << 20
+
+
+def test_without_leases_segments_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system or a kernel that has none."""
+    monkeypatch.setattr(segments, "_nobody_else_has_it_open", lambda fd: False)
+    for number in range(3):
+        with pack([bytes([number]) * 100_000]) as segment:
+            assert bytes(attach(segment.location)[0]) == bytes([number]) * 100_000
+        assert mapped_segments() == 0
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +258,7 @@ def changed(location: SegmentLocation, **fields: Any) -> SegmentLocation:
 def test_a_recycled_descriptor_is_noticed() -> None:
     with pack([b"old"]) as segment:
         location = segment.location
+    drop_spares()
     with pack([b"new"]) as other:
         assert other.location.fd == location.fd
         with pytest.raises(ProtocolError, match="now is /memfd:helmsman-"):
@@ -186,7 +273,9 @@ def test_a_recycled_descriptor_is_noticed() -> None:
         {"sizes": [-1]},
         {"sizes": [10**6]},
         {"size": 64},
+        {"size": 0},
         {"size": 10**6},
+        {"offsets": [0]},
         {"offsets": [], "sizes": []},
     ],
 )
@@ -320,7 +409,7 @@ def test_payloads_that_were_views_can_be_sent_on() -> None:
 
 
 def test_without_segments_everything_goes_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "HAS_SEGMENTS", False)
+    monkeypatch.setattr(wire_payload, "HAS_SEGMENTS", False)
     value = [torch.arange(100_000), "x" * 100_000]
     wire, segment = to_wire(encode(value))
     assert segment is None

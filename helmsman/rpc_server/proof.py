@@ -1,8 +1,7 @@
-"""How messages travel over a socket: frames, the mutual proof, and payloads whose large buffers lie in shared memory.
+"""Connecting, and the mutual proof that comes before anything else.
 
-Framing and proof are those of ``multiprocessing.connection``: a length before each message, and an HMAC challenge in both
-directions that is answered before anything else is read. Nothing from a peer is unpickled, nor even decoded, before it has
-proved that it knows the run's key.
+The proof is that of ``multiprocessing.connection``: an HMAC challenge in both directions. Nothing from a peer is unpickled, nor
+even decoded, before it has proved that it knows the run's key.
 """
 
 from __future__ import annotations
@@ -14,73 +13,10 @@ import struct
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-import msgspec
-
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.messages import Reply, Request
-from helmsman.rpc_server.shm import WirePayload
 
 PROOF_LIMIT_S = 5.0
 """Seconds that a peer has to prove itself."""
-
-MAX_FRAME_BYTES = 1 << 30
-"""Largest frame; large buffers travel beside the frame, so only a huge in-band pickle comes near it."""
-
-
-class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A request on the wire."""
-
-    request: Request
-    payload: WirePayload
-
-
-class ReplyFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A reply on the wire."""
-
-    reply: Reply
-    payload: WirePayload
-
-
-encode_frame = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
-decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
-
-_SHORT = struct.Struct("!i")
-
-
-def pack_length(size: int) -> bytes:
-    """The prefix that ``Connection.recv_bytes`` expects."""
-    if size > MAX_FRAME_BYTES:
-        raise ProtocolError(
-            f"a message of {size} bytes is larger than the limit of {MAX_FRAME_BYTES}; send bulk data as tensors, arrays or "
-            "bytearrays, which travel beside the message"
-        )
-    return _SHORT.pack(size)
-
-
-class FrameReader:
-    """Takes bytes as they come and gives back whole frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; returns the frames that they complete. Raises ProtocolError on a length that cannot be."""
-        self._buffer += data
-        frames = []
-        start = 0
-        while len(self._buffer) - start >= _SHORT.size:
-            (size,) = _SHORT.unpack_from(self._buffer, start)
-            if not 0 <= size <= MAX_FRAME_BYTES:
-                raise ProtocolError(f"the peer announced a frame of {size} bytes")
-            end = start + _SHORT.size + size
-            if len(self._buffer) < end:
-                break
-            frames.append(bytes(memoryview(self._buffer)[start + _SHORT.size : end]))
-            start = end
-        if start:
-            del self._buffer[:start]
-        return frames
 
 
 def prove_as_server(connection: Connection, key: bytes) -> None:

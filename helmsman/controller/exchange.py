@@ -1,0 +1,286 @@
+"""One request, from its sending to its answer: no task waits for it, callbacks do."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import functools
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from helmsman.api import errors
+from helmsman.controller.fanout import Fanout
+from helmsman.controller.loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
+from helmsman.controller.transport import Outgoing, TransportLostError
+from helmsman.rpc_server.codec import Payload, decode
+from helmsman.rpc_server.messages import Reply, Verb, dotted
+
+if TYPE_CHECKING:
+    from helmsman.controller.client import WorkerClient
+
+_WORK = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
+
+
+class Exchange(abc.ABC):
+    """One request to one worker. Made and used on the event loop."""
+
+    __slots__ = ("_client", "_given_up", "_outgoing", "started")
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing) -> None:
+        self._client = client
+        self._outgoing = outgoing
+        self._given_up = False
+        self.started = time.monotonic()
+        if outgoing.request.verb in _WORK:
+            client.in_flight[outgoing.request.id] = self
+        client.transport.post(outgoing, self)
+
+    @property
+    def name(self) -> str:
+        """'engine.method'."""
+        request = self._outgoing.request
+        return dotted(request.engine_name, request.method or request.verb.value)
+
+    @abc.abstractmethod
+    def _succeeded(self, payload: Payload) -> bool:
+        """Take the result; False when nobody wants it any more."""
+
+    @abc.abstractmethod
+    def _broke(self, error: Exception) -> None:
+        """Take the error."""
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        """As Awaited's."""
+        client, request = self._client, self._outgoing.request
+        client.in_flight.pop(request.id, None)
+        if self._given_up:
+            client.answered_late(request, reply, payload)
+        elif not reply.ok:
+            self._broke(_error_of(payload))
+        elif not self._succeeded(payload):
+            client.forget_result(request, payload)
+
+    def failed(self, error: Exception) -> None:
+        """As Awaited's."""
+        if self._given_up:
+            self._client.in_flight.pop(self._outgoing.request.id, None)
+            self._client.overdue.discard(self._outgoing.request.id)
+        elif isinstance(error, TransportLostError):
+            self._client.in_background(self._lost(error))
+        else:
+            self._client.in_flight.pop(self._outgoing.request.id, None)
+            self._broke(error)
+
+    def give_up(self, limit_s: float, source: str) -> None:
+        """It is late. Its reply has still to be taken and its memory given back, so it stays with the transport, and the
+        worker is marked until then."""
+        self._given_up = True
+        self._client.overdue.add(self._outgoing.request.id)
+        self._client.in_background(self._told_late(limit_s, source))
+
+    async def _lost(self, error: TransportLostError) -> None:
+        failure = await self._client.failed(self._outgoing.request)
+        failure.__cause__ = error
+        self._end(failure)
+
+    async def _told_late(self, limit_s: float, source: str) -> None:
+        self._end(await self._client.timed_out(self._outgoing.request, time.monotonic() - self.started, limit_s, source))
+
+    def _end(self, error: errors.CallError) -> None:
+        self._client.in_flight.pop(self._outgoing.request.id, None)
+        self._broke(error)
+
+
+class SingleExchange(Exchange):
+    """A request of its own, late after ``limit_s`` seconds, as ``source`` says."""
+
+    __slots__ = ("_limit_s", "_source", "_timer")
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> None:
+        self._limit_s = limit_s
+        self._source = source
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self._late)
+        super().__init__(client, outgoing)
+
+    @property
+    @abc.abstractmethod
+    def _is_wanted(self) -> bool:
+        """Whether its caller still waits."""
+
+    @abc.abstractmethod
+    def _deliver(self, payload: Payload | None, error: Exception | None) -> None:
+        """Give the caller the one or the other."""
+
+    def _succeeded(self, payload: Payload) -> bool:
+        self._timer.cancel()
+        if not self._is_wanted:
+            return False
+        self._deliver(payload, None)
+        return True
+
+    def _broke(self, error: Exception) -> None:
+        self._timer.cancel()
+        if self._is_wanted:
+            self._deliver(None, error)
+
+    def _late(self) -> None:
+        if self._is_wanted:
+            self.give_up(self._limit_s, self._source)
+
+
+class FutureExchange(SingleExchange):
+    """For a coroutine on Helmsman's own event loop."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> None:
+        self.answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        super().__init__(client, outgoing, limit_s, source)
+
+    @property
+    def _is_wanted(self) -> bool:
+        return not self.answer.done()
+
+    def _deliver(self, payload: Payload | None, error: Exception | None) -> None:
+        if payload is None:
+            assert error is not None
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(payload)
+
+
+class ReplySlot:
+    """Where the answer to one request is left for another thread."""
+
+    __slots__ = ("_on_filled", "error", "is_abandoned", "payload")
+
+    def __init__(self, on_filled: Callable[[], None]) -> None:
+        self._on_filled = on_filled
+        self.is_abandoned = False
+        """Whether its caller no longer waits."""
+        self.payload: Payload | None = None
+        self.error: Exception | None = None
+
+    def fill(self, payload: Payload | None, error: Exception | None) -> None:
+        """Leave the one or the other."""
+        self.payload, self.error = payload, error
+        self._on_filled()
+
+    def abandon(self) -> None:
+        """The caller no longer waits."""
+        self.is_abandoned = True
+
+    def begin(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> None:
+        """Send the request; on the event loop."""
+        try:
+            if not self.is_abandoned:
+                _SlotExchange(client, outgoing, limit_s, source, self)
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+            self.fill(None, error)
+
+    def result(self) -> Payload:
+        """What was left. Raises the error."""
+        if self.payload is None:
+            assert self.error is not None
+            try:
+                raise self.error
+            finally:
+                self.error = None  # or it would keep itself alive, by its traceback and this frame
+        return self.payload
+
+
+class _SlotExchange(SingleExchange):
+    """For a caller in another thread."""
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str, slot: ReplySlot) -> None:
+        self._slot = slot
+        super().__init__(client, outgoing, limit_s, source)
+
+    @property
+    def _is_wanted(self) -> bool:
+        return not self._slot.is_abandoned
+
+    def _deliver(self, payload: Payload | None, error: Exception | None) -> None:
+        self._slot.fill(payload, error)
+
+
+def exchange_sync(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
+    """Send a request and block for its answer; an interrupt of the waiting thread leaves the call to its worker."""
+    forbid_blocking()
+    waiting = threading.Lock()
+    waiting.acquire()
+    slot = ReplySlot(waiting.release)
+    run_on_loop(functools.partial(slot.begin, client, outgoing, limit_s, source))
+    try:
+        waiting.acquire()
+    except BaseException:
+        slot.abandon()
+        raise
+    return slot.result()
+
+
+async def exchange_async(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
+    """Send a request and await its answer, on whichever event loop the caller is."""
+    loop = asyncio.get_running_loop()
+    if loop is background_loop():
+        return await FutureExchange(client, outgoing, limit_s, source).answer
+    filled: asyncio.Future[None] = loop.create_future()
+    mailbox = mailbox_of(loop)
+
+    def settle() -> None:
+        if not filled.done():
+            filled.set_result(None)
+
+    slot = ReplySlot(lambda: mailbox.post(settle))
+    run_on_loop(functools.partial(slot.begin, client, outgoing, limit_s, source))
+    try:
+        await filled
+    except BaseException:
+        slot.abandon()
+        raise
+    return slot.result()
+
+
+class GroupExchange(Exchange):
+    """A request that is one of many; their deadline is the group's."""
+
+    __slots__ = ("_group", "_worker_id")
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str) -> None:
+        self._group = group
+        self._worker_id = worker_id  # with colocation the client may go by another role's name
+        group.expect(worker_id, self)
+        super().__init__(client, outgoing)
+
+    def cancel(self) -> None:
+        """Nobody waits any more; what has been sent goes on."""
+
+    def _succeeded(self, payload: Payload) -> bool:
+        try:
+            value = decode(payload)
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+            self._group.failed(self._worker_id, error)
+        else:
+            self._group.succeeded(self._worker_id, value)
+        return True
+
+    def _broke(self, error: Exception) -> None:
+        self._group.failed(self._worker_id, error)
+
+
+def _error_of(answer: Payload) -> errors.HelmsmanError:
+    """The error in a reply, with the original exception as its cause where that can be unpickled here."""
+    error: errors.HelmsmanError = decode(answer)
+    original = getattr(error, "original", None)
+    if isinstance(error, errors.EngineCallError) and original is not None:
+        error.original = None
+        try:
+            error.__cause__ = pickle.loads(original)
+        except Exception:  # noqa: BLE001 - unpickling runs the exception's own code; its text is in our error already
+            error.__cause__ = None
+    return error

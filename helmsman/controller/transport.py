@@ -1,0 +1,144 @@
+"""The way of requests to one worker, as the rest of the controller sees it."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.frames import RequestFrame, encode_frame
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request
+from helmsman.rpc_server.segments import ShmSegment
+from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
+
+LOG_TAIL_LINES = 50
+
+
+class TransportLostError(Exception):
+    """The worker's process, or the way to it, is gone; only a transport raises it and only an exchange sees it."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker ended, as far as it can be known."""
+
+    cause: str
+    """Part of a sentence: 'was ended by SIGKILL'."""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    log_tail: str = ""
+
+
+class Outgoing:
+    """A request and its payload. The message of a small one is made once, for however many workers it goes to."""
+
+    __slots__ = ("_body", "in_order", "is_small", "num_bytes", "payload", "request")
+
+    def __init__(self, request: Request, payload: Payload) -> None:
+        self.request = request
+        self.payload = payload
+        self.num_bytes = payload.nbytes
+        self.is_small = self.num_bytes < INLINE_BYTES and not payload.handles
+        """Whether it is one message, whatever carries it."""
+        self.in_order = request.verb in ENGINE_WORK
+        self._body: bytes | None = None
+
+    def body(self) -> bytes:
+        """The encoded RequestFrame of a small request."""
+        if self._body is None:
+            self._body, _ = self.packed(shares_memory=False)
+        return self._body
+
+    def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
+        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError."""
+        wire, segment = to_wire(self.payload, segments=shares_memory)
+        return encode_frame(RequestFrame(self.request, wire)), segment
+
+
+class Awaited(Protocol):
+    """Who waits for a reply; told once, on the event loop."""
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        """The worker has answered."""
+
+    def failed(self, error: Exception) -> None:
+        """It will not; TransportLostError when it is gone."""
+
+
+class Transport(abc.ABC):
+    """Carries requests to one worker. A request is sent at most once, whatever happens.
+
+    Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
+    that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
+    """
+
+    @abc.abstractmethod
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        """Send a request, whose reply is for ``awaited``. It never times out by itself."""
+
+    @abc.abstractmethod
+    async def ending(self) -> Ending:
+        """How the worker ended; called after TransportLostError, answers within about a second."""
+
+    async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for
+        """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
+
+    @abc.abstractmethod
+    async def kill(self) -> None:
+        """End the worker's process at once and await its end. Idempotent."""
+
+
+class Turn:
+    """Keeps work in the order in which it claimed its turn, also where some of it takes long to be packed."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._num_claims = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody is before who comes now, so that he need not claim a turn."""
+        return not self._num_claims
+
+    def claim(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A turn, behind all that were claimed before it; to be entered in the order of the claims, and once."""
+        self._num_claims += 1
+        return self._taken()
+
+    @contextlib.asynccontextmanager
+    async def _taken(self) -> AsyncIterator[None]:
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self._num_claims -= 1
+
+
+def describe_exit(exit_code: int | None, exit_signal: int | None) -> str:
+    """How a process ended, as part of a sentence."""
+    if exit_signal is not None:
+        name = errors.signal_name(exit_signal)
+        likely = (
+            " (no handler can stop that; often the kernel's or a container's out-of-memory kill)" if name == "SIGKILL" else ""
+        )
+        return f"was ended by {name}{likely}"
+    if exit_code is not None:
+        return f"exited with code {exit_code}"
+    return "ended without leaving its exit status, most likely by SIGKILL (often an out-of-memory kill)"
+
+
+def tail_of(path: str, num_lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log file; '' when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-num_lines:])
