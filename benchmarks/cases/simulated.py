@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import time
@@ -16,8 +17,9 @@ from benchmarks.simulated import SimulatedScheduler
 from benchmarks.world import World
 from helmsman import Cluster, ClusterConfig, ResourceManager
 from helmsman.controller.loop import run_sync
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.messages import Request, Verb
+from helmsman.controller.transport import Outgoing
+from helmsman.rpc_server.codec import Payload, encode
+from helmsman.rpc_server.messages import Reply, Request, Verb
 
 NUM_WORKERS = 1000
 POLLS_PER_S = 1.0
@@ -43,6 +45,24 @@ def _cpu_s(work: Callable[[], Any]) -> Callable[[], float]:
     return taken
 
 
+class _All:
+    """Counts replies."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        """One more."""
+        self._number -= 1
+        if not self._number:
+            self.done.set_result(None)
+
+    def failed(self, error: Exception) -> None:
+        """None does."""
+        self.done.set_exception(error)
+
+
 @case(
     "simulated.group_call", unit="ms", goal="<= 1.2", floor="CPU of a bare loop of sends and receives over the same transports"
 )
@@ -53,11 +73,10 @@ def group_call(world: World) -> Pair:
     payload = encode(((None,), {}))
 
     async def bare() -> None:
-        answers = [
-            transport.post(Request(next(ids), Verb.CALL, "fleet", "take"), payload) for transport in scheduler.transports
-        ]
-        for answer in answers:
-            await answer
+        bare_awaited = _All(len(scheduler.transports))
+        for transport in scheduler.transports:
+            transport.post(Outgoing(Request(next(ids), Verb.CALL, "fleet", "take"), payload), bare_awaited)
+        await bare_awaited.done
 
     return Pair(
         ours=_cpu_s(lambda: cluster.method(Member.take)(None)),

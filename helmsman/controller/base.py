@@ -95,7 +95,8 @@ class SchedulerBase(RoleBook):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        client, outgoing = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta)
+        client = self._client(worker_id)
+        outgoing = self._packed_call(client, worker_id, method, engine_name, args, kwargs, rpc_meta)
         return decode(exchange_sync(client, outgoing, *self._limit(timeout)))
 
     async def async_call_engine(
@@ -108,7 +109,8 @@ class SchedulerBase(RoleBook):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        client, outgoing = self._packed_call(worker_id, method, engine_name, args, kwargs, rpc_meta)
+        client = self._client(worker_id)
+        outgoing = self._packed_call(client, worker_id, method, engine_name, args, kwargs, rpc_meta)
         return decode(await exchange_async(client, outgoing, *self._limit(timeout)))
 
     def begin_calls(
@@ -128,14 +130,16 @@ class SchedulerBase(RoleBook):
         shared: dict[tuple[Any, ...], Outgoing] = {}
         for worker_id, call in calls.items():
             meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
-            key = (id(call.payload), engine_name or worker_id, id(meta))
             try:
                 client = self._client(worker_id)
+                key = (id(call.payload), _name_for(client, engine_name or worker_id), id(meta))
                 outgoing = None if call.payload is None else shared.get(key)
                 if outgoing is None:
-                    _, outgoing = self._packed_call(worker_id, method, engine_name, call.args, call.kwargs, meta, call.payload)
+                    outgoing = self._packed_call(
+                        client, worker_id, method, engine_name, call.args, call.kwargs, meta, call.payload
+                    )
                     shared[key] = outgoing
-                GroupExchange(client, outgoing, fanout, worker_id)
+                GroupExchange(client, outgoing, fanout, worker_id).begin()
             except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
                 fanout.failed(worker_id, error)
         return fanout
@@ -146,6 +150,7 @@ class SchedulerBase(RoleBook):
 
     def _packed_call(
         self,
+        client: WorkerClient,
         worker_id: str,
         method: str,
         engine_name: str | None,
@@ -153,9 +158,8 @@ class SchedulerBase(RoleBook):
         kwargs: Mapping[str, Any],
         rpc_meta: Mapping[str, Any] | None,
         payload: Payload | None = None,
-    ) -> tuple[WorkerClient, Outgoing]:
+    ) -> Outgoing:
         """A call, packed here, in the caller's thread; ``payload`` is (args, kwargs) where these are packed already."""
-        client = self._client(worker_id)
         meta = dict(rpc_meta or {})
         keeps, discards = bool(meta.pop("keep", False)), bool(meta.pop("discard", False))
         broadcast = meta.pop("broadcast", None)
@@ -167,8 +171,8 @@ class SchedulerBase(RoleBook):
             payload = encode_arguments(worker_id, name, method, (args, {**kwargs, **more} if more else kwargs))
         if payload.handles:
             self._require_values(payload.handles)
-        request = Request(next(request_ids), Verb.CALL, name, method, keeps, broadcast, discards)
-        return client, Outgoing(request, payload)
+        request = Request(next(request_ids), Verb.CALL, _name_for(client, name), method, keeps, broadcast, discards)
+        return Outgoing(request, payload)
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +242,7 @@ class SchedulerBase(RoleBook):
             question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
             for worker_id, client in clients.items():
                 if client.is_there:
-                    GroupExchange(client, question, asked, worker_id)
+                    GroupExchange(client, question, asked, worker_id).begin()
             await asked.wait()  # the states below say what failures mean
             return [client.status(asked.results.get(worker_id)) for worker_id, client in clients.items()]
 
@@ -267,3 +271,8 @@ class SchedulerBase(RoleBook):
             return await await_all(client.control(Verb.ENVIRONMENT) for client in entry.clients)
 
         return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+
+
+def _name_for(client: WorkerClient, engine_name: str) -> str | None:
+    """An engine's name in a request: none for one that bears its worker's, so that all workers can be sent the same."""
+    return None if engine_name == client.worker_id else engine_name

@@ -62,7 +62,7 @@ class WorkerClient:
     async def create_engine(self, engine_name: str, payload: Payload, limit_s: float) -> None:
         """Build an engine; ``payload`` is (path or class, args, kwargs)."""
         request = Request(next(request_ids), Verb.CREATE_ENGINE, engine_name)
-        await FutureExchange(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s").answer
+        await FutureExchange.begun(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class WorkerClient:
         """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is given."""
         outgoing = Outgoing(Request(next(request_ids), verb), encode(arguments))
         source = "Timeouts.health_s" if limit_s is None else "the operation's deadline"
-        return decode(await FutureExchange(self, outgoing, limit_s or self._timeouts.health_s, source).answer)
+        return decode(await FutureExchange.begun(self, outgoing, limit_s or self._timeouts.health_s, source))
 
     @property
     def is_there(self) -> bool:
@@ -117,6 +117,10 @@ class WorkerClient:
         if isinstance(kept, ResultHandle):
             self.in_background(self._release(kept))
 
+    def engine_of(self, request: Request) -> str | None:
+        """The name of the engine that a request is for."""
+        return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
+
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what no caller waits for."""
         task = asyncio.ensure_future(work)
@@ -151,7 +155,7 @@ class WorkerClient:
                     self.overdue.discard(request.id)
         return errors.CallTimeoutError(
             worker_id=self.worker_id,
-            engine_name=request.engine_name,
+            engine_name=self.engine_of(request),
             method=request.method or request.verb.value,
             elapsed_s=elapsed_s,
             limit_s=limit_s,
@@ -172,7 +176,7 @@ class WorkerClient:
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
-            engine_name=request.engine_name,
+            engine_name=self.engine_of(request),
             method=request.method or request.verb.value,
             node=self.node,
             pid=self.pid,

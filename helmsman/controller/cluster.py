@@ -34,7 +34,7 @@ from helmsman.api.scheduler import (
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
-from helmsman.controller.base import Call
+from helmsman.controller.base import Call, SchedulerBase
 from helmsman.controller.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller.coordinates import difference, is_missing_method
 from helmsman.controller.loop import forbid_blocking, run_sync, submit
@@ -315,18 +315,21 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
         wanted = set(answering)
         ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
-        calls = {
-            worker_id: Call(
-                packed.args_of(rank),
-                rpc_meta={
-                    **_EXACTLY,
-                    **({"keep": options.keep} if rank in wanted else {"discard": True}),
-                    "kwargs": packed.kwargs_of(rank),  # a method's own 'timeout' is not the call's
-                },
-                payload=packed.payload_of(rank),
-            )
-            for rank, worker_id in ids.items()
-        }
+        answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
+        if isinstance(self.scheduler, SchedulerBase):
+            calls = {
+                worker_id: Call(rpc_meta=answers if rank in wanted else rest, payload=packed.payload_of(rank))
+                for rank, worker_id in ids.items()
+            }
+        else:
+            calls = {
+                worker_id: Call(
+                    packed.args_of(rank),
+                    # A method's own 'timeout' is not the call's.
+                    rpc_meta={**(answers if rank in wanted else rest), "kwargs": packed.kwargs_of(rank)},
+                )
+                for rank, worker_id in ids.items()
+            }
 
         async def run() -> list[Any]:
             async with packed:

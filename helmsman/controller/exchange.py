@@ -16,33 +16,34 @@ from helmsman.controller.fanout import Fanout
 from helmsman.controller.loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller.transport import Outgoing, TransportLostError
 from helmsman.rpc_server.codec import Payload, decode
-from helmsman.rpc_server.messages import Reply, Verb, dotted
+from helmsman.rpc_server.messages import Reply, dotted
 
 if TYPE_CHECKING:
     from helmsman.controller.client import WorkerClient
 
-_WORK = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
-
 
 class Exchange(abc.ABC):
-    """One request to one worker. Made and used on the event loop."""
+    """One request to one worker; used on the event loop."""
 
     __slots__ = ("_client", "_given_up", "_outgoing", "started")
 
-    def __init__(self, client: WorkerClient, outgoing: Outgoing) -> None:
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, started: float | None = None) -> None:
         self._client = client
         self._outgoing = outgoing
         self._given_up = False
-        self.started = time.monotonic()
-        if outgoing.request.verb in _WORK:
-            client.in_flight[outgoing.request.id] = self
-        client.transport.post(outgoing, self)
+        self.started = time.monotonic() if started is None else started
+
+    def begin(self) -> None:
+        """Send the request."""
+        if self._outgoing.is_call:
+            self._client.in_flight[self._outgoing.request.id] = self
+        self._client.transport.post(self._outgoing, self)
 
     @property
     def name(self) -> str:
         """'engine.method'."""
         request = self._outgoing.request
-        return dotted(request.engine_name, request.method or request.verb.value)
+        return dotted(self._client.engine_of(request), request.method or request.verb.value)
 
     @abc.abstractmethod
     def _succeeded(self, payload: Payload) -> bool:
@@ -94,95 +95,75 @@ class Exchange(abc.ABC):
         self._broke(error)
 
 
-class SingleExchange(Exchange):
-    """A request of its own, late after ``limit_s`` seconds, as ``source`` says."""
+class FutureExchange(Exchange):
+    """For a coroutine on Helmsman's own event loop; late after ``limit_s`` seconds, as ``source`` says."""
 
-    __slots__ = ("_limit_s", "_source", "_timer")
+    __slots__ = ("_limit_s", "_source", "_timer", "answer")
 
     def __init__(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[Payload] = loop.create_future()
         self._limit_s = limit_s
         self._source = source
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._late)
+        self._timer = loop.call_later(limit_s, self._late)
         super().__init__(client, outgoing)
 
-    @property
-    @abc.abstractmethod
-    def _is_wanted(self) -> bool:
-        """Whether its caller still waits."""
-
-    @abc.abstractmethod
-    def _deliver(self, payload: Payload | None, error: Exception | None) -> None:
-        """Give the caller the one or the other."""
+    @classmethod
+    def begun(cls, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> asyncio.Future[Payload]:
+        """Send a request; returns its answer to come."""
+        exchange = cls(client, outgoing, limit_s, source)
+        exchange.begin()
+        return exchange.answer
 
     def _succeeded(self, payload: Payload) -> bool:
         self._timer.cancel()
-        if not self._is_wanted:
+        if self.answer.done():  # cancelled
             return False
-        self._deliver(payload, None)
+        self.answer.set_result(payload)
         return True
 
     def _broke(self, error: Exception) -> None:
         self._timer.cancel()
-        if self._is_wanted:
-            self._deliver(None, error)
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
     def _late(self) -> None:
-        if self._is_wanted:
+        if not self.answer.done():
             self.give_up(self._limit_s, self._source)
 
 
-class FutureExchange(SingleExchange):
-    """For a coroutine on Helmsman's own event loop."""
-
-    __slots__ = ("answer",)
-
-    def __init__(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> None:
-        self.answer: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
-        super().__init__(client, outgoing, limit_s, source)
-
-    @property
-    def _is_wanted(self) -> bool:
-        return not self.answer.done()
-
-    def _deliver(self, payload: Payload | None, error: Exception | None) -> None:
-        if payload is None:
-            assert error is not None
-            self.answer.set_exception(error)
-        else:
-            self.answer.set_result(payload)
-
-
-class ReplySlot:
-    """Where the answer to one request is left for another thread."""
+class _SlotExchange(Exchange):
+    """For a caller in another thread, who is woken once its answer is there, and looks at the clock himself."""
 
     __slots__ = ("_on_filled", "error", "is_abandoned", "payload")
 
-    def __init__(self, on_filled: Callable[[], None]) -> None:
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, on_filled: Callable[[], None]) -> None:
         self._on_filled = on_filled
         self.is_abandoned = False
-        """Whether its caller no longer waits."""
+        """Whether the caller no longer waits."""
         self.payload: Payload | None = None
         self.error: Exception | None = None
+        super().__init__(client, outgoing)
 
-    def fill(self, payload: Payload | None, error: Exception | None) -> None:
-        """Leave the one or the other."""
-        self.payload, self.error = payload, error
-        self._on_filled()
+    def begin(self) -> None:
+        """Send the request; on the event loop."""
+        if not self.is_abandoned:
+            try:
+                super().begin()
+            except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+                self._broke(error)
 
     def abandon(self) -> None:
         """The caller no longer waits."""
         self.is_abandoned = True
 
-    def begin(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> None:
-        """Send the request; on the event loop."""
-        try:
-            if not self.is_abandoned:
-                _SlotExchange(client, outgoing, limit_s, source, self)
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
-            self.fill(None, error)
+    def late(self, limit_s: float, source: str) -> None:
+        """The caller's time is over, but for what is to be said of it; on the event loop."""
+        if self.payload is None and self.error is None and not self.is_abandoned:
+            self.give_up(limit_s, source)
 
     def result(self) -> Payload:
-        """What was left. Raises the error."""
+        """What the worker answered. Raises the error."""
         if self.payload is None:
             assert self.error is not None
             try:
@@ -191,22 +172,17 @@ class ReplySlot:
                 self.error = None  # or it would keep itself alive, by its traceback and this frame
         return self.payload
 
+    def _succeeded(self, payload: Payload) -> bool:
+        if self.is_abandoned:
+            return False
+        self.payload = payload
+        self._on_filled()
+        return True
 
-class _SlotExchange(SingleExchange):
-    """For a caller in another thread."""
-
-    __slots__ = ("_slot",)
-
-    def __init__(self, client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str, slot: ReplySlot) -> None:
-        self._slot = slot
-        super().__init__(client, outgoing, limit_s, source)
-
-    @property
-    def _is_wanted(self) -> bool:
-        return not self._slot.is_abandoned
-
-    def _deliver(self, payload: Payload | None, error: Exception | None) -> None:
-        self._slot.fill(payload, error)
+    def _broke(self, error: Exception) -> None:
+        if not self.is_abandoned:
+            self.error = error
+            self._on_filled()
 
 
 def exchange_sync(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
@@ -214,36 +190,40 @@ def exchange_sync(client: WorkerClient, outgoing: Outgoing, limit_s: float, sour
     forbid_blocking()
     waiting = threading.Lock()
     waiting.acquire()
-    slot = ReplySlot(waiting.release)
-    run_on_loop(functools.partial(slot.begin, client, outgoing, limit_s, source))
+    exchange = _SlotExchange(client, outgoing, waiting.release)
+    run_on_loop(exchange.begin)
     try:
-        waiting.acquire()
+        if not waiting.acquire(timeout=min(max(limit_s, 0.0), threading.TIMEOUT_MAX)):
+            run_on_loop(functools.partial(exchange.late, limit_s, source))
+            waiting.acquire()
     except BaseException:
-        slot.abandon()
+        exchange.abandon()
         raise
-    return slot.result()
+    return exchange.result()
 
 
 async def exchange_async(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
     """Send a request and await its answer, on whichever event loop the caller is."""
     loop = asyncio.get_running_loop()
     if loop is background_loop():
-        return await FutureExchange(client, outgoing, limit_s, source).answer
+        return await FutureExchange.begun(client, outgoing, limit_s, source)
     filled: asyncio.Future[None] = loop.create_future()
-    mailbox = mailbox_of(loop)
 
     def settle() -> None:
         if not filled.done():
             filled.set_result(None)
 
-    slot = ReplySlot(lambda: mailbox.post(settle))
-    run_on_loop(functools.partial(slot.begin, client, outgoing, limit_s, source))
+    exchange = _SlotExchange(client, outgoing, functools.partial(mailbox_of(loop).post, settle))
+    run_on_loop(exchange.begin)
+    timer = loop.call_later(limit_s, run_on_loop, functools.partial(exchange.late, limit_s, source))
     try:
         await filled
     except BaseException:
-        slot.abandon()
+        exchange.abandon()
         raise
-    return slot.result()
+    finally:
+        timer.cancel()
+    return exchange.result()
 
 
 class GroupExchange(Exchange):
@@ -254,8 +234,8 @@ class GroupExchange(Exchange):
     def __init__(self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str) -> None:
         self._group = group
         self._worker_id = worker_id  # with colocation the client may go by another role's name
-        group.expect(worker_id, self)
-        super().__init__(client, outgoing)
+        group.pending[worker_id] = self
+        super().__init__(client, outgoing, group.started)
 
     def cancel(self) -> None:
         """Nobody waits any more; what has been sent goes on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -41,16 +42,14 @@ class Fanout:
         self.failures: dict[str, BaseException] = {}
         """In the order in which they came."""
         self.pending: dict[str, Member] = {}
+        """What has begun, and will be told by ``succeeded`` or ``failed``; who begins it puts it here."""
+        self.started = time.monotonic()
         self._observed: dict[str, _Observation] = {}
         self._until_failure = False
         self._changed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if limit_s is not None:
             self._timer = asyncio.get_running_loop().call_later(limit_s, self._late, limit_s, source)
-
-    def expect(self, worker_id: str, member: Member) -> None:
-        """An operation begins, whose end is told by ``succeeded`` or ``failed``."""
-        self.pending[worker_id] = member
 
     def expect_awaitable(self, worker_id: str, awaitable: Awaitable[Any]) -> None:
         """Begin an operation."""

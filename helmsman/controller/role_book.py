@@ -412,13 +412,14 @@ class RoleBook(Scheduler):
         return role
 
     def _client(self, worker_id: str) -> WorkerClient:
-        self._require_open("a call")
+        if self._closed:
+            self._require_open("a call")
         name, _, index = worker_id.rpartition("/")
         role = self._roles.get(name)
-        if role is None or not index.isdecimal() or int(index) >= len(role.clients):
-            known = [worker for entry in self._roles.values() for worker in entry.worker_ids]
-            raise errors.WorkerNotFoundError(name=worker_id, known=known)
-        return role.clients[int(index)]
+        if role is not None and index.isdecimal() and (rank := int(index)) < len(role.clients):
+            return role.clients[rank]
+        known = [worker for entry in self._roles.values() for worker in entry.worker_ids]
+        raise errors.WorkerNotFoundError(name=worker_id, known=known)
 
     def _identity(self, job: Job, index: int, node: str) -> WorkerIdentity:
         return WorkerIdentity(

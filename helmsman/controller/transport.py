@@ -13,11 +13,13 @@ import msgspec
 from helmsman.api import errors
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, encode_frame
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb
 from helmsman.rpc_server.segments import ShmSegment
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
 
 LOG_TAIL_LINES = 50
+
+_CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
 
 
 class TransportLostError(Exception):
@@ -37,7 +39,7 @@ class Ending(msgspec.Struct, frozen=True):
 class Outgoing:
     """A request and its payload. The message of a small one is made once, for however many workers it goes to."""
 
-    __slots__ = ("_body", "in_order", "is_small", "num_bytes", "payload", "request")
+    __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
 
     def __init__(self, request: Request, payload: Payload) -> None:
         self.request = request
@@ -46,6 +48,8 @@ class Outgoing:
         self.is_small = self.num_bytes < INLINE_BYTES and not payload.handles
         """Whether it is one message, whatever carries it."""
         self.in_order = request.verb in ENGINE_WORK
+        self.is_call = request.verb in _CALLS
+        """Whether it runs an engine's own code."""
         self._body: bytes | None = None
 
     def body(self) -> bytes:
@@ -98,16 +102,12 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._num_claims = 0
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody is before who comes now, so that he need not claim a turn."""
-        return not self._num_claims
+        self.num_claims = 0
+        """How many are before who comes now; he need not claim a turn when nobody is."""
 
     def claim(self) -> contextlib.AbstractAsyncContextManager[None]:
         """A turn, behind all that were claimed before it; to be entered in the order of the claims, and once."""
-        self._num_claims += 1
+        self.num_claims += 1
         return self._taken()
 
     @contextlib.asynccontextmanager
@@ -116,7 +116,7 @@ class Turn:
             async with self._lock:
                 yield
         finally:
-            self._num_claims -= 1
+            self.num_claims -= 1
 
 
 def describe_exit(exit_code: int | None, exit_signal: int | None) -> str:

@@ -119,13 +119,14 @@ def decode(
     Raises:
         NotLoadableError: something in it cannot be unpickled here, such as a class of a module that is missing.
     """
-    values = payload.handles if resolve is None else [resolve(handle) for handle in payload.handles]
-    buffers = (
-        [bytearray(each) if memoryview(each).readonly else each for each in payload.buffers]
-        if copy_readonly
-        else payload.buffers
-    )
+    values, buffers = payload.handles, payload.buffers
+    if resolve is not None and values:
+        values = [resolve(handle) for handle in values]
+    if copy_readonly and buffers:
+        buffers = [bytearray(each) if memoryview(each).readonly else each for each in buffers]
     try:
+        if not values:
+            return pickle.loads(payload.data, buffers=buffers)
         return _unpack(payload.data, buffers, values)
     except Exception as exc:  # unpickling imports modules and runs constructors, which may raise anything
         raise NotLoadableError(

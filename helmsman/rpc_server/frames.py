@@ -53,7 +53,8 @@ def framed_request(number: int, body: bytes) -> bytes:
     """What is written to a socket: ``body`` is an encoded RequestFrame; the number is its place among the engine work that was
     sent to this worker, and 0 for what is not engine work."""
     size = _NUMBER.size + len(body)
-    _require_size(size)
+    if size > MAX_FRAME_BYTES:
+        _require_size(size)
     return _LENGTH_AND_NUMBER.pack(size, number) + body
 
 

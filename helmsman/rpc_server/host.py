@@ -274,6 +274,8 @@ class EngineHost:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _begin_call(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        if request.engine_name is None:
+            request = msgspec.structs.replace(request, engine_name=self.identity.worker_id)
         engine, method = self._find(request)
         name = dotted(request.engine_name, request.method)
         self._num_calls += 1

@@ -58,6 +58,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """Unique on its connection."""
     verb: Verb
     engine_name: str | None = None
+    """None for the engine that bears the worker's id."""
     method: str = ""
     keep: bool = False
     """Leave the result in the worker and answer with a handle."""
