@@ -28,8 +28,10 @@ class PackedArguments:
         self._kwargs = kwargs
         self._put = put
         self._scheduler = scheduler
+        self._cut = [argument for argument in (*args, *kwargs.values()) if len(argument.parts) > 1 or None in argument.of_rank]
+        """Those of which ranks get different parts."""
         self._payloads: dict[tuple[int | None, ...], Payload] = {}
-        """By the numbers of the parts in them."""
+        """By the numbers of their parts of what is cut."""
 
     @classmethod
     def pack(cls, scheduler: Scheduler, method: str, dispatched: Dispatched) -> PackedArguments:
@@ -64,7 +66,7 @@ class PackedArguments:
 
     def payload_of(self, rank: int) -> Payload:
         """All arguments of a rank, as they are sent; one for all ranks that get the same."""
-        numbers = tuple(argument.of_rank[rank] for argument in (*self._args, *self._kwargs.values()))
+        numbers = tuple([argument.of_rank[rank] for argument in self._cut])
         payload = self._payloads.get(numbers)
         if payload is None:
             payload = self._payloads[numbers] = encode((self.args_of(rank), self.kwargs_of(rank)))

@@ -34,6 +34,7 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 _CONTAINERS = frozenset({tuple, list, dict})
 _PLAIN_DEPTH = 4
 _PLAIN_LENGTH = 8
+_NONE = pickle.dumps(None, 5)
 
 
 class Payload(msgspec.Struct, frozen=True):
@@ -91,6 +92,8 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
     Raises:
         NotSerializableError: with the path to the part that cannot be pickled.
     """
+    if obj is None:
+        return Payload(_NONE, [], [])  # what most methods return
     if _is_plain(obj, _PLAIN_DEPTH):
         return Payload(pickle.dumps(obj, 5), [], [])
     try:
@@ -119,6 +122,8 @@ def decode(
     Raises:
         NotLoadableError: something in it cannot be unpickled here, such as a class of a module that is missing.
     """
+    if payload.data == _NONE:
+        return None
     values, buffers = payload.handles, payload.buffers
     if resolve is not None and values:
         values = [resolve(handle) for handle in values]
