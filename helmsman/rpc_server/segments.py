@@ -46,7 +46,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.memory import address_of
+from helmsman.rpc_server.memory import Span, address_of, advise, copy, libc
 
 HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
 """Whether this machine has segments."""
@@ -167,7 +167,7 @@ def attach(location: SegmentLocation) -> list[memoryview]:
         raise _lost(location, "its owner has let go of it")
     if location.size >= _POPULATED_FROM:
         # A third of what the faults of a reader would cost. An older kernel refuses, which does not matter.
-        _libc().madvise(address, location.size, _MADV_POPULATE_READ)
+        advise(address, location.size, _MADV_POPULATE_READ)
     whole = pickle.PickleBuffer(array).raw()
     return [whole[offset : offset + size] for offset, size in zip(location.offsets, location.sizes, strict=True)]
 
@@ -251,8 +251,7 @@ class _Memory:
             os.posix_fallocate(self.fd, self._allocated, end - self._allocated)
             self._allocated = end
         address = ctypes.addressof(self._array)
-        for view, offset in zip(views, offsets, strict=True):
-            ctypes.memmove(address + offset, address_of(view), view.nbytes)
+        copy([Span(address + at, address_of(view), view.nbytes) for view, at in zip(views, offsets, strict=True)])
 
     def close(self) -> None:
         """Give it back."""
@@ -339,7 +338,7 @@ def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
             del array
         else:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SEAL"))
-            _libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)
+            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)
             return array
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"))
     return None
@@ -396,28 +395,17 @@ def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
         raise _lost(location, f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit")
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
-
-
 def _map(fd: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
     """Memory that is unmapped when nothing refers to it any more.
 
     The mmap module keeps a duplicate of the descriptor for each mapping (Python 3.13 can do without), and a receiver that
     collects a few thousand batches would run out of descriptors; so libc is called directly.
     """
-    libc = _libc()
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    address = libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
     array = (ctypes.c_char * size).from_address(address)
     # Not at exit: tensors that live until then may still be read by other threads.
-    weakref.finalize(array, libc.munmap, address, size).atexit = False
+    weakref.finalize(array, libc().munmap, address, size).atexit = False
     return array
