@@ -22,7 +22,7 @@ from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
 from helmsman.rpc_server.codec import Payload
-from helmsman.rpc_server.frames import RequestFrame, decode_request, encode_frame, numbered_request
+from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_request, encode_frame, numbered_request
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
 from helmsman.rpc_server.proof import connect_tcp
@@ -174,7 +174,7 @@ class RayTransport(ChannelTransport):
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         if outgoing.is_small:
             message = numbered_request(number, outgoing.body())
-            return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message, None))
+            return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message))
         if outgoing.num_bytes >= _PUT_IN_THREAD_BYTES or outgoing.payload.handles:  # copied into the object store
             return self._answer(await asyncio.to_thread(self._remote, outgoing.request, outgoing.payload, number))
         return self._answer(self._remote(outgoing.request, outgoing.payload, number))
@@ -187,6 +187,10 @@ class RayTransport(ChannelTransport):
         return await self._fetched(await self._await(reference))
 
     async def _fetched(self, answer: RayReply) -> tuple[Reply, Payload]:
+        if isinstance(answer, bytes):
+            frame = decode_reply(answer)
+            assert frame.payload is not None
+            return frame.reply, from_wire(frame.payload)
         reply, payload = answer
         if isinstance(payload, ray.ObjectRef):
             payload = await self._await(payload)

@@ -22,13 +22,13 @@ from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server import channel, guardian
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import extend_search_path
-from helmsman.rpc_server.frames import decode_request
+from helmsman.rpc_server.frames import ReplyFrame, decode_request, encode_frame
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
-from helmsman.rpc_server.wire_payload import from_wire
+from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
 
 
 class RayHandleStore:
@@ -61,8 +61,9 @@ class RayHandleStore:
 
 _PUT_FROM_BYTES = 1 << 20
 
-RayReply = tuple[Reply, "Payload | ray.ObjectRef[Payload]"]
-"""A reply by way of Ray, with its payload or, where that is large, the reference of it."""
+RayReply = bytes | tuple[Reply, "Payload | ray.ObjectRef[Payload]"]
+"""A reply by way of Ray: an encoded ReplyFrame, which costs Ray least, or its parts, with a reference where the payload is
+large."""
 
 
 def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
@@ -70,6 +71,12 @@ def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
     if payload.nbytes >= _PUT_FROM_BYTES:
         return ray.put(payload)
     return Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
+
+
+def _packed(reply: Reply, payload: Payload) -> RayReply:
+    if payload.handles or payload.nbytes >= INLINE_BYTES:
+        return reply, _frozen(payload)
+    return encode_frame(ReplyFrame(reply, to_wire(payload, segments=False)[0]))
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
@@ -169,13 +176,12 @@ class RayRPCServer:
         return ChannelAddress(host, port, shares_memory)
 
     @_control
-    async def collect(self, request_id: int) -> RayReply | None:
+    async def collect(self, request_id: int) -> tuple[Reply, Any] | None:
         """The reply to a request that came by the channel; None when it has not come, and now never will."""
         outcome = self._channel.collect(request_id)
         if outcome is None:
             return None
-        reply: RayReply = await asyncio.wrap_future(outcome)
-        return reply
+        return await asyncio.wrap_future(outcome)
 
     @_control
     async def forget(self, request_ids: list[int]) -> None:
@@ -194,7 +200,7 @@ class RayRPCServer:
         answered: asyncio.Future[RayReply] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
-            loop.call_soon_threadsafe(answered.set_result, (answer, _frozen(result)))
+            loop.call_soon_threadsafe(answered.set_result, _packed(answer, result))
 
         if payload is None:
             assert frame.payload is not None
@@ -214,70 +220,70 @@ class RayRPCServer:
                 self._num_begun += 1
                 first()
 
-    async def create_engine(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def create_engine(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.CREATE_ENGINE."""
         return await self._ask(message, payload)
 
-    async def call(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def call(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.CALL."""
         return await self._ask(message, payload)
 
-    async def destroy(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def destroy(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.DESTROY."""
         return await self._ask(message, payload)
 
     @_control
-    async def health(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def health(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.HEALTH."""
         return await self._ask(message, payload)
 
     @_control
-    async def stacks(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def stacks(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.STACKS."""
         return await self._ask(message, payload)
 
     @_control
-    async def configure(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def configure(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.CONFIGURE."""
         return await self._ask(message, payload)
 
     @_control
-    async def set_env(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def set_env(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.SET_ENV."""
         return await self._ask(message, payload)
 
     @_control
-    async def environment(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def environment(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.ENVIRONMENT."""
         return await self._ask(message, payload)
 
     @_control
-    async def listen(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def listen(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.LISTEN."""
         return await self._ask(message, payload)
 
     @_control
-    async def reach(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def reach(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.REACH."""
         return await self._ask(message, payload)
 
     @_control
-    async def lease_ports(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def lease_ports(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.LEASE_PORTS."""
         return await self._ask(message, payload)
 
     @_control
-    async def cancel(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def cancel(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.CANCEL."""
         return await self._ask(message, payload)
 
     @_control
-    async def release(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def release(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.RELEASE."""
         return await self._ask(message, payload)
 
     @_control
-    async def shutdown(self, message: bytes, payload: Payload | None) -> RayReply:
+    async def shutdown(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.SHUTDOWN; the process itself is ended by the controller through Ray, which then knows that it was meant."""
         return await self._ask(message, payload)
 
