@@ -17,6 +17,8 @@ from helmsman.controller.loop import submit
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held
 
+pytestmark = pytest.mark.also_apart
+
 
 def test_arguments_and_results(engine: Engine) -> None:
     assert engine.call("echo", 1, "two", three=[3.0, None]) == ((1, "two"), {"three": [3.0, None]})

@@ -18,6 +18,7 @@ from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, wait_until
 
 pytestmark = [
+    pytest.mark.also_apart,
     pytest.mark.not_on("inline", "no connection lies between script and worker"),
     pytest.mark.not_on("local", "it has nothing but its connection"),
 ]
