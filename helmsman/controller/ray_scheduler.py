@@ -73,7 +73,9 @@ class RayScheduler(SchedulerBase):
         address: a cluster's address, 'auto' for the one cluster of this machine, or 'local' for an embedded one in any case.
         num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on the machine when None.
         num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do when None.
-
+        preload: modules that every worker of an embedded cluster finds imported already, since it is forked from a process that
+            has imported them. Importing torch costs a worker more than a second otherwise. None lets Ray start its workers
+            itself, as it does on any other cluster.
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
             none can be had (a firewall), they go by way of Ray as without it.
 
@@ -91,6 +93,7 @@ class RayScheduler(SchedulerBase):
         num_gpus: int | None = None,
         resources: dict[str, float] | None = None,
         num_nodes: int | None = None,
+        preload: Sequence[str] | None = ("torch",),
         direct_calls: bool = True,
     ) -> None:
         address = choose_address(address)
@@ -101,7 +104,7 @@ class RayScheduler(SchedulerBase):
         try:
             if address is not None:
                 sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
-                connect(address, self.run_id, sizes)
+                connect(address, self.run_id, sizes, self._log_dir, preload)
             self._here = ray.get_runtime_context().get_node_id()
             if num_nodes is not None:
                 self._await_nodes(num_nodes)
