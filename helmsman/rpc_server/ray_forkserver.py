@@ -41,8 +41,13 @@ _REAP_AFTER_S = 0.2
 _MODULES = (
     "ray._private.workers.default_worker",
     "ray._private.async_compat",
+    "ray._common.usage.usage_lib",
+    "ray._common.pydantic_compat",  # a worker's first answer imports it, which takes as long as all the rest of its start
+    "pydantic.v1.fields",
+    "ray._private.arrow_serialization",
     "helmsman.rpc_server.ray_server",
 )
+"""What every worker imports."""
 
 
 class _RayletFirst(importlib.abc.MetaPathFinder):
@@ -132,7 +137,7 @@ class _ForkServer:
     def _answer(self, connection: socket.socket) -> Order | None:
         """Fork the worker that is asked for; where that cannot be, the client is told by the end of the connection."""
         descriptors: list[int] = []
-        pid = -1
+        order, pid = None, -1
         try:
             message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
             order = self._read(connection, message, descriptors)
@@ -167,10 +172,10 @@ class _ForkServer:
     def _leave(self) -> None:
         """In a fork: give up what is the server's."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, int):
-                os.close(key.fileobj)
-            else:
+            if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
+            else:
+                os.close(key.fd)
         self._selector.close()
 
     def _lose_client(self, pid: int) -> None:
@@ -218,6 +223,8 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     raylet = _RayletFirst(control)
     sys.meta_path.insert(0, raylet)
     _preload([*filter(None, modules.split(",")), *_MODULES])
+    if "numpy" in sys.modules:
+        _preload(["numpy.random"])  # which it imports when first used, as it is by seeding
     sys.meta_path.remove(raylet)
     imported_with = dict(os.environ)
     follow_omp_threads()
