@@ -23,6 +23,7 @@ from typing import Any
 
 from helmsman.rpc_server import ray_fork_client
 from helmsman.rpc_server.environment import absolute_search_path
+from helmsman.rpc_server.guardian import TAG_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class RayForks:
     """A fork server that has been started.
 
     Args:
-        run_id: part of the name of its socket's folder.
+        run_id: which its process and its socket's folder are named after.
         log_path: where its own output goes.
         preload: modules that it imports before it forks.
     Raises: OSError.
@@ -71,6 +72,10 @@ class RayForks:
                 stdout=output,
                 stderr=output,
                 pass_fds=fds,
+                env={
+                    **os.environ,
+                    TAG_VARIABLE: f"{run_id}/forkserver",
+                },  # not the raylet's, whose guardian would end it midway
                 process_group=0,
             )
 

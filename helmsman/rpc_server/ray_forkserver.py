@@ -22,6 +22,7 @@ import importlib.machinery
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -208,7 +209,7 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
-    """Entry point: ``LISTENER_FD CONTROL_FD SCRIPT MODULE,MODULE,...``.
+    """Entry point: ``LISTENER_FD CONTROL_FD SCRIPT MODULE,MODULE,...``. The folder of the listener's socket goes with it.
 
     Args:
         driver_folders: what ``sys.path`` has besides what a worker's has.
@@ -220,16 +221,24 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
         each.set_inheritable(False)
     script, modules = argv[2:4]
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    server, folder = os.getpid(), os.path.dirname(listener.getsockname())
+    try:
+        with open(script, "rb") as file:
+            program = compile(file.read(), script, "exec")
+        order = _serve(listener, control, modules.split(",") if modules else [])
+    finally:
+        if os.getpid() == server:
+            shutil.rmtree(folder, ignore_errors=True)
+    if order is not None:
+        become_worker(order, program, driver_folders)
+
+
+def _serve(listener: socket.socket, control: socket.socket, modules: Sequence[str]) -> Order | None:
     raylet = _RayletFirst(control)
     sys.meta_path.insert(0, raylet)
-    _preload([*filter(None, modules.split(",")), *_MODULES])
+    _preload([*modules, *_MODULES])
     if "numpy" in sys.modules:
         _preload(["numpy.random"])  # which it imports when first used, as it is by seeding
     sys.meta_path.remove(raylet)
-    imported_with = dict(os.environ)
     follow_omp_threads()
-    with open(script, "rb") as file:
-        program = compile(file.read(), script, "exec")
-    order = _ForkServer(listener, control, raylet.key, imported_with).run()
-    if order is not None:
-        become_worker(order, program, driver_folders)
+    return _ForkServer(listener, control, raylet.key, dict(os.environ)).run()
