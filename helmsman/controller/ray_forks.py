@@ -49,7 +49,7 @@ class RayForks:
     def __init__(self, run_id: str, log_path: Path, preload: Sequence[str]) -> None:
         import ray._private.workers
 
-        self._script = str(Path(ray._private.workers.__path__[0]) / "default_worker.py")
+        self._workers = Path(ray._private.workers.__path__[0])
         self._key = secrets.token_hex(16)
         self._folder = tempfile.mkdtemp(prefix=f"helmsman-{run_id}-")
         self._control, theirs = socket.socketpair()
@@ -65,7 +65,7 @@ class RayForks:
                     _BOOTSTRAP,
                     json.dumps(absolute_search_path()),
                     *map(str, fds),
-                    self._script,
+                    str(self._workers / "default_worker.py"),
                     ",".join(preload),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -90,7 +90,7 @@ class RayForks:
         def start_ray_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
             if process_type != "raylet" or threading.get_ident() != thread:
                 return start(command, process_type, *args, **kwargs)
-            changed = _through_client(command)
+            changed = _through_client(command, self._workers)
             if changed is None:
                 log.info("this Ray starts its workers in a way that is not known here; they are not forked")
                 self._control.close()
@@ -124,16 +124,14 @@ class RayForks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _through_client(command: Sequence[str]) -> list[str] | None:
-    """A raylet's command whose Python workers are started through our client; None where it is not as expected."""
-    ours = subprocess.list2cmdline([sys.executable, "-I", "-S", ray_fork_client.__file__])
-    found = [index for index, word in enumerate(command) if word.startswith(_COMMAND_OPTION)]
-    if len(found) != 1:
-        return None
-    interpreter = subprocess.list2cmdline([sys.executable])
-    setup, _, rest = command[found[0]].removeprefix(_COMMAND_OPTION).removeprefix(interpreter).strip().partition(" ")
-    if not setup.strip('"').endswith("/setup_worker.py") or "default_worker.py" not in rest:
-        return None
-    changed = list(command)
-    changed[found[0]] = f"{_COMMAND_OPTION}{ours} {setup} {rest}"
-    return changed
+def _through_client(command: Sequence[str], workers: Path) -> list[str] | None:
+    """A raylet's command whose Python workers are started through our client; None where it is not as expected.
+
+    Args:
+        workers: folder of Ray's programs for workers.
+    """
+    programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
+    expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
+    ours = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, "-I", "-S", ray_fork_client.__file__, *programs]) + " "
+    changed = [ours + word.removeprefix(expected) if word.startswith(expected) else word for word in command]
+    return changed if changed != list(command) else None
