@@ -61,7 +61,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
         serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if address == "local":
             os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
-            if preload is not None:
+            if preload is not None and sys.platform == "linux":
                 serving = _forked_workers(run_id, log_dir, preload)
         try:
             with serving:

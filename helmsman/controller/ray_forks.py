@@ -11,11 +11,9 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +38,7 @@ class RayForks:
     """A fork server that has been started.
 
     Args:
-        run_id: which its process and its socket's folder are named after.
+        run_id: which its process and its socket bear.
         log_path: where its own output goes.
         preload: modules that it imports before it forks.
     Raises: OSError.
@@ -51,10 +49,10 @@ class RayForks:
 
         self._workers = Path(ray._private.workers.__path__[0])
         self._key = secrets.token_hex(16)
-        self._folder = tempfile.mkdtemp(prefix=f"helmsman-{run_id}-")
+        self._name = f"helmsman-{run_id}-{secrets.token_hex(4)}"
         self._control, theirs = socket.socketpair()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, theirs, log_path.open("ab") as output:
-            listener.bind(f"{self._folder}/ray.sock")
+            listener.bind(f"\0{self._name}")  # in the kernel's abstract namespace, where nothing has to be removed
             listener.listen(1024)  # before it serves, so that nobody is turned away who comes early
             fds = listener.fileno(), theirs.fileno()
             # A process group of its own keeps the terminal's Ctrl-C away; the session is the raylet's, as its workers' is.
@@ -95,7 +93,7 @@ class RayForks:
                 log.info("this Ray starts its workers in a way that is not known here; they are not forked")
                 self._control.close()
                 return start(command, process_type, *args, **kwargs)
-            address = {ray_fork_client.ADDRESS_VARIABLE.decode(): f"{self._key}:{self._folder}/ray.sock"}
+            address = {ray_fork_client.ADDRESS_VARIABLE.decode(): f"{self._key}:{self._name}"}
             updates = kwargs.pop("env_updates", None) or {}
             process = start(changed, process_type, *args, env_updates={**updates, **address}, **kwargs)
             self._begin({**os.environ, **updates}, process.process.pid)
@@ -121,7 +119,6 @@ class RayForks:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _through_client(command: Sequence[str], workers: Path) -> list[str] | None:

@@ -12,7 +12,7 @@ import posix
 import sys
 
 ADDRESS_VARIABLE = b"HELMSMAN_RAY_FORKSERVER"
-"""Environment variable of the raylet: the fork server's key and the path of its socket, with a colon between them."""
+"""Environment variable of the raylet: the fork server's key and the abstract name of its socket, with a colon between them."""
 GREETING, FORKED = b"?", b"f"
 
 _GREETING_S = 20.0
@@ -28,11 +28,11 @@ def request(key: bytes, folder: str, arguments: list[str], environment: dict[byt
 
 def _is_forked(address: bytes, environment: dict[bytes, bytes]) -> bool:
     """Have a worker forked and wait for its end; whether there was one."""
-    key, _, path = address.partition(b":")
+    key, _, name = address.partition(b":")
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(_GREETING_S)
-        connection.connect(path)
+        connection.connect(b"\0" + name)
         if connection.recv(1) != GREETING:
             return False
         descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))

@@ -13,6 +13,7 @@ connection or process is gone, it ends every worker and exits; when it dies itse
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hmac
@@ -21,8 +22,9 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import resource
+import select
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -58,16 +60,21 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
     which it would outlive the raylet, and a job, without which it aborts.
     """
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, driver: int) -> None:
         self._control = control
+        self._driver = driver
         self.key = b""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "ray" and not self.key:
-            with self._control.makefile("rb") as messages:
-                message = messages.readline()
+            watched: list[Any] = [self._control, self._driver]
+            ready, _, _ = select.select(watched, [], [])
+            message = b""
+            if self._control in ready:
+                with self._control.makefile("rb") as messages:
+                    message = messages.readline()
             if not message:
                 sys.exit(0)  # there is no raylet, and maybe no driver any more
             key, environment = json.loads(message)
@@ -80,12 +87,15 @@ class _RayletFirst(importlib.abc.MetaPathFinder):
 class _ForkServer:
     """
     Args:
-        control: ends with the driver.
+        control: ends with the driver, unless a child that the driver forked holds the other end.
+        driver: its pidfd, which tells in any case.
         key: which a client has to know.
         imported_with: the environment under which modules were imported.
     """
 
-    def __init__(self, listener: socket.socket, control: socket.socket, key: bytes, imported_with: dict[str, str]) -> None:
+    def __init__(
+        self, listener: socket.socket, control: socket.socket, driver: int, key: bytes, imported_with: dict[str, str]
+    ) -> None:
         self._listener = listener
         self._key = key
         self._imported_with = imported_with
@@ -98,9 +108,7 @@ class _ForkServer:
         listener.setblocking(False)
         self._watch(listener, self._accept)
         self._watch(control, self._stop)
-        # The connection alone would not tell: a child that the driver forked holds the driver's end of it open.
-        self._driver = os.pidfd_open(os.getppid())
-        self._watch(self._driver, self._stop)
+        self._watch(driver, self._stop)
 
     def run(self) -> Order | None:
         """Serve until the driver is gone. Returns in every fork, too, with what it has to become."""
@@ -128,20 +136,23 @@ class _ForkServer:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         connection.setblocking(False)
-        try:
-            connection.send(GREETING)
-        except OSError:  # it has given up
-            connection.close()
-            return
-        self._watch(connection, functools.partial(self._answer, connection))
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        client, user, _ = struct.unpack("3i", peer)
+        with contextlib.suppress(OSError):  # it has given up
+            if user == os.getuid() and connection.send(GREETING):
+                self._watch(connection, functools.partial(self._answer, connection, client))
+                return
+        connection.close()
 
-    def _answer(self, connection: socket.socket) -> Order | None:
+    def _answer(self, connection: socket.socket, client: int) -> Order | None:
         """Fork the worker that is asked for; where that cannot be, the client is told by the end of the connection."""
         descriptors: list[int] = []
         order, pid = None, -1
         try:
             message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 3)
-            order = self._read(connection, message, descriptors)
+            key, _, request = message.partition(b"\0")
+            if len(descriptors) == 3 and hmac.compare_digest(key, self._key):
+                order = read_order(request, client, descriptors, self._imported_with)
             if order is not None:
                 gc.freeze()  # what is there now stays shared with the forks
                 pid = os.fork()
@@ -161,14 +172,6 @@ class _ForkServer:
         pidfd = os.pidfd_open(pid)
         self._watch(pidfd, functools.partial(self._note_end, pid, pidfd))
         return None
-
-    def _read(self, connection: socket.socket, message: bytes, descriptors: list[int]) -> Order | None:
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        client, user, _ = struct.unpack("3i", peer)
-        key, _, request = message.partition(b"\0")
-        if user != os.getuid() or len(descriptors) != 3 or not hmac.compare_digest(key, self._key):
-            return None
-        return read_order(request, client, descriptors, self._imported_with)
 
     def _leave(self) -> None:
         """In a fork: give up what is the server's."""
@@ -209,36 +212,30 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
-    """Entry point: ``LISTENER_FD CONTROL_FD SCRIPT MODULE,MODULE,...``. The folder of the listener's socket goes with it.
+    """Entry point: ``LISTENER_FD CONTROL_FD SCRIPT MODULE,MODULE,...``.
 
     Args:
         driver_folders: what ``sys.path`` has besides what a worker's has.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each worker takes two; a fork gets the limits of Ray's workers
     listener, control = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     for each in (listener, control):
         each.set_inheritable(False)
     script, modules = argv[2:4]
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    server, folder = os.getpid(), os.path.dirname(listener.getsockname())
-    try:
-        with open(script, "rb") as file:
-            program = compile(file.read(), script, "exec")
-        order = _serve(listener, control, modules.split(",") if modules else [])
-    finally:
-        if os.getpid() == server:
-            shutil.rmtree(folder, ignore_errors=True)
-    if order is not None:
-        become_worker(order, program, driver_folders)
-
-
-def _serve(listener: socket.socket, control: socket.socket, modules: Sequence[str]) -> Order | None:
-    raylet = _RayletFirst(control)
+    driver = os.pidfd_open(os.getppid())
+    raylet = _RayletFirst(control, driver)
     sys.meta_path.insert(0, raylet)
-    _preload([*modules, *_MODULES])
+    _preload([*filter(None, modules.split(",")), *_MODULES])
     if "numpy" in sys.modules:
         _preload(["numpy.random"])  # which it imports when first used, as it is by seeding
     sys.meta_path.remove(raylet)
     follow_omp_threads()
-    return _ForkServer(listener, control, raylet.key, dict(os.environ)).run()
+    with open(script, "rb") as file:
+        program = compile(file.read(), script, "exec")
+    order = _ForkServer(listener, control, driver, raylet.key, dict(os.environ)).run()
+    if order is not None:
+        become_worker(order, program, driver_folders)
