@@ -59,7 +59,7 @@ INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
 
 log = logging.getLogger(__name__)
 
-_ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
+_ACTOR_CLASS: Any = ray.remote(concurrency_groups={"control": 64})(RayRPCServer)
 _NODES_POLL_S = 0.2
 
 
@@ -221,18 +221,14 @@ class RayScheduler(SchedulerBase):
         else:
             # Ray is asked for nothing: the devices are another worker's, and their ids are set explicitly.
             options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": placement.on_node(place.node_id)}
-        return (
-            ray.remote(**_ACTOR_OPTIONS)(RayRPCServer)
-            .options(
-                name=f"{job.role}/{secrets.token_hex(4)}",
-                namespace=f"helmsman-{self.run_id}",
-                max_restarts=0,
-                max_task_retries=0,
-                max_concurrency=10_000,
-                **options,
-            )
-            .remote(absolute_search_path())
-        )
+        return _ACTOR_CLASS.options(
+            name=f"{job.role}/{secrets.token_hex(4)}",
+            namespace=f"helmsman-{self.run_id}",
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=10_000,
+            **options,
+        ).remote(absolute_search_path())
 
     async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:
         """What a worker that starts answers. Raises WorkerStartError."""
