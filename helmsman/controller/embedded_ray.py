@@ -59,11 +59,11 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
     async def init() -> None:
         _starting.active = True
         serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if address == "local":
-            os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
-            if preload is not None and sys.platform == "linux":
-                serving = _forked_workers(run_id, log_dir, preload)
         try:
+            if address == "local":
+                os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+                if preload is not None and sys.platform == "linux":
+                    serving = _forked_workers(run_id, log_dir, preload)
             with serving:
                 ray.init(
                     address=address,
@@ -101,8 +101,8 @@ _forks: list[RayForks] = []
 
 def _forked_workers(run_id: str, log_dir: Path, preload: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Within it, a cluster is started whose workers are forked."""
-    log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
+        log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         forks = RayForks(run_id, log_dir / "ray_forkserver.log", preload)
     except OSError as error:
         log.info("Ray starts its workers by itself, as no fork server could be started: %s", error)
@@ -203,6 +203,7 @@ async def end_embedded_ray(limit_s: float) -> None:
     from ray._private import worker
 
     if not ray.is_initialized():
+        _end_forks()
         return
     node: Any = worker._global_node
     try:

@@ -70,10 +70,7 @@ class RayForks:
                 stdout=output,
                 stderr=output,
                 pass_fds=fds,
-                env={
-                    **os.environ,
-                    TAG_VARIABLE: f"{run_id}/forkserver",
-                },  # not the raylet's, whose guardian would end it midway
+                env=os.environ | {TAG_VARIABLE: f"{run_id}/forkserver"},  # the raylet's guardian ends what has the raylet's
                 process_group=0,
             )
 

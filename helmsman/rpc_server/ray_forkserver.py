@@ -237,5 +237,6 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     with open(script, "rb") as file:
         program = compile(file.read(), script, "exec")
     order = _ForkServer(listener, control, driver, raylet.key, dict(os.environ)).run()
-    if order is not None:
-        become_worker(order, program, driver_folders)
+    if order is None:
+        os._exit(0)  # to take the interpreter down with all that it has loaded takes long, and the driver waits
+    become_worker(order, program, driver_folders)
