@@ -59,7 +59,8 @@ INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
 
 log = logging.getLogger(__name__)
 
-_ACTOR_CLASS: Any = ray.remote(concurrency_groups={"control": 64})(RayRPCServer)
+_ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
+_ACTOR_CLASS: Any = ray.remote(**_ACTOR_OPTIONS)(RayRPCServer)
 _NODES_POLL_S = 0.2
 
 
