@@ -2,7 +2,8 @@
 
 embedded: torch-ready workers on a cluster that Helmsman starts. foreign: bare actors that import torch and torch-ready workers,
 both on one cluster that was started with Ray's defaults; foreign_ours_first: in the other order. instances: 64 instances with
-a placement group each; bare_instances: bare actors with one each. Writes seconds by name as JSON to PATH.
+a placement group each; bare_instances: bare actors with one each. small: a few workers without torch on a cluster that Helmsman
+starts; bare_small: bare actors on one with Ray's defaults. Writes seconds by name as JSON to PATH.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from helmsman.controller.factory import make_scheduler
 
 NUM_TORCH = 16
 NUM_INSTANCES = 64
+SMALL = (1, 4, 16)
 
 
 def start_ours(scheduler: Scheduler, role: str, num_workers: int, engine: type[Any], **spec: Any) -> float:
@@ -108,6 +110,26 @@ def bare_instances() -> dict[str, float]:
     return {"ready": start_bare(NUM_INSTANCES, Engine, groups=True)[0]}
 
 
+def small() -> dict[str, float]:
+    """By number of workers, one role after another."""
+    taken = {}
+    with make_scheduler("ray", address="local", num_cpus=_NUM_CPUS) as scheduler:
+        for number in SMALL:
+            taken[str(number)] = start_ours(scheduler, "w", number, Engine)
+            scheduler.delete_workers("w")
+    return taken
+
+
+def bare_small() -> dict[str, float]:
+    """The same with Ray alone."""
+    _init()
+    taken = {}
+    for number in SMALL:
+        taken[str(number)], actors = start_bare(number, Engine)
+        end_bare(actors)
+    return taken
+
+
 def _init() -> None:
     """A cluster as somebody else would start it; as many logical CPUs as ours, so that nothing waits for them."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -123,6 +145,8 @@ _KINDS: dict[str, Callable[[], dict[str, float]]] = {
     "foreign_ours_first": lambda: foreign(ours_first=True),
     "instances": instances,
     "bare_instances": bare_instances,
+    "small": small,
+    "bare_small": bare_small,
 }
 
 

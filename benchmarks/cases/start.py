@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.engines import Engine, TorchReady
 from benchmarks.harness import Pair, case
-from benchmarks.starts import NUM_INSTANCES, NUM_TORCH, end_bare, start_bare, start_ours
+from benchmarks.starts import NUM_INSTANCES, NUM_TORCH, SMALL, end_bare, start_bare, start_ours
 from benchmarks.world import World
 from helmsman.controller.factory import make_scheduler
 
@@ -78,32 +78,26 @@ def _local(number: int, needs_torch: bool) -> None:
 
 
 def _ray(number: int) -> None:
-    @case(f"start.ray.{number}", unit="s", floor="bare actors on the same cluster")
+    @case(f"start.ray.{number}", unit="s", floor="bare actors on an embedded Ray with its defaults; both clusters are up")
     def on_ray(world: World) -> Pair:
-        scheduler = world.scheduler("ray")
-
-        def ours() -> float:
-            taken = start_ours(scheduler, "started", number, Engine)
-            scheduler.delete_workers("started")
-            return taken
-
-        def bare() -> float:
-            taken, actors = start_bare(number, Engine)
-            end_bare(actors)
-            return taken
-
-        return Pair(ours=ours, floor=bare, rounds=2, returns_figure=True, warm_up=0)
+        ours, floor = _told("small", str(number)), _told("bare_small", str(number))
+        return Pair(ours=ours, floor=floor, rounds=2, returns_figure=True, warm_up=0)
 
 
 for _number in (1, 4, 16):
     _local(_number, needs_torch=False)
 for _number in (1, 4, 16):
     _local(_number, needs_torch=True)
-for _number in (1, 4, 16):
+for _number in SMALL:
     _ray(_number)
 
 
-@case(f"start.ray.{NUM_TORCH}_torch", unit="s", goal="<= 0.3", floor="bare actors that import torch; both clusters are up")
+@case(
+    f"start.ray.{NUM_TORCH}_torch",
+    unit="s",
+    goal="<= 0.3",
+    floor="bare actors that import torch, Ray's defaults; clusters are up",
+)
 def ray_torch(world: World) -> Pair:
     """On an embedded cluster."""
     return Pair(ours=_told("embedded", "ready"), floor=_told("foreign", "bare"), rounds=2, returns_figure=True, warm_up=0)

@@ -11,10 +11,12 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.controller.loop import submit
+from helmsman.controller.ray_forks import RayForks
 from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
 
 T = TypeVar("T")
@@ -38,8 +40,13 @@ def choose_authentication() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
-    """Join the cluster at ``address``, or start one of our own for 'local'."""
+def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None) -> None:
+    """Join the cluster at ``address``, or start one of our own for 'local'.
+
+    Args:
+        log_dir: of the run.
+        preload: modules that the workers of our own are forked with; None lets Ray start each by itself.
+    """
     import ray
 
     if address == "local":
@@ -51,17 +58,21 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
 
     async def init() -> None:
         _starting.active = True
-        if address == "local":
-            os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+        serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         try:
-            ray.init(
-                address=address,
-                namespace=f"helmsman-{run_id}",
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **sizes,
-            )
+            if address == "local":
+                os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+                if preload is not None and sys.platform == "linux":
+                    serving = _forked_workers(run_id, log_dir, preload)
+            with serving:
+                ray.init(
+                    address=address,
+                    namespace=f"helmsman-{run_id}",
+                    include_dashboard=False if address == "local" else None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **sizes,
+                )
         finally:
             _starting.active = False
             os.environ.pop(TAG_VARIABLE, None)
@@ -77,10 +88,32 @@ def connect(address: str, run_id: str, sizes: dict[str, Any]) -> None:
     except BaseException:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
         _end_half_started(others)
+        _end_forks()
         raise
     finally:
         if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
+
+
+_forks: list[RayForks] = []
+"""The fork server of the embedded cluster, of which a process has one at most."""
+
+
+def _forked_workers(run_id: str, log_dir: Path, preload: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Within it, a cluster is started whose workers are forked."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        forks = RayForks(run_id, log_dir / "ray_forkserver.log", preload)
+    except OSError as error:
+        log.info("Ray starts its workers by itself, as no fork server could be started: %s", error)
+        return contextlib.nullcontext()
+    _forks.append(forks)
+    return forks.serving_the_raylet()
+
+
+def _end_forks() -> None:
+    while _forks:
+        _forks.pop().stop()
 
 
 def _guard_raylet(tag: str) -> None:
@@ -170,6 +203,7 @@ async def end_embedded_ray(limit_s: float) -> None:
     from ray._private import worker
 
     if not ray.is_initialized():
+        _end_forks()
         return
     node: Any = worker._global_node
     try:
@@ -178,3 +212,4 @@ async def end_embedded_ray(limit_s: float) -> None:
         log.warning("Ray did not shut down within %g s; its processes are killed", limit_s)
         if node is not None:  # private, as there is no public way to end the processes that ray.init started
             await bounded(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=5.0)
+    _end_forks()

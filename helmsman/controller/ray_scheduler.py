@@ -61,6 +61,7 @@ INSTANCE_DEVICES_ENV_VAR = "HELMSMAN_INSTANCE_DEVICES"
 log = logging.getLogger(__name__)
 
 _ACTOR_OPTIONS: dict[str, Any] = {"concurrency_groups": {"control": 64}}
+_ACTOR_CLASS: Any = ray.remote(**_ACTOR_OPTIONS)(RayRPCServer)
 _NODES_POLL_S = 0.2
 
 
@@ -74,7 +75,9 @@ class RayScheduler(SchedulerBase):
         address: a cluster's address, 'auto' for the one cluster of this machine, or 'local' for an embedded one in any case.
         num_cpus, num_gpus, resources: logical resources of an embedded cluster; what Ray finds on the machine when None.
         num_nodes: nodes to wait for, at most ``timeouts.start_s``; those that are there will do when None.
-
+        preload: modules that every worker of an embedded cluster finds imported already, since it is forked from a process that
+            has imported them. Importing torch costs a worker more than a second otherwise. None lets Ray start its workers
+            itself, as it does on any other cluster.
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
             none can be had (a firewall), they go by way of Ray as without it.
 
@@ -92,6 +95,7 @@ class RayScheduler(SchedulerBase):
         num_gpus: int | None = None,
         resources: dict[str, float] | None = None,
         num_nodes: int | None = None,
+        preload: Sequence[str] | None = ("torch",),
         direct_calls: bool = True,
     ) -> None:
         address = choose_address(address)
@@ -102,7 +106,7 @@ class RayScheduler(SchedulerBase):
         try:
             if address is not None:
                 sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
-                connect(address, self.run_id, sizes)
+                connect(address, self.run_id, sizes, self._log_dir, preload)
             self._here = ray.get_runtime_context().get_node_id()
             if num_nodes is not None:
                 self._await_nodes(num_nodes)
@@ -220,18 +224,14 @@ class RayScheduler(SchedulerBase):
         else:
             # Ray is asked for nothing: the devices are another worker's, and their ids are set explicitly.
             options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": placement.on_node(place.node_id)}
-        return (
-            ray.remote(**_ACTOR_OPTIONS)(RayRPCServer)
-            .options(
-                name=f"{job.role}/{secrets.token_hex(4)}",
-                namespace=f"helmsman-{self.run_id}",
-                max_restarts=0,
-                max_task_retries=0,
-                max_concurrency=10_000,
-                **options,
-            )
-            .remote(absolute_search_path())
-        )
+        return _ACTOR_CLASS.options(
+            name=f"{job.role}/{secrets.token_hex(4)}",
+            namespace=f"helmsman-{self.run_id}",
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=10_000,
+            **options,
+        ).remote(absolute_search_path())
 
     async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:
         """What a worker that starts answers. Raises WorkerStartError."""

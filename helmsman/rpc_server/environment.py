@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from helmsman.api.environment import EnvironmentVariable, masked
 from helmsman.rpc_server.guardian import TAG_VARIABLE
@@ -52,11 +54,29 @@ def extend_search_path(folders: Iterable[str]) -> None:
 
 
 def follow_thread_count() -> None:
-    """Let torch, where it is loaded, use as many threads as OMP_NUM_THREADS says: OpenMP has read the variable long before.
+    """Let torch and numpy, where they are loaded, use as many threads as OMP_NUM_THREADS says: they have read it long before.
 
     To be called on the thread that computes, since OpenMP keeps the number for each.
     """
-    torch = sys.modules.get("torch")
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # the others are of nested levels
-    if first.isdecimal() and int(first) >= 1 and hasattr(torch, "set_num_threads"):
+    if not first.isdecimal() or int(first) < 1:
+        return
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
         torch.set_num_threads(int(first))  # type: ignore[union-attr]
+    if "numpy" in sys.modules:
+        for set_num_threads in _openblas_setters():
+            set_num_threads(int(first))
+
+
+@functools.cache
+def _openblas_setters() -> list[Callable[[int], object]]:
+    """What sets the number of threads of each OpenBLAS that this process has loaded; numpy's wheels bring one of their own."""
+    try:
+        with open("/proc/self/maps") as file:
+            paths = {line.split()[-1] for line in file if "openblas" in line}
+    except OSError:
+        return []
+    libraries = [ctypes.CDLL(path) for path in sorted(paths)]
+    names = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+    return [getattr(library, name) for library in libraries for name in names if hasattr(library, name)]

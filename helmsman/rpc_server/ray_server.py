@@ -107,15 +107,14 @@ class Greeting(msgspec.Struct, frozen=True):
 
 def granted_here() -> Granted:
     """What this process was granted."""
-    return Granted(ray.get_runtime_context().get_accelerator_ids(), _masks_of_parent())
+    return Granted(ray.get_runtime_context().get_accelerator_ids(), _masks_of_raylet())
 
 
-def _masks_of_parent() -> dict[str, str]:
-    """The raylet is the parent of its workers; Ray has changed the worker's own variables by now, or not, as its settings
-    are."""
+def _masks_of_raylet() -> dict[str, str]:
+    """Ray has changed the worker's own variables by now, or not, as its settings are."""
     variables = {info.visibility_env_var for info in PLATFORMS.values()} - {""}
     try:
-        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+        with open(f"/proc/{os.environ['RAY_RAYLET_PID']}/environ", "rb") as file:
             entries = file.read().split(b"\0")
     except OSError:
         return {}

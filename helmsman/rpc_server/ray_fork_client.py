@@ -1,0 +1,65 @@
+"""Stands where the raylet of an embedded cluster starts a Python worker, and has the fork server make one.
+
+Run as ``python -I -S ray_fork_client.py SETUP_WORKER DEFAULT_WORKER ...``, with Ray's own arguments. It imports nothing that is
+not built into the interpreter, so it is there in a few milliseconds. It hands its arguments, environment, folder and standard
+streams to the fork server, and lives as long as the worker does: the raylet, which knows this process as the one that it has
+started, may kill it, and the worker ends with it. Where the fork server refuses, or is not there, it becomes what Ray would
+have started.
+"""
+
+import _socket
+import posix
+import sys
+
+ADDRESS_VARIABLE = b"HELMSMAN_RAY_FORKSERVER"
+"""Environment variable of the raylet: the fork server's key and the abstract name of its socket, with a colon between them."""
+GREETING, FORKED = b"?", b"f"
+
+_GREETING_S = 20.0
+"""Longest wait for a fork server that is still importing; then it is quicker to start a worker without it."""
+
+
+def request(key: bytes, folder: str, arguments: list[str], environment: dict[bytes, bytes]) -> bytes:
+    """What the fork server is sent: fields that end with a zero byte, which none of them can hold."""
+    words = [argument.encode(sys.getfilesystemencoding(), "surrogateescape") for argument in (folder, *arguments)]
+    variables = [name + b"=" + value for name, value in environment.items()]
+    return b"\0".join([key, b"%d" % len(arguments), *words, *variables])
+
+
+def _is_forked(address: bytes, environment: dict[bytes, bytes]) -> bool:
+    """Have a worker forked and wait for its end; whether there was one."""
+    key, _, name = address.partition(b":")
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(_GREETING_S)
+        connection.connect(b"\0" + name)
+        if connection.recv(1) != GREETING:
+            return False
+        descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
+        connection.sendmsg(
+            [request(key, posix.getcwd(), sys.argv[1:], environment)],
+            [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)],
+        )
+        connection.settimeout(None)
+        if connection.recv(1) != FORKED:
+            return False
+    except OSError:
+        return False
+    connection.recv(1)  # nothing more is ever sent: it ends with the worker
+    return True
+
+
+def main() -> None:
+    """Entry point."""
+    environment = dict(posix.environ)
+    address = environment.pop(ADDRESS_VARIABLE, b"")
+    if _is_forked(address, environment):
+        return
+    # Ray leaves its set-up out for workers that get no runtime environment, and knows its place in the command only without us.
+    has_setup = any(argument.startswith("--language=") for argument in sys.argv)
+    command = sys.argv[1:] if has_setup else sys.argv[2:]
+    posix.execve(sys.executable, [sys.executable, *command], environment)
+
+
+if __name__ == "__main__":
+    main()
