@@ -204,7 +204,13 @@ class ChannelTransport(Transport):
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         channel = self._channel
         in_order = outgoing.in_order
-        if channel is not None and channel.is_open and outgoing.is_small and (not in_order or not self._turn.num_claims):
+        if (
+            channel is not None
+            and channel.is_open
+            and outgoing.is_small
+            and (not in_order or not self._turn.num_claims)
+            and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=channel.shares_memory))
+        ):
             number = 0
             if in_order:
                 number = self._num_sent

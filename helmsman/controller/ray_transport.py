@@ -172,7 +172,7 @@ class RayTransport(ChannelTransport):
             posted.settle()
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
-        if outgoing.is_small:
+        if outgoing.is_small and not outgoing.payload.handles:
             message = numbered_request(number, outgoing.body())
             return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message))
         if outgoing.num_bytes >= _PUT_IN_THREAD_BYTES or outgoing.payload.handles:  # copied into the object store

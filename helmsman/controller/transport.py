@@ -45,8 +45,8 @@ class Outgoing:
         self.request = request
         self.payload = payload
         self.num_bytes = payload.nbytes
-        self.is_small = self.num_bytes < INLINE_BYTES and not payload.handles
-        """Whether it is one message, whatever carries it."""
+        self.is_small = self.num_bytes < INLINE_BYTES
+        """Whether it is one message without a segment."""
         self.in_order = request.verb in ENGINE_WORK
         self.is_call = request.verb in _CALLS
         """Whether it runs an engine's own code."""

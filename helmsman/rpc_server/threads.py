@@ -118,6 +118,7 @@ class EngineThread:
                 work()
             finally:
                 self.running = None
+                del item, work  # or the arguments of this call would be kept until the next
 
     def submit(
         self, request_id: object, name: str, work: Callable[[], None], withdrawn: Callable[[], None] = lambda: None
