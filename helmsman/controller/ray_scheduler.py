@@ -189,16 +189,12 @@ class RayScheduler(SchedulerBase):
         resources.push_async_callback(_kill_all, workers)
         for place in places:
             workers.append(RayTransport(self._actor(job, place), place, self._here, self._values))  # noqa: PERF401 - kept as they come
-        greetings = await await_all(
-            self._answer(job, rank, worker, worker.greet(), deadline) for rank, worker in zip(ranks, workers, strict=True)
-        )
-        granted = await await_all(
-            self._granted(job, rank, worker, greeting, deadline)
-            for rank, worker, greeting in zip(ranks, workers, greetings, strict=True)
-        )
 
-        async def adopt(index: int, origin: int) -> WorkerClient:
-            worker, place, greeting = workers[origin], granted[origin], greetings[origin]
+        async def greeted(rank: int, worker: RayTransport) -> tuple[Greeting, Place]:
+            greeting = await self._answer(job, rank, worker, worker.greet(), deadline)
+            return greeting, await self._granted(job, rank, worker, greeting, deadline)
+
+        async def adopt(index: int, worker: RayTransport, greeting: Greeting, place: Place) -> WorkerClient:
             identity = self._identity(job, index, place.node)
             await self._answer(job, index, worker, worker.adopt(identity, self._key), deadline)
             client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
@@ -207,8 +203,14 @@ class RayScheduler(SchedulerBase):
                 client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
             return client
 
-        order = in_device_order([job.spec(rank) for rank in ranks], granted)
-        return await await_all(adopt(rank, origin) for rank, origin in zip(ranks, order, strict=True))
+        async def start(rank: int, worker: RayTransport) -> WorkerClient:
+            return await adopt(rank, worker, *await greeted(rank, worker))
+
+        if not any(place.num_devices for place in places):  # nobody's rank depends on what others were granted
+            return await await_all(start(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
+        there = await await_all(greeted(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
+        order = in_device_order([job.spec(rank) for rank in ranks], [place for _, place in there])
+        return await await_all(adopt(rank, workers[origin], *there[origin]) for rank, origin in zip(ranks, order, strict=True))
 
     def _actor(self, job: Job, place: Place) -> Any:
         options: dict[str, Any]
