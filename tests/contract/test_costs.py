@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 from collections import Counter as Tally
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller import transport
+from helmsman.controller.base import Call
+from helmsman.controller.group import call_all
 from helmsman.controller.loop import background_loop, run_sync
 from helmsman.rpc_server.codec import encode
 from helmsman.rpc_server.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
 from helmsman.rpc_server.messages import Reply, Request, Verb
 from helmsman.rpc_server.wire_payload import to_wire
+from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
 
 NUM_CALLS = 50
@@ -41,12 +48,12 @@ def _warm(engine: Engine) -> None:
         engine.call("echo", None)
 
 
-def test_a_blocking_call_is_one_task(engine: Engine, tasks: Tally[str]) -> None:
+def test_a_blocking_call_makes_no_task(engine: Engine, tasks: Tally[str]) -> None:
     _warm(engine)
     tasks.clear()
     for _ in range(NUM_CALLS):
         engine.call("echo", None)
-    assert tasks.total() <= NUM_CALLS, tasks
+    assert not tasks, tasks
 
 
 def test_an_awaited_call_makes_no_task_of_its_own(engine: Engine, tasks: Tally[str]) -> None:
@@ -80,3 +87,46 @@ def test_bytes_of_a_message(arguments: Any, most_bytes: int) -> None:
     assert len(framed_request(1000, encode_frame(RequestFrame(request, wire)))) <= most_bytes
     reply, nothing = Reply(1000, True), encode(None)
     assert len(encode_frame(ReplyFrame(reply, to_wire(nothing)[0]))) <= 24
+
+
+@pytest.mark.not_on("inline", "nothing is sent")
+def test_a_group_call_is_one_message_for_all_ranks(
+    scheduler: Scheduler, role: str, tasks: Tally[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = scheduler.create_workers(Job(role=role, replicas=4))
+    for worker in workers:
+        Engine.create(scheduler, worker, Counter, worker)
+    payload = encode((([1, "two"],), {}))
+    calls = {worker: Call(payload=payload) for worker in workers}
+    made: list[bytes] = []
+    encode_body = transport.encode_frame
+
+    def count(frame: Any) -> bytes:
+        made.append(encode_body(frame))
+        return made[-1]
+
+    monkeypatch.setattr(transport, "encode_frame", count)
+    tasks.clear()
+    results = run_sync(call_all(scheduler, role, "echo", calls))
+    assert results == [[1, "two"]] * 4
+    assert len(made) == 1
+    assert tasks.total() == 1, tasks  # run_sync's own
+
+
+@pytest.mark.not_on("inline", "nothing is sent")
+def test_large_arguments_and_results_take_no_new_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[str] = []
+    memfd_create = os.memfd_create
+
+    def count(name: str, flags: int) -> int:
+        created.append(name)
+        return memfd_create(name, flags)
+
+    value = numpy.ones(1 << 20)
+    for _ in range(5):
+        engine.call("total", value)
+    monkeypatch.setattr(os, "memfd_create", count)
+    for _ in range(20):
+        assert engine.call("total", value) == 1 << 20
+    # The worker may still unmap one when the next is packed.
+    assert len(created) <= 2
