@@ -191,8 +191,8 @@ def exchange_sync(client: WorkerClient, outgoing: Outgoing, limit_s: float, sour
     waiting = threading.Lock()
     waiting.acquire()
     exchange = _SlotExchange(client, outgoing, waiting.release)
-    run_on_loop(exchange.begin)
     try:
+        run_on_loop(exchange.begin)
         if not waiting.acquire(timeout=min(max(limit_s, 0.0), threading.TIMEOUT_MAX)):
             run_on_loop(functools.partial(exchange.late, limit_s, source))
             waiting.acquire()

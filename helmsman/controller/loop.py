@@ -23,6 +23,16 @@ _loop: asyncio.AbstractEventLoop | None = None
 _loop_pid = 0
 
 
+def _after_fork() -> None:
+    """In the child: another thread of the parent may have held the lock, and is not here to give it back."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def background_loop() -> asyncio.AbstractEventLoop:
     """The loop, started on first use; a forked child gets one of its own, since threads do not survive a fork."""
     global _loop, _loop_pid
@@ -38,7 +48,7 @@ class Mailbox:
     """Functions to be run on a loop, given from other threads: however many come while it is busy, it is woken once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = weakref.ref(loop)  # a strong one would keep each loop that ever made a call in the table below
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._is_woken = False
 
@@ -46,9 +56,18 @@ class Mailbox:
         """Run ``function`` on the loop, after those that were posted before. Nothing happens when the loop is closed."""
         self._waiting.append(function)
         if not self._is_woken:  # what is appended after this was read as True is seen by _run, which first sets it to False
-            self._is_woken = True
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._run)
+            try:
+                self._is_woken = True
+                self._wake()
+            except BaseException:  # an interrupt: without a wake nothing would be seen any more, of no thread
+                self._wake()
+                raise
+
+    def _wake(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
         self._is_woken = False

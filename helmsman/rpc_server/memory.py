@@ -7,7 +7,7 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 
@@ -105,15 +105,16 @@ def _num_threads(num_bytes: int) -> int:
 
 def _in_parallel(parts: Sequence[Callable[[], object]]) -> None:
     mine, *others = parts
+    begun = []
     try:
-        begun = [_pool(os.getpid()).submit(other) for other in others]
+        for other in others:
+            begun.append(_pool(os.getpid()).submit(other))  # noqa: PERF401 - what was begun is needed if the next cannot be
+        mine()
     except RuntimeError:  # at the interpreter's end no thread can be had any more; to do a part twice does no harm
         for part in parts:
             part()
-        return
-    mine()
-    for each in begun:
-        each.result()
+    finally:
+        wait(begun)  # also after an interrupt: the memory must not go while others work on it
 
 
 @functools.cache

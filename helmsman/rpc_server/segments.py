@@ -331,14 +331,14 @@ def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
     """A mapping to write by, of a memfd that is sealed against all other writes; None where the kernel cannot do so, or has no
     leases: then the memfd can be used once."""
     if _nobody_else_has_it_open(fd):
-        array = _map(fd, size, mmap.MAP_SHARED)
+        array = _map(fd, size, mmap.MAP_SHARED, owner=os.getpid())
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW") | _F_SEAL_FUTURE_WRITE)
         except OSError:
             del array
         else:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SEAL"))
-            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)
+            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)  # a child does not unmap it, see _unmap
             return array
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"))
     return None
@@ -395,8 +395,8 @@ def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
         raise _lost(location, f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit")
 
 
-def _map(fd: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
-    """Memory that is unmapped when nothing refers to it any more.
+def _map(fd: int, size: int, flags: int, *, owner: int | None = None) -> ctypes.Array[ctypes.c_char]:
+    """Memory that is unmapped when nothing refers to it any more; where forked children do not have it, by its ``owner`` alone.
 
     The mmap module keeps a duplicate of the descriptor for each mapping (Python 3.13 can do without), and a receiver that
     collects a few thousand batches would run out of descriptors; so libc is called directly.
@@ -407,5 +407,10 @@ def _map(fd: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
         raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
     array = (ctypes.c_char * size).from_address(address)
     # Not at exit: tensors that live until then may still be read by other threads.
-    weakref.finalize(array, libc().munmap, address, size).atexit = False
+    weakref.finalize(array, _unmap, address, size, owner).atexit = False
     return array
+
+
+def _unmap(address: int, size: int, owner: int | None) -> None:
+    if owner is None or owner == os.getpid():  # in a forked child these addresses may be something else's by now
+        libc().munmap(address, size)

@@ -227,6 +227,17 @@ def test_a_child_does_not_write_to_its_parents_memory() -> None:
         assert bytes(attach(open_segment.location)[0]) == b"parent" * 10_000
 
 
+def test_a_child_that_lets_go_of_a_segment_leaves_what_has_its_place_in_memory_alone() -> None:
+    segment = pack([bytes(1 << 24)])
+    pid = os.fork()
+    if pid == 0:
+        mine = [mmap.mmap(-1, 1 << 20) for _ in range(64)]  # some lie where its parent has the segment
+        segment.close()
+        os._exit(sum(each[0] for each in mine))
+    segment.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_spare_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(segments._spares.__dict__, "_limit", 1 << 20)
     for _ in range(3):

@@ -1,0 +1,72 @@
+"""The background loop, and how other threads reach a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helmsman.controller import loop as loops
+from helmsman.controller.loop import mailbox_of, run_sync
+
+LIMIT_S = 30.0
+
+
+class _InterruptedOnce(asyncio.SelectorEventLoop):
+    """A loop that its caller's interrupt keeps from being woken, once."""
+
+    was_interrupted = False
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
+        if not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        return super().call_soon_threadsafe(callback, *args, **kwargs)
+
+
+def test_an_interrupt_while_a_loop_is_woken_costs_nobody_what_is_posted_later() -> None:
+    loop = _InterruptedOnce()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    ran = threading.Event()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mailbox_of(loop).post(lambda: None)
+        mailbox_of(loop).post(ran.set)
+        assert ran.wait(LIMIT_S)
+    finally:
+        asyncio.SelectorEventLoop.call_soon_threadsafe(loop, loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_a_loop_that_was_used_is_let_go_of() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox_of(loop).post(loop.stop)
+    loop.run_forever()
+    loop.close()
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_has_a_loop_although_another_thread_held_the_lock_when_it_was_forked() -> None:
+    with loops._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(int(LIMIT_S))  # ends a child that waits for ever
+            os._exit(run_sync(_seven()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+async def _seven() -> int:
+    return 7
