@@ -864,14 +864,15 @@ class PlatformPicklingError(PlatformError, TypeError):
 
 
 class SchedulerClosedError(HelmsmanError):
-    """An operation on a scheduler that has been closed."""
+    """An operation on a scheduler that has been closed, or in a forked child of the process whose scheduler it is."""
 
-    def __init__(self, *, operation: str) -> None:
-        super().__init__(
-            f"{operation} was called on a scheduler that is closed. Make a new scheduler, or move the call inside its `with` "
-            "block.",
-            operation=operation,
+    def __init__(self, *, operation: str, in_child: bool = False) -> None:
+        what = (
+            "in a forked child of the process whose scheduler it is, to which alone its workers answer. Make the call there"
+            if in_child
+            else "on a scheduler that is closed. Make a new scheduler, or move the call inside its `with` block"
         )
+        super().__init__(f"{operation} was called {what}.", operation=operation, in_child=in_child)
 
 
 class ShutdownIncompleteError(HelmsmanError):

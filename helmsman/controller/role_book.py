@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ class RoleBook(Scheduler):
         self._starting: set[str] = set()
         self._book = threading.Lock()
         self._closed = False
+        self._parents_roles: dict[str, Role] | None = None
+        """In a forked child: never used, but kept, since what is let go of while it waits complains."""
+        _books.add(self)
         self._platform_guard = self._guard_platform()
         self._record = self._open_record()
         atexit.register(self.close)
@@ -399,11 +403,18 @@ class RoleBook(Scheduler):
             log.warning("run %s has no record, and helmsman clean will not know it: %s", self.run_id, error)
             return None
 
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the connections are the parent's, which would take the child's answers for its own, and the workers
+        are the parent's, which the child's end must not end."""
+        self._book = threading.Lock()
+        self._closed = True
+        self._roles, self._parents_roles = {}, self._roles
+
     # --- look-ups ---------------------------------------------------------------------------------------------------
 
     def _require_open(self, operation: str) -> None:
         if self._closed:
-            raise errors.SchedulerClosedError(operation=operation)
+            raise errors.SchedulerClosedError(operation=operation, in_child=self._parents_roles is not None)
 
     def _role(self, name: str) -> Role:
         role = self._roles.get(name)
@@ -430,3 +441,15 @@ class RoleBook(Scheduler):
             node=node,
             log_path=str(self._log_dir / f"{job.role}-{index}.log"),
         )
+
+
+_books: weakref.WeakSet[RoleBook] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for book in list(_books):
+        book._leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

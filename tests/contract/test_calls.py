@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,21 @@ def test_use_after_close(backend: str, tmp_path: Path, operation: str) -> None:
     with pytest.raises(errors.SchedulerClosedError, match="is closed"):
         uses[operation]()
     scheduler.delete_workers()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_of_the_script_can_neither_use_nor_end_its_workers(engine: Engine) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with pytest.raises(errors.SchedulerClosedError, match="forked child .* Make the call there"):
+                engine.call("add", timeout=1)
+            engine.scheduler.close()
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert engine.call("add") == 1
 
 
 def test_a_second_scheduler_beside_the_first(backend: str, engine: Engine, tmp_path: Path) -> None:
