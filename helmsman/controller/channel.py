@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from helmsman.api.errors import ProtocolError
+from helmsman.controller.loop import in_thread
 from helmsman.controller.transport import Awaited, Outgoing, Transport, Turn
 from helmsman.rpc_server.channel import can_carry
 from helmsman.rpc_server.codec import Payload
@@ -243,7 +245,7 @@ class ChannelTransport(Transport):
         if channel is None or not channel.is_open or not can_carry(outgoing.payload, shares_memory=channel.shares_memory):
             return False
         if outgoing.num_bytes >= _PACK_IN_THREAD_BYTES:
-            body, segment = await asyncio.to_thread(outgoing.packed, shares_memory=channel.shares_memory)
+            body, segment = await in_thread(functools.partial(outgoing.packed, shares_memory=channel.shares_memory))
         else:
             body, segment = outgoing.packed(shares_memory=channel.shares_memory)
         return channel.write(outgoing.request.id, number, body, awaited, segment)

@@ -10,6 +10,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -133,11 +134,13 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread can be had any more.
 
-    ``close`` runs there, by atexit, in a script that forgot it, and by then nobody else waits for the loop.
+    ``close`` runs there, by atexit, in a script that forgot it, and threads go on with their calls when the main one has ended.
     """
-    if not threading.main_thread().is_alive():
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *arguments))
+    except RuntimeError:
         return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
+    return await running
 
 
 async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

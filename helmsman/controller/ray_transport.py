@@ -160,7 +160,7 @@ class RayTransport(ChannelTransport):
                 _, frame = decode_request(numbered_request(posted.number, posted.body))
                 assert frame.payload is not None
                 payload = from_wire(frame.payload)
-                answer = await self._await(await asyncio.to_thread(self._remote, frame.request, payload, posted.number))
+                answer = await self._await(await in_thread(self._remote, frame.request, payload, posted.number))
             else:
                 self._actor.forget.remote([posted.request_id])
             reply, result = await self._fetched(answer)
@@ -176,7 +176,7 @@ class RayTransport(ChannelTransport):
             message = numbered_request(number, outgoing.body())
             return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message))
         if outgoing.num_bytes >= _PUT_IN_THREAD_BYTES or outgoing.payload.handles:  # copied into the object store
-            return self._answer(await asyncio.to_thread(self._remote, outgoing.request, outgoing.payload, number))
+            return self._answer(await in_thread(self._remote, outgoing.request, outgoing.payload, number))
         return self._answer(self._remote(outgoing.request, outgoing.payload, number))
 
     def _remote(self, request: Request, payload: Payload, number: int) -> Any:

@@ -404,8 +404,8 @@ class RoleBook(Scheduler):
             return None
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the connections are the parent's, which would take the child's answers for its own, and the workers
-        are the parent's, which the child's end must not end."""
+        """In a forked child: the connections are the parent's, which would take the child's answers for its own, and so are the
+        workers, which the end of a child must not end."""
         self._book = threading.Lock()
         self._closed = True
         self._roles, self._parents_roles = {}, self._roles

@@ -174,6 +174,31 @@ def test_a_forked_child_of_the_script_can_neither_use_nor_end_its_workers(engine
     assert engine.call("add") == 1
 
 
+AFTER_MAIN = """
+import threading
+
+import numpy as np
+
+from tests.contract.helpers import Driver, Engine
+
+def call():
+    threading.main_thread().join()
+    tell(sums=[int(engine.call("echo", value).sum()), int(asyncio.run(engine.acall("echo", value)).sum())])
+
+if __name__ == "__main__":
+    scheduler = make()
+    value = np.ones(1 << 22, np.uint8)
+    engine = Engine.create(scheduler, scheduler.create_workers(Job(role="a"))[0], engines.Counter)
+    threading.Thread(target=call).start()
+"""
+
+
+def test_a_thread_goes_on_with_large_calls_when_the_main_one_has_ended(run_driver: Callable[..., Driver]) -> None:
+    driver = run_driver(AFTER_MAIN)
+    assert driver.facts() == {"sums": [1 << 22, 1 << 22]}
+    assert driver.wait() == 0
+
+
 def test_a_second_scheduler_beside_the_first(backend: str, engine: Engine, tmp_path: Path) -> None:
     with make_scheduler(backend, log_dir=tmp_path) as other:
         assert other.create_workers(Job(role="shared")) == ["shared/0"], "names are of a run"
