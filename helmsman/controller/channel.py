@@ -170,7 +170,7 @@ class Channel:
         posted.settle()
         try:
             payload = from_wire(wire)
-        except (ProtocolError, OSError) as error:  # no descriptor or memory is left: this result's loss alone
+        except Exception as error:  # noqa: BLE001 - no memory is left, or it is nonsense: this result's loss and no other's
             self._acknowledge(posted.request_id, at_once=True)
             posted.awaited.failed(error)
             return

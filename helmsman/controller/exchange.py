@@ -255,7 +255,10 @@ class GroupExchange(Exchange):
 
 def _error_of(answer: Payload) -> errors.HelmsmanError:
     """The error in a reply, with the original exception as its cause where that can be unpickled here."""
-    error: errors.HelmsmanError = decode(answer)
+    try:
+        error: errors.HelmsmanError = decode(answer)
+    except errors.HelmsmanError as unreadable:
+        return unreadable
     original = getattr(error, "original", None)
     if isinstance(error, errors.EngineCallError) and original is not None:
         error.original = None

@@ -179,7 +179,7 @@ import threading
 
 import numpy as np
 
-from tests.contract.helpers import Driver, Engine
+from tests.contract.helpers import Engine
 
 def call():
     threading.main_thread().join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import random
@@ -12,17 +13,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helmsman.api.errors import ProtocolError
+from helmsman.api.errors import CodecError, ProtocolError
 from helmsman.api.scheduler import Job
 from helmsman.controller.local import LocalScheduler
 from helmsman.rpc_server import frames, proof
 from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.messages import Request, Verb
+from helmsman.rpc_server.messages import Reply, Request, Verb
 from helmsman.rpc_server.wire_payload import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
@@ -201,3 +203,29 @@ def test_another_user_cannot_connect(engine: Engine, path: str) -> None:
         os.chmod(path, 0o600)
         os.chmod(os.path.dirname(path), 0o700)
     assert engine.call("add", 0) >= 0
+
+
+class Liar(Counter):
+    """Says what its worker does not mean."""
+
+    def answer_for(self, request_id: int, payload: WirePayload) -> None:
+        """Reply to another request that its worker has not answered yet."""
+        (connection,) = (each for each in gc.get_objects() if type(each) is Connection and not each.closed)
+        connection.send_bytes(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)))
+
+
+@pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])
+def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
+    scheduler: LocalScheduler, payload: WirePayload, tmp_path: Path
+) -> None:
+    (worker,) = scheduler.create_workers(Job(role="liar"))
+    try:
+        engine = Engine.create(scheduler, worker, Liar)
+        with held(engine, Gate(tmp_path), "async_wait") as answered_falsely:
+            (request_id,) = scheduler._client(worker).transport._channel._posted  # type: ignore[attr-defined]
+            engine.call("answer_for", request_id, payload)
+            with pytest.raises((CodecError, pickle.UnpicklingError)):
+                answered_falsely.result(LIMIT_S)
+            assert engine.call("add") == 2
+    finally:
+        scheduler.delete_workers("liar")
