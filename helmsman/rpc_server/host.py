@@ -367,7 +367,7 @@ class EngineHost:
                 reason=error.reason,
             )
             reply(Reply(request.id, False), encode(failure))
-        except OSError as error:  # no memory or file descriptor is left in which to keep or send it
+        except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 
 

@@ -1,0 +1,46 @@
+"""EngineHost where what carries its replies fails."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import EngineCallError
+from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.rpc_server.handles import SegmentStore
+from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.messages import Reply, Request, Verb, WorkerIdentity
+from tests.contract.engines import Counter
+
+LIMIT_S = 30.0
+
+
+class FullStore(SegmentStore):
+    """Has no room left, which it says as Ray does: with an error of its own."""
+
+    def put(self, handle_id: str, payload: Payload) -> Any:
+        raise RuntimeError("the object store is full")
+
+
+@pytest.mark.parametrize("method", ["add", "async_add"])
+def test_a_result_for_which_there_is_no_room_costs_its_call_alone(method: str) -> None:
+    host = EngineHost(WorkerIdentity("run", "a/0", "a", 0, "127.0.0.1", ""), FullStore(), seeding=False)
+    host.engine_thread.start("engine")
+    replies: queue.SimpleQueue[tuple[Reply, Payload]] = queue.SimpleQueue()
+
+    def ask(verb: Verb, method: str, arguments: Any, *, keep: bool = False) -> tuple[bool, Any]:
+        host.handle(Request(1, verb, "engine", method, keep), encode(arguments), lambda *answer: replies.put(answer))
+        reply, payload = replies.get(timeout=LIMIT_S)
+        return reply.ok, decode(payload)
+
+    try:
+        assert ask(Verb.CREATE_ENGINE, "", (Counter, (), {})) == (True, None)
+        is_ok, error = ask(Verb.CALL, method, ((), {}), keep=True)
+        assert not is_ok
+        assert isinstance(error, EngineCallError)
+        assert "the object store is full" in str(error)
+        assert ask(Verb.CALL, method, ((), {})) == (True, 2)
+    finally:
+        host.close()
