@@ -26,7 +26,8 @@ class FullStore(SegmentStore):
 
 @pytest.mark.parametrize("method", ["add", "async_add"])
 def test_a_result_for_which_there_is_no_room_costs_its_call_alone(method: str) -> None:
-    host = EngineHost(WorkerIdentity("run", "a/0", "a", 0, "127.0.0.1", ""), FullStore(), seeding=False)
+    identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
+    host = EngineHost(identity, FullStore(), seeding=False)
     host.engine_thread.start("engine")
     replies: queue.SimpleQueue[tuple[Reply, Payload]] = queue.SimpleQueue()
 
