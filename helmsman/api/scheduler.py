@@ -446,7 +446,8 @@ class Scheduler(abc.ABC):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As call_engine, awaited. Cancelling the await does not undo a call that has begun."""
+        """As call_engine, awaited. Tensors among the arguments must not be written to before it is done. Cancelling the await
+        does not undo a call that has begun."""
 
     @abc.abstractmethod
     def put(self, value: Any) -> ResultHandle:
