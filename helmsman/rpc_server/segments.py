@@ -180,6 +180,12 @@ def can_attach(location: SegmentLocation) -> bool:
     return True
 
 
+def can_reuse() -> bool:
+    """Whether this system lets segments be used again; they are slower where it does not."""
+    with pack([b"helmsman"]) as segment:
+        return segment._memory is not None and segment._memory.capacity > 0
+
+
 def drop_spares() -> None:
     """Give back the memory of segments that were closed and kept for the next."""
     _spares.drop()
