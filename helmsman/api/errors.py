@@ -17,6 +17,9 @@ HelmsmanError
 │   ├── AmbiguousAddressError (ValueError)
 │   ├── ClusterNotFoundError (ConnectionError)
 │   └── NodesMissingError (TimeoutError)
+├── LauncherError (ValueError)            flags and variables that do not say which node of how many this is
+│   ├── LauncherConflictError
+│   └── LauncherIncompleteError
 ├── StartError                            nothing of the job remains when one of these is raised
 │   ├── PlacementInfeasibleError
 │   ├── PlacementTimeoutError (TimeoutError)
@@ -272,6 +275,45 @@ class NodesMissingError(BackendError, TimeoutError):
             present=tuple(present),
             elapsed_s=elapsed_s,
             limit_s=limit_s,
+        )
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+class LauncherError(HelmsmanError, ValueError):
+    """Flags and the variables of launchers do not say which node of how many this is."""
+
+
+class LauncherConflictError(LauncherError):
+    """Two sources say different things of the same."""
+
+    field: str
+    said: tuple[str, ...]
+
+    def __init__(self, *, field: str, said: Sequence[str], flag: str) -> None:
+        super().__init__(
+            f"sources disagree on the {field}: {'; '.join(said)}. Start helmsman with {flag}, which settles it, or without the "
+            "variables of the launcher that is not meant.",
+            field=field,
+            said=tuple(said),
+        )
+
+
+class LauncherIncompleteError(LauncherError):
+    """A launcher was found, and what it says is not enough or makes no sense."""
+
+    launcher: str
+    missing: tuple[str, ...]
+    said: tuple[str, ...]
+
+    def __init__(self, *, launcher: str, missing: Sequence[str], said: Sequence[str]) -> None:
+        super().__init__(
+            f"{launcher} says {', '.join(said) or 'nothing more'}; missing is {' and '.join(missing)}. Give it as a flag, "
+            "the same way on every node.",
+            launcher=launcher,
+            missing=tuple(missing),
+            said=tuple(said),
         )
 
 

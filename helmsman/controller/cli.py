@@ -1,4 +1,4 @@
-"""The command line: ``helmsman plan``, ``env``, ``runs`` and ``clean``."""
+"""The command line: ``helmsman plan``, ``doctor``, ``env``, ``runs`` and ``clean``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from helmsman.api.scheduler import Job
 from helmsman.controller.advice import advise
 from helmsman.controller.clean import Leftover, age, describe, leftovers, remove
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
+from helmsman.controller.doctor import diagnose, skew_s
 from helmsman.controller.environment import forwarding_report
 from helmsman.controller.jobs_file import load_cluster, load_jobs
+from helmsman.controller.node_checks import HEAD_PORTS, Observed, observe
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.resources import ACCELERATORS
 from helmsman.controller.runs import read_runs
@@ -56,6 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan or the shortfall as JSON")
     plan.set_defaults(run=_plan)
 
+    doctor = commands.add_parser("doctor", help="whether this node, or each of a cluster, is fit for runs")
+    doctor.add_argument("--address", help="every node of this Ray cluster instead of this machine")
+    doctor.add_argument("--gpus", type=int, metavar="N", help="accelerators that each node should have")
+    doctor.add_argument("--node-rank", type=int, metavar="R", help="this node's rank, over what the launcher says")
+    doctor.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are, over what the launcher says")
+    doctor.add_argument("--head", metavar="HOST", help="the head that nodes are to reach, over what the launcher says")
+    doctor.add_argument(
+        "--port", type=int, action="append", metavar="P", help="a port that a head would listen on (repeatable; default 6379)"
+    )
+    doctor.add_argument("--all", action="store_true", help="of a cluster, also what is in order")
+    doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
+    doctor.set_defaults(run=_doctor)
+
     env = commands.add_parser("env", help="which variables of this shell reach workers, and by which rule")
     env.add_argument("--all", action="store_true", help="also those that reach none")
     env.set_defaults(run=_env)
@@ -70,6 +85,43 @@ def _parser() -> argparse.ArgumentParser:
     clean.add_argument("--address", help="on every node of this Ray cluster instead of this machine")
     clean.set_defaults(run=_clean)
     return parser
+
+
+# --- doctor -------------------------------------------------------------------------------------------------------------
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    ports = HEAD_PORTS if options.port is None else options.port
+    if options.address:
+        seen, skews_s = _observe_cluster(options.address)
+    else:
+        here = observe(rank=options.node_rank, count=options.num_nodes, head=options.head, ports=ports)
+        seen, skews_s = {"this node": here}, {}
+    diagnosis = diagnose(seen, num_devices=options.gpus, skews_s=skews_s)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(diagnosis)).decode())
+    else:
+        print(diagnosis.report(everything=options.all))
+    return NO if diagnosis.state == "bad" else OK
+
+
+def _observe_cluster(address: str) -> tuple[dict[str, Observed], dict[str, float]]:
+    _connect(address)
+    import ray
+
+    from helmsman.controller.placement_group import on_node
+    from helmsman.controller.ray_state import alive_nodes
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(observe)
+    seen, skews_s = {}, {}
+    for node in alive_nodes():
+        name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        name = name if name not in seen else f"{name} {node['NodeID'][:8]}"
+        asked_at = time.time()
+        reference = task.options(scheduling_strategy=on_node(node["NodeID"])).remote(ports=(), environ=None)
+        seen[name] = ray.get(reference, timeout=60.0)
+        skews_s[name] = skew_s(seen[name], asked_at, time.time())
+    return seen, skews_s
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------------

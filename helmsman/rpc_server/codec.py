@@ -25,7 +25,7 @@ from helmsman.api.columns import Ragged
 from helmsman.api.errors import NotLoadableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.blame import find_culprit
-from helmsman.rpc_server.memory import without_write_check
+from helmsman.rpc_server.memory import own_copy, without_write_check
 from helmsman.rpc_server.struct_classes import StructMeta, reduce_struct_class
 
 __all__ = ["Packed", "Payload", "ResultHandle", "decode", "encode"]
@@ -128,7 +128,7 @@ def decode(
     if resolve is not None and values:
         values = [resolve(handle) for handle in values]
     if copy_readonly and buffers:
-        buffers = [bytearray(each) if memoryview(each).readonly else each for each in buffers]
+        buffers = [own_copy(each) if memoryview(each).readonly else each for each in buffers]
     try:
         if not values:
             return pickle.loads(payload.data, buffers=buffers)

@@ -6,6 +6,8 @@ import ctypes
 import functools
 import mmap
 import os
+import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -132,3 +134,38 @@ def libc() -> ctypes.CDLL:
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
+
+
+def map_memory(fd: int, size: int, flags: int, *, owner: int | None = None) -> ctypes.Array[ctypes.c_char]:
+    """Memory that is unmapped when nothing refers to it any more; where forked children do not have it, by the process
+    ``owner`` alone. Raises OSError.
+
+    The mmap module keeps a duplicate of the descriptor for each mapping (Python 3.13 can do without), and a receiver that
+    collects a few thousand batches would run out of descriptors; so libc is called directly.
+    """
+    address = libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes of memory: {os.strerror(number)}")
+    array = (ctypes.c_char * size).from_address(address)
+    # Not at exit: tensors that live until then may still be read by other threads.
+    weakref.finalize(array, _unmap, address, size, owner).atexit = False
+    return array
+
+
+def _unmap(address: int, size: int, owner: int | None) -> None:
+    if owner is None or owner == os.getpid():  # in a forked child these addresses may be something else's by now
+        libc().munmap(address, size)
+
+
+def own_copy(data: Any) -> Any:
+    """A copy that can be written to. Large ones lie in huge pages where the system has them: fresh pages of the usual size take
+    several times as long as the copying. Raises OSError."""
+    view = memoryview(data)
+    if view.nbytes < _PARALLEL_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return bytearray(view)
+    array = map_memory(-1, view.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(array)
+    libc().madvise(address, view.nbytes, mmap.MADV_HUGEPAGE)
+    copy([Span(address, address_of(view), view.nbytes)])
+    return pickle.PickleBuffer(array).raw()

@@ -38,7 +38,6 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -46,7 +45,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.memory import Span, address_of, advise, copy, libc
+from helmsman.rpc_server.memory import Span, address_of, advise, copy, libc, map_memory
 
 HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
 """Whether this machine has segments."""
@@ -159,7 +158,7 @@ def attach(location: SegmentLocation) -> list[memoryview]:
         raise _lost(location, f"it cannot be opened any more ({exc.strerror})") from exc
     try:
         _verify(location, fd, owner_uid)
-        array = _map(fd, location.size, mmap.MAP_PRIVATE)
+        array = map_memory(fd, location.size, mmap.MAP_PRIVATE)
     finally:
         os.close(fd)
     address = ctypes.addressof(array)
@@ -179,6 +178,12 @@ def can_attach(location: SegmentLocation) -> bool:
     except (ProtocolError, OSError):
         return False
     return True
+
+
+def can_reuse() -> bool:
+    """Whether this system lets segments be used again; they are slower where it does not."""
+    with pack([b"helmsman"]) as segment:
+        return segment._memory is not None and segment._memory.capacity > 0
 
 
 def drop_spares() -> None:
@@ -331,14 +336,14 @@ def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
     """A mapping to write by, of a memfd that is sealed against all other writes; None where the kernel cannot do so, or has no
     leases: then the memfd can be used once."""
     if _nobody_else_has_it_open(fd):
-        array = _map(fd, size, mmap.MAP_SHARED, owner=os.getpid())
+        array = map_memory(fd, size, mmap.MAP_SHARED, owner=os.getpid())
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW") | _F_SEAL_FUTURE_WRITE)
         except OSError:
             del array
         else:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SEAL"))
-            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)  # a child does not unmap it, see _unmap
+            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)  # a child does not unmap it, see map_memory
             return array
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"))
     return None
@@ -393,24 +398,3 @@ def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
         or max(ends) > location.size
     ):
         raise _lost(location, f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit")
-
-
-def _map(fd: int, size: int, flags: int, *, owner: int | None = None) -> ctypes.Array[ctypes.c_char]:
-    """Memory that is unmapped when nothing refers to it any more; where forked children do not have it, by its ``owner`` alone.
-
-    The mmap module keeps a duplicate of the descriptor for each mapping (Python 3.13 can do without), and a receiver that
-    collects a few thousand batches would run out of descriptors; so libc is called directly.
-    """
-    address = libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
-    array = (ctypes.c_char * size).from_address(address)
-    # Not at exit: tensors that live until then may still be read by other threads.
-    weakref.finalize(array, _unmap, address, size, owner).atexit = False
-    return array
-
-
-def _unmap(address: int, size: int, owner: int | None) -> None:
-    if owner is None or owner == os.getpid():  # in a forked child these addresses may be something else's by now
-        libc().munmap(address, size)

@@ -127,6 +127,21 @@ ROWS = [
         ("8 nodes", "2 have joined", "gpu-0 (8 GPU)", "gpu-1 (8 GPU)", "300.2 s", "Timeouts.start_s"),
         "Look at the log of the nodes that are not in this list, or lower num_nodes",
     ),
+    Row(errors.LauncherError("no node rank"), ("no node rank",), ""),
+    Row(
+        errors.LauncherConflictError(
+            field="node rank", said=["Slurm: SLURM_NODEID=3", "torchrun: GROUP_RANK=1"], flag="--node-rank"
+        ),
+        ("node rank", "Slurm: SLURM_NODEID=3", "torchrun: GROUP_RANK=1"),
+        "Start helmsman with --node-rank",
+    ),
+    Row(
+        errors.LauncherIncompleteError(
+            launcher="a Kubernetes Indexed Job", missing=["the number of nodes (--num-nodes)"], said=["JOB_COMPLETION_INDEX=3"]
+        ),
+        ("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX=3", "the number of nodes (--num-nodes)"),
+        "Give it as a flag",
+    ),
     Row(errors.StartError("role 'train' did not start", role="train"), ("train",), ""),
     Row(
         errors.PlacementInfeasibleError(
@@ -368,6 +383,7 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("AmbiguousAddressError", ValueError),
         ("ClusterNotFoundError", ConnectionError),
         ("NodesMissingError", TimeoutError),
+        ("LauncherError", ValueError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),

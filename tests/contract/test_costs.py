@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -18,9 +18,11 @@ from helmsman.controller import transport
 from helmsman.controller.base import Call
 from helmsman.controller.group import call_all
 from helmsman.controller.loop import background_loop, run_sync
+from helmsman.rpc_server import wire_payload
 from helmsman.rpc_server.codec import encode
 from helmsman.rpc_server.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
 from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.rpc_server.segments import ShmSegment, pack
 from helmsman.rpc_server.wire_payload import to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
@@ -130,3 +132,28 @@ def test_large_arguments_and_results_take_no_new_memory(engine: Engine, monkeypa
         assert engine.call("total", value) == 1 << 20
     # The worker may still unmap one when the next is packed.
     assert len(created) <= 2
+
+
+@pytest.mark.not_on("inline", "nothing is sent")
+def test_bytes_that_the_script_copies(
+    scheduler: Scheduler, engine: Engine, peer: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of an argument once, for however many workers; none of a result."""
+    copied: list[int] = []
+
+    def count(buffers: Sequence[Any]) -> ShmSegment:
+        copied.append(sum(memoryview(each).nbytes for each in buffers))
+        return pack(buffers)
+
+    monkeypatch.setattr(wire_payload, "pack", count)
+    value = numpy.ones(1 << 18)
+    assert engine.call("total", value) == 1 << 18
+    assert copied == [value.nbytes]
+    copied.clear()
+    assert engine.call("make", 1 << 21).sum() == 7 << 21
+    assert not copied
+    handle = scheduler.put(value)
+    for each in (engine, peer, engine):
+        assert each.call("total", handle) == 1 << 18
+    assert sum(copied) - value.nbytes < 1000
+    scheduler.release(handle)

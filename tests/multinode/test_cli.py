@@ -79,3 +79,14 @@ def test_clean_on_every_node(
     assert ended.returncode == 1
     assert "is alive; end its script" in ended.stderr
     assert len(run.get_workers("lives")) == 1
+
+
+def test_the_doctor_looks_at_every_node(helmsman: Callable[..., subprocess.CompletedProcess[str]], nodes: Nodes) -> None:
+    ended = helmsman("doctor", "--address", nodes.address, "--all")
+    assert "3 nodes" in ended.stdout, ended.stdout + ended.stderr
+    assert "between the nodes:" in ended.stdout
+    assert "clocks" in ended.stdout
+    assert ended.stdout.count("accelerators   none") == 3
+    ended = helmsman("doctor", "--address", nodes.address, "--gpus", "8")
+    assert ended.returncode == 1
+    assert ended.stdout.count("8 are expected") == 3, "those of this cluster are numbers only"

@@ -1,0 +1,312 @@
+"""Which node of how many this is, and where the head is: read from flags and from the variables that launchers set.
+
+Flags come first, then RAY_ADDRESS (a cluster that is there already), then the variables of launchers that say what they mean,
+then the bare RANK, WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers may be nested (torchrun in Slurm);
+what they say of the same thing must be the same. Nothing here looks at the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from helmsman.api.errors import LauncherConflictError, LauncherIncompleteError
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """One thing that somebody says."""
+
+    value: int | str
+    said_by: str
+    """'SLURM_NODEID=3', '--node-rank 3'."""
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What one source says; None where it says nothing."""
+
+    launcher: str
+    rank: Fact | None = None
+    count: Fact | None = None
+    head: Fact | None = None
+    processes_per_node: Fact | None = None
+    """How many processes the launcher starts on a node; more than one is refused, since one drives it."""
+
+
+class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """This node's place in the run."""
+
+    launcher: str
+    """Who says so; 'this machine alone' when nobody does."""
+    rank: int
+    """From 0, which is the head."""
+    count: int
+    head: str = ""
+    """Host name or address of the head; '' on the head itself where nobody names it, and where there is one node."""
+    attach_to: str = ""
+    """Address of a Ray cluster that is there already; nothing is started then."""
+    said_by: Mapping[str, str] = {}
+    """Field -> who said so."""
+
+
+ALONE = "this machine alone"
+
+
+def identify_node(
+    environ: Mapping[str, str], *, rank: int | None = None, count: int | None = None, head: str | None = None
+) -> NodeIdentity:
+    """This node's place in the run.
+
+    Args:
+        environ: environment variables.
+        rank, count, head: the flags --node-rank, --num-nodes and --head.
+
+    Raises:
+        LauncherConflictError: two sources say different things, or a launcher starts several processes on a node.
+        LauncherIncompleteError: a part is missing, or makes no sense.
+    """
+    flags = Said(
+        launcher="flags",
+        rank=_flag("--node-rank", rank),
+        count=_flag("--num-nodes", count),
+        head=_flag("--head", head),
+    )
+    given = [fact for fact in (flags.rank, flags.count, flags.head) if fact is not None]
+    if not given and (address := environ.get("RAY_ADDRESS", "")):
+        return NodeIdentity(
+            launcher="a Ray cluster that is there",
+            rank=0,
+            count=1,
+            attach_to=address,
+            said_by={"attach_to": f"RAY_ADDRESS={address}"},
+        )
+    found = [said for read in _LAUNCHERS if (said := read(environ)) is not None] or [
+        said for said in [_generic(environ)] if said is not None
+    ]
+    for said in found:
+        _require_one_process(said)
+    facts = {field: _agreed(field, flags, found) for field in ("rank", "count", "head")}
+    if all(fact is None for fact in facts.values()):
+        return NodeIdentity(launcher=ALONE, rank=0, count=1)
+    launcher = " in ".join(said.launcher for said in found) or "flags"
+    return _complete(launcher, facts, found)
+
+
+def _complete(launcher: str, facts: Mapping[str, Fact | None], found: list[Said]) -> NodeIdentity:
+    rank, count, head = facts["rank"], facts["count"], facts["head"]
+    said_by = {field: fact.said_by for field, fact in facts.items() if fact is not None}
+    if rank is None and count is not None and count.value == 1:
+        rank = Fact(0, "the only node")
+    missing = [
+        f"{what} ({flag})"
+        for what, flag, fact in (("this node's rank", "--node-rank", rank), ("the number of nodes", "--num-nodes", count))
+        if fact is None
+    ]
+    if rank is not None and count is not None and int(count.value) > 1 and head is None and int(rank.value) > 0:
+        missing.append("the head's address (--head)")
+    if missing or rank is None or count is None:
+        raise LauncherIncompleteError(launcher=launcher, missing=missing, said=sorted(said_by.values()))
+    number, total = int(rank.value), int(count.value)
+    if not 0 <= number < total:
+        raise LauncherIncompleteError(
+            launcher=launcher,
+            missing=[f"a rank below the number of nodes: {rank.said_by} of {count.said_by}"],
+            said=sorted(said_by.values()),
+        )
+    return NodeIdentity(
+        launcher=launcher, rank=number, count=total, head="" if head is None else str(head.value), said_by=said_by
+    )
+
+
+def _agreed(field: str, flags: Said, found: list[Said]) -> Fact | None:
+    """What is said of a field; a flag overrides all launchers, which must agree among themselves."""
+    fact: Fact | None = getattr(flags, field)
+    if fact is not None:
+        return fact
+    said = [(each.launcher, fact) for each in found if (fact := getattr(each, field)) is not None]
+    if len({fact.value for _, fact in said}) > 1:
+        raise LauncherConflictError(
+            field={"rank": "node rank", "count": "number of nodes", "head": "head"}[field],
+            said=[f"{launcher}: {fact.said_by}" for launcher, fact in said],
+            flag={"rank": "--node-rank", "count": "--num-nodes", "head": "--head"}[field],
+        )
+    return said[0][1] if said else None
+
+
+def _require_one_process(said: Said) -> None:
+    per_node = said.processes_per_node
+    if per_node is not None and per_node.value != 1:
+        raise LauncherConflictError(
+            field="processes on a node",
+            said=[f"{said.launcher}: {per_node.said_by}", "helmsman: one, which starts all others"],
+            flag="one process per node",
+        )
+
+
+def _flag(name: str, value: int | str | None) -> Fact | None:
+    return None if value is None else Fact(value, f"{name} {value}")
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+def _number(environ: Mapping[str, str], name: str) -> Fact | None:
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise LauncherIncompleteError(launcher=name, missing=["a number"], said=[f"{name}={text}"])
+    return Fact(int(text), f"{name}={text}")
+
+
+def _text(environ: Mapping[str, str], name: str) -> Fact | None:
+    text = environ.get(name, "").strip()
+    return Fact(text, f"{name}={text}") if text else None
+
+
+def _beaker(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "BEAKER_REPLICA_RANK")
+    if rank is None:
+        return None
+    return Said(
+        launcher="Beaker",
+        rank=rank,
+        count=_number(environ, "BEAKER_REPLICA_COUNT"),
+        head=_text(environ, "BEAKER_LEADER_REPLICA_HOSTNAME"),
+    )
+
+
+def _torchrun_child(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "GROUP_RANK")
+    if rank is None:
+        return None
+    return Said(
+        launcher="torchrun",
+        rank=rank,
+        count=_number(environ, "GROUP_WORLD_SIZE"),
+        head=_text(environ, "MASTER_ADDR"),
+        processes_per_node=_number(environ, "LOCAL_WORLD_SIZE"),
+    )
+
+
+def _torchrun_arguments(environ: Mapping[str, str]) -> Said | None:
+    if "GROUP_RANK" in environ or "PET_NNODES" not in environ:
+        return None
+    return Said(
+        launcher="torchrun's PET variables",
+        rank=_number(environ, "PET_NODE_RANK"),
+        count=_number(environ, "PET_NNODES"),
+        head=_text(environ, "PET_MASTER_ADDR"),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Said | None:
+    if "SLURM_NODEID" not in environ or "SLURM_JOB_NUM_NODES" not in environ:
+        return None
+    count = _number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_JOB_NUM_NODES")
+    listed = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    nodes = environ.get(listed, "")
+    head = Fact(next(expand_hostlist(nodes)), f"{listed}={nodes}") if nodes else None
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # '8', '1(x3)', '2,1(x2)'
+    first = re.match(r"\d+", per_node)
+    tasks = Fact(int(first.group()), f"SLURM_STEP_TASKS_PER_NODE={per_node}") if first else None
+    return Said(launcher="Slurm", rank=_number(environ, "SLURM_NODEID"), count=count, head=head, processes_per_node=tasks)
+
+
+def _skypilot(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "SKYPILOT_NODE_RANK")
+    if rank is None:
+        return None
+    addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
+    head = Fact(addresses[0], f"first of SKYPILOT_NODE_IPS: {addresses[0]}") if addresses else None
+    return Said(launcher="SkyPilot", rank=rank, count=_number(environ, "SKYPILOT_NUM_NODES"), head=head)
+
+
+def _volcano(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "VC_TASK_INDEX")
+    if rank is None:
+        return None
+    tasks = sorted(name[3:-6] for name in environ if re.fullmatch(r"VC_.+_HOSTS", name))
+    if len(tasks) != 1:
+        return Said(launcher="Volcano", rank=rank)  # which of its tasks is ours, nobody says: count and head are for flags
+    hosts = [host.strip() for host in environ[f"VC_{tasks[0]}_HOSTS"].split(",")]
+    head = Fact(hosts[0], f"first of VC_{tasks[0]}_HOSTS: {hosts[0]}") if hosts[0] else None
+    return Said(launcher="Volcano", rank=rank, count=_number(environ, f"VC_{tasks[0]}_NUM"), head=head)
+
+
+def _dstack(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "DSTACK_NODE_RANK")
+    if rank is None:
+        return None
+    return Said(
+        launcher="dstack",
+        rank=rank,
+        count=_number(environ, "DSTACK_NODES_NUM"),
+        head=_text(environ, "DSTACK_MASTER_NODE_IP"),
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Said | None:
+    rank, size = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_SIZE")
+    if rank is None:
+        return None
+    return Said(launcher="Open MPI", rank=rank, count=size, processes_per_node=_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"))
+
+
+def _kubernetes(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "JOB_COMPLETION_INDEX")
+    return None if rank is None else Said(launcher="a Kubernetes Indexed Job", rank=rank)
+
+
+def _generic(environ: Mapping[str, str]) -> Said | None:
+    rank = _number(environ, "RANK")
+    if rank is None:
+        return None
+    return Said(
+        launcher="RANK and WORLD_SIZE (PAI-DLC)",
+        rank=rank,
+        count=_number(environ, "WORLD_SIZE"),
+        head=_text(environ, "MASTER_ADDR"),
+    )
+
+
+_LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
+    _beaker,
+    _torchrun_child,
+    _torchrun_arguments,
+    _skypilot,
+    _volcano,
+    _dstack,
+    _open_mpi,
+    _kubernetes,
+    _slurm,
+)
+"""Those that may run inside another before that one."""
+
+
+_HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+
+
+def expand_hostlist(text: str) -> Iterator[str]:
+    """The hosts of Slurm's syntax, in order: 'gpu[001-003,007]-a,login' is gpu001-a, gpu002-a, gpu003-a, gpu007-a, login.
+
+    Raises: LauncherIncompleteError for what is none.
+    """
+    if not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
+        raise LauncherIncompleteError(launcher="Slurm", missing=["a list of hosts"], said=[text])
+    for part in re.findall(_HOSTS, text):
+        yield from _expand(part.strip(), text)
+
+
+def _expand(part: str, whole: str) -> Iterator[str]:
+    match = re.search(r"\[([^\[\]]*)\]", part)
+    if match is None:
+        yield part
+        return
+    for item in match.group(1).split(","):
+        first, dash, last = item.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise LauncherIncompleteError(launcher="Slurm", missing=["a list of hosts"], said=[whole])
+        for number in range(int(first), int(last or first) + 1):
+            yield from _expand(part[: match.start()] + str(number).zfill(len(first)) + part[match.end() :], whole)

@@ -1,0 +1,174 @@
+"""The doctor: what is found on a machine, and what is thought of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from helmsman.controller.cli import NO, OK
+from helmsman.controller.doctor import diagnose, skew_s
+from helmsman.controller.node_checks import Check, Observed, address_towards, judge, observe
+from tests.contract.helpers import ROOT
+
+WELL = Observed(
+    hostname="gpu-0",
+    address="10.0.0.1",
+    launcher="Slurm: node 0 of 2",
+    versions={"helmsman": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"},
+    python="3.12.1",
+    kernel="Linux 6.8",
+    cpus=96,
+    cpus_allowed=96.0,
+    memory=1 << 40,
+    shm_total=1 << 39,
+    shm_free=1 << 39,
+    open_files=1 << 20,
+    open_files_hard=1 << 20,
+    devices=[str(index) for index in range(8)],
+    device_kind="cuda",
+    temp_dir="/tmp",
+    temp_free=1 << 40,
+    busy_ports={},
+    tried_ports=[6379],
+    proxies={},
+    no_proxy="",
+    segments="reused",
+    clock=1000.0,
+)
+
+
+def check(name: str, **changes: Any) -> Check:
+    (found,) = [each for each in judge(msgspec.structs.replace(WELL, **changes), num_devices=8) if each.name == name]
+    return found
+
+
+def test_a_node_that_is_well() -> None:
+    assert {each.state for each in judge(WELL, num_devices=8)} == {"ok"}
+    assert not any(each.advice for each in judge(WELL))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "state", "value", "advice"),
+    [
+        ("launcher", {"launcher_error": "sources disagree"}, "bad", "Slurm", "sources disagree"),
+        ("address", {"address": ""}, "warn", "no route", "give the network"),
+        ("address", {"address": "127.0.0.1"}, "warn", "127.0.0.1", "name another"),
+        ("ray", {"versions": {"helmsman": "0.1.0", "ray": ""}}, "warn", "not installed", "pip install 'helmsman[ray]'"),
+        ("cpus", {"cpus_allowed": 0.5}, "warn", "0.5 of 96", "raise the limit"),
+        ("/dev/shm", {"shm_free": 64 << 20, "shm_total": 64 << 20}, "warn", "64.0 MiB free", "307.2 GiB"),
+        ("open files", {"open_files": 1024}, "warn", "1024", "ulimit -n 65536"),
+        ("open files", {"open_files": 1024, "open_files_hard": 4096}, "warn", "1024", "hard limit of 4096"),
+        ("accelerators", {"devices": ["0", "1"]}, "bad", "2 cuda (0,1)", "8 are expected"),
+        ("accelerators", {"devices": []}, "bad", "none", "8 are expected"),
+        ("temp folder", {"temp_free": 1 << 20}, "warn", "/tmp, 1.0 MiB free", "RAY_TMPDIR"),
+        ("socket paths", {"temp_dir": "/scratch/" + "x" * 60}, "bad", "bytes", "107"),
+        ("ports", {"busy_ports": {6379: "somebody listens there"}}, "warn", "6379: somebody", "another port"),
+        ("proxies", {"proxies": {"https_proxy": "http://p:3128"}}, "bad", "http://p:3128", "no_proxy"),
+        ("shared memory", {"segments": "fresh"}, "warn", "used once", "leases"),
+        ("shared memory", {"segments": "none"}, "warn", "none", "Linux"),
+    ],
+)
+def test_what_is_wrong_and_what_to_do(name: str, changes: dict[str, Any], state: str, value: str, advice: str) -> None:
+    found = check(name, **changes)
+    assert found.state == state
+    assert value in found.value
+    assert advice in found.advice
+
+
+def test_a_proxy_that_spares_this_node_does_no_harm() -> None:
+    assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="localhost, 10.0.0.1").state == "ok"
+    assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="*").state == "ok"
+    assert check("proxies", proxies={"http_proxy": "http://p"}, no_proxy="10.0.0.10").state == "bad"
+
+
+def test_nodes_that_differ() -> None:
+    other = msgspec.structs.replace(WELL, versions={"helmsman": "0.1.0", "ray": "2.59.0"}, python="3.12.3", kernel="Linux 5.15")
+    found = diagnose({"a": WELL, "b": WELL, "c": other}, skews_s={"a": 0.0, "b": 0.1, "c": 7.5})
+    between = {each.name: each for each in found.between}
+    assert {name for name, each in between.items() if each.state == "bad"} == {"python", "ray", "torch"}
+    assert between["ray"].value == "2.60.0 on most; 2.59.0 on c"
+    assert between["torch"].value == "2.13.0 on most; not installed on c"
+    assert between["kernel"].state == "warn"
+    assert "7.50 s apart, c is furthest ahead" in between["clocks"].value
+    assert found.state == "bad"
+    report = found.report()
+    assert "a: in order" in report
+    assert "ray: Install the same version on every node." in report
+
+
+def test_nodes_that_are_alike() -> None:
+    found = diagnose({"a": WELL, "b": WELL})
+    assert found.state == "ok"
+    assert found.between == [Check("differences", "none")]
+
+
+def test_clocks_are_compared_as_far_as_the_question_allows() -> None:
+    assert skew_s(WELL, 999.5, 1000.5) == 0.0
+    assert skew_s(WELL, 998.0, 999.0) == 1.0
+    assert skew_s(WELL, 1002.0, 1003.0) == -2.0
+
+
+def test_this_machine() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        seen = observe(ports=[port], environ={"HTTP_PROXY": "http://p:3128", "JOB_COMPLETION_INDEX": "1"})
+    assert seen.busy_ports == {port: "somebody listens there"}
+    assert seen.proxies == {"HTTP_PROXY": "http://p:3128"}
+    assert "--num-nodes" in seen.launcher_error
+    assert seen.versions["helmsman"] and seen.versions["torch"]
+    assert seen.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert seen.memory > 1 << 28
+    assert observe(ports=[port], rank=1, count=2, head="127.0.0.1", environ={}).address == "127.0.0.1"
+
+
+def test_the_route_to_the_head_decides_the_address() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no such host.invalid") == address_towards("")
+
+
+def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    return subprocess.run(
+        [sys.executable, "-m", "helmsman", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+        env=kept | environ,
+    )
+
+
+def test_the_command() -> None:
+    ended = doctor()
+    assert ended.returncode == OK, ended.stdout + ended.stderr
+    assert "this machine alone" in ended.stdout
+    ended = doctor("--gpus", "64")
+    assert ended.returncode == NO
+    assert "64 are expected" in ended.stdout
+    ended = doctor("--json", "--gpus", "64")
+    assert ended.returncode == NO
+    (node,) = json.loads(ended.stdout)["nodes"]
+    assert {"name": "accelerators", "state": "bad"}.items() <= next(
+        each for each in node["checks"] if each["name"] == "accelerators"
+    ).items()
+
+
+def test_the_command_with_a_launcher_that_is_overridden() -> None:
+    variables = {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "GROUP_RANK": "0"}
+    ended = doctor(**variables)
+    assert ended.returncode == NO
+    assert "sources disagree on the node rank" in ended.stdout
+    ended = doctor("--node-rank", "1", "--head", "127.0.0.1", **variables)
+    assert ended.returncode == OK, ended.stdout
+    assert "torchrun in Slurm: node 1 of 2, head 127.0.0.1" in ended.stdout

@@ -1,0 +1,148 @@
+"""Which node this is, from the variables of every launcher, as they were recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from helmsman.api.errors import LauncherConflictError, LauncherIncompleteError
+from helmsman.controller.launchers import ALONE, expand_hostlist, identify_node
+
+BEAKER = {
+    "BEAKER_REPLICA_RANK": "2",
+    "BEAKER_REPLICA_COUNT": "4",
+    "BEAKER_LEADER_REPLICA_HOSTNAME": "jupiter-cs-aus-133.reviz.ai2.in",
+}
+PAI = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
+TORCHRUN = {
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "3",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500",
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+}
+PET = {"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_MASTER_ADDR": "job-master-0", "PET_NPROC_PER_NODE": "8"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NNODES": "3",
+    "SLURM_JOB_NODELIST": "gpu[007,012-013]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_PROCID": "1",
+}
+SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.1.0.4\n10.1.0.5"}
+VOLCANO = {"VC_TASK_INDEX": "1", "VC_WORKER_NUM": "2", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
+DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.2.0.1"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "rank", "count", "head"),
+    [
+        (BEAKER, "Beaker", 2, 4, "jupiter-cs-aus-133.reviz.ai2.in"),
+        (PAI, "RANK and WORLD_SIZE (PAI-DLC)", 1, 2, "dlc-master-0"),
+        (TORCHRUN, "torchrun", 1, 3, "10.0.0.7"),
+        (PET, "torchrun's PET variables", 0, 2, "job-master-0"),
+        (SLURM, "Slurm", 1, 3, "gpu007"),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[012-013]"}, "Slurm", 1, 2, "gpu012"),
+        (SKYPILOT, "SkyPilot", 1, 2, "10.1.0.4"),
+        (VOLCANO, "Volcano", 1, 2, "job-worker-0.job"),
+        (DSTACK, "dstack", 1, 2, "10.2.0.1"),
+        ({}, ALONE, 0, 1, ""),
+        ({"SLURM_JOB_ID": "77", "SLURM_SUBMIT_HOST": "login"}, ALONE, 0, 1, ""),
+        (TORCHRUN | {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "3"}, "torchrun in Slurm", 1, 3, "10.0.0.7"),
+    ],
+)
+def test_launchers(environ: dict[str, str], launcher: str, rank: int, count: int, head: str) -> None:
+    found = identify_node(environ)
+    assert (found.launcher, found.rank, found.count, found.head) == (launcher, rank, count, head)
+    assert not found.attach_to
+
+
+def test_what_a_launcher_leaves_to_flags() -> None:
+    with pytest.raises(
+        LauncherIncompleteError, match=r"JOB_COMPLETION_INDEX=2; missing is the number of nodes \(--num-nodes\)"
+    ):
+        identify_node(KUBERNETES)
+    with pytest.raises(LauncherIncompleteError, match=r"the head's address \(--head\)"):
+        identify_node(KUBERNETES, count=4)
+    found = identify_node(KUBERNETES, count=4, head="train-0.train")
+    assert (found.rank, found.count, found.head) == (2, 4, "train-0.train")
+    assert found.said_by["rank"] == "JOB_COMPLETION_INDEX=2"
+    assert identify_node(OPEN_MPI, head="10.0.0.1").rank == 1
+    assert identify_node({"JOB_COMPLETION_INDEX": "0"}, count=4).head == "", "the head needs no address of its own"
+
+
+def test_several_tasks_of_volcano_are_not_guessed_at() -> None:
+    environ = VOLCANO | {"VC_MASTER_NUM": "1", "VC_MASTER_HOSTS": "job-master-0.job"}
+    with pytest.raises(LauncherIncompleteError, match="--num-nodes"):
+        identify_node(environ)
+    assert identify_node(environ, rank=2, count=3, head="job-master-0.job").rank == 2
+
+
+def test_flags_settle_everything() -> None:
+    found = identify_node(BEAKER | {"RAY_ADDRESS": "10.9.9.9:6379"}, rank=0, count=1)
+    assert (found.rank, found.count, found.attach_to) == (0, 1, "")
+    assert found.said_by["rank"] == "--node-rank 0"
+    assert identify_node({}, count=1).rank == 0
+
+
+def test_a_cluster_that_is_there_is_attached_to() -> None:
+    assert identify_node(SLURM | {"RAY_ADDRESS": "10.9.9.9:6379"}).attach_to == "10.9.9.9:6379"
+
+
+def test_launchers_that_disagree_are_named() -> None:
+    with pytest.raises(LauncherConflictError) as caught:
+        identify_node(TORCHRUN | SLURM | {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "10.0.0.7"})
+    assert caught.value.field == "node rank"
+    assert set(caught.value.said) == {"torchrun: GROUP_RANK=1", "Slurm: SLURM_NODEID=2"}
+    assert "--node-rank" in str(caught.value)
+    environ = TORCHRUN | SLURM | {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "10.0.0.7"}
+    assert identify_node(environ, rank=1).rank == 1
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        TORCHRUN | {"LOCAL_WORLD_SIZE": "8"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"},
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"},
+    ],
+)
+def test_several_processes_on_a_node_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(LauncherConflictError, match="one process per node"):
+        identify_node(environ, count=2, head="h")
+
+
+@pytest.mark.parametrize(
+    "environ", [BEAKER | {"BEAKER_REPLICA_RANK": "4"}, BEAKER | {"BEAKER_REPLICA_RANK": "-1"}, PAI | {"RANK": "x"}]
+)
+def test_numbers_that_make_no_sense(environ: dict[str, str]) -> None:
+    with pytest.raises(LauncherIncompleteError):
+        identify_node(environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("a,b-2,c.d", ["a", "b-2", "c.d"]),
+        ("gpu[001-003,007]-a,login", ["gpu001-a", "gpu002-a", "gpu003-a", "gpu007-a", "login"]),
+        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
+        ("n[98-101]", ["n98", "n99", "n100", "n101"]),
+        ("n[5]", ["n5"]),
+    ],
+)
+def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
+    assert list(expand_hostlist(text)) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n[a-b]", "n]1", "n[]"])
+def test_what_is_no_host_list(text: str) -> None:
+    with pytest.raises(LauncherIncompleteError, match="a list of hosts"):
+        list(expand_hostlist(text))
