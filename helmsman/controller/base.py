@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +147,11 @@ class SchedulerBase(RoleBook):
 
     def _limit(self, timeout: float | None) -> tuple[float, str]:
         """Seconds that a call may take, and what says so."""
-        return (self.timeouts.call_s, "Timeouts.call_s") if timeout is None else (timeout, "the call's timeout argument")
+        if timeout is None:
+            return self.timeouts.call_s, "Timeouts.call_s"
+        if math.isnan(timeout):
+            raise ValueError("timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
+        return timeout, "the call's timeout argument"
 
     def _packed_call(
         self,

@@ -33,6 +33,8 @@ from helmsman.rpc_server.threads import EngineLoop, EngineThread
 
 ReplyFn = Callable[[Reply, Payload], None]
 
+_REMEMBERED = 10_000
+
 
 class EngineHost:
     """Holds named engines and answers requests.
@@ -52,7 +54,8 @@ class EngineHost:
         self._loop = EngineLoop(f"{identity.worker_id} async")
         self._engines: dict[str, Any] = {}
         self._creating: set[str] = set()
-        self._cancelled: set[object] = set()
+        self._cancelled: dict[object, None] = {}
+        """Requests that were given up before they arrived, if they ever do; of late."""
         self._lock = threading.Lock()
         self._ports = PortLeases()
         self._environment = Environment("node" if seeding else "driver")  # what is not seeded is the driver's own process
@@ -195,7 +198,9 @@ class EngineHost:
             if call.request_id == request_id and call.task is not None:
                 stack = inspection.task_stack(call.task)
                 return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
-        self._cancelled.add(request_id)  # it may not have arrived yet, over a transport that keeps no order
+        self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
+        if len(self._cancelled) > _REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
         return CallState(state="ended")
 
     # --- engines ----------------------------------------------------------------------------------------------------

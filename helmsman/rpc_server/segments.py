@@ -323,6 +323,29 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_spares.after_fork)
 
 
+@functools.cache
+def _leases_tell() -> bool:
+    """Whether this kernel refuses a lease on what somebody has mapped; one that does not would let data change below him."""
+    made = os.memfd_create(_NAME + "lease", os.MFD_CLOEXEC)
+    try:
+        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            os.close(made)
+            made = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            reader = map_memory(made, mmap.PAGESIZE, mmap.MAP_PRIVATE)
+            os.close(made)
+            made = -1
+            refused = not _nobody_else_has_it_open(fd)
+            del reader
+            return refused and _nobody_else_has_it_open(fd)
+        finally:
+            os.close(fd)
+    finally:
+        if made >= 0:
+            os.close(made)
+
+
 def _nobody_else_has_it_open(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -335,7 +358,7 @@ def _nobody_else_has_it_open(fd: int) -> bool:
 def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
     """A mapping to write by, of a memfd that is sealed against all other writes; None where the kernel cannot do so, or has no
     leases: then the memfd can be used once."""
-    if _nobody_else_has_it_open(fd):
+    if _leases_tell() and _nobody_else_has_it_open(fd):
         array = map_memory(fd, size, mmap.MAP_SHARED, owner=os.getpid())
         try:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW") | _F_SEAL_FUTURE_WRITE)

@@ -186,3 +186,9 @@ def test_get_workers_has_one_deadline_for_all(scheduler: Scheduler, role: str) -
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     assert [worker.id for worker in scheduler.get_workers(role)] == workers
+
+
+def test_a_limit_that_is_no_number_is_refused_before_anything_is_sent(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="timeout=nan is not a number of seconds"):
+        engine.call("add", timeout=float("nan"))
+    assert engine.call("add") == 1

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server import segments, wire_payload
 from helmsman.rpc_server.codec import Payload, ResultHandle, decode, encode
-from helmsman.rpc_server.segments import SegmentLocation, ShmSegment, attach, drop_spares, pack
+from helmsman.rpc_server.segments import SegmentLocation, ShmSegment, attach, can_reuse, drop_spares, pack
 from helmsman.rpc_server.wire_payload import WirePayload, from_wire, to_wire
 
 pytestmark = pytest.mark.skipif(not segments.HAS_SEGMENTS, reason="no memfd on this system")
@@ -250,13 +250,19 @@ def test_spare_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(memory.capacity for memory in segments._spares._kept) <= 1 << 20
 
 
-def test_without_leases_segments_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system or a kernel that has none."""
-    monkeypatch.setattr(segments, "_nobody_else_has_it_open", lambda fd: False)
-    for number in range(3):
-        with pack([bytes([number]) * 100_000]) as segment:
-            assert bytes(attach(segment.location)[0]) == bytes([number]) * 100_000
-        assert mapped_segments() == 0
+@pytest.mark.parametrize("granted", [False, True])
+def test_without_leases_that_tell_segments_are_used_once(monkeypatch: pytest.MonkeyPatch, granted: bool) -> None:
+    """As on a kernel that has none, or grants one on what somebody has mapped."""
+    monkeypatch.setattr(segments, "_nobody_else_has_it_open", lambda fd: granted)
+    segments._leases_tell.cache_clear()
+    try:
+        assert not can_reuse()
+        for number in range(3):
+            with pack([bytes([number]) * 100_000]) as segment:
+                assert bytes(attach(segment.location)[0]) == bytes([number]) * 100_000
+            assert mapped_segments() == 0
+    finally:
+        segments._leases_tell.cache_clear()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
