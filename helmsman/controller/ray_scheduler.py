@@ -17,7 +17,7 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.api.scheduler import Job, Timeouts
+from helmsman.api.scheduler import Job, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
@@ -174,8 +174,13 @@ class RayScheduler(SchedulerBase):
         )
 
     def _make_store(self) -> HandleStore:
-        self._values = ControllerStore()
+        self._values = ControllerStore(self._reference_of)
         return self._values
+
+    def _reference_of(self, handle: ResultHandle) -> Any:
+        transport = self._client(handle.worker_id).transport
+        assert isinstance(transport, RayTransport)
+        return transport.publish(handle)
 
     async def _launch(
         self,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import ray
 
 from helmsman.api import errors
-from helmsman.api.scheduler import ResultHandle
+from helmsman.api.scheduler import CONTROLLER, ResultHandle
 from helmsman.controller import placement_group as placement
 from helmsman.controller import ray_state
 from helmsman.controller.channel import Channel, ChannelTransport, Posted
@@ -45,22 +44,18 @@ _SAMPLE = b"helmsman"
 
 
 class ControllerStore(RayHandleStore):
-    """What the script puts: in a segment for workers of this machine, and in Ray's object store once another machine needs
-    it."""
+    """What the script puts.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
+    Args:
+        publish: asks the maker of a value to copy it into Ray's object store; returns its reference. Blocks.
+    """
 
-    def put(self, handle_id: str, payload: Payload) -> bytes:
-        return self._segments.put(handle_id, payload)
-
-    def drop(self, handle_id: str) -> None:
-        self._segments.drop(handle_id)
-        super().drop(handle_id)
+    def __init__(self, publish: Callable[[ResultHandle], Any]) -> None:
+        super().__init__(in_segments=True)
+        self._publish = publish
 
     def as_references(self, payload: Payload) -> Payload:
-        """The same payload, whose handles any node can fetch."""
+        """The same payload, whose handles any node can fetch. Blocks. Raises HandleLostError."""
         if not payload.handles:
             return payload
         handles = [
@@ -70,10 +65,7 @@ class ControllerStore(RayHandleStore):
         return Payload(payload.data, payload.buffers, handles)
 
     def _reference(self, handle: ResultHandle) -> Any:
-        with self._lock:
-            if handle.id not in self._kept:
-                super().put(handle.id, self._segments.fetch(handle))
-            return self._kept[handle.id]
+        return self.publish(handle) if handle.worker_id == CONTROLLER else self._publish(handle)
 
 
 class RayTransport(ChannelTransport):
@@ -128,6 +120,18 @@ class RayTransport(ChannelTransport):
             on_lost=self._collect_all,
         )
         self._watch = asyncio.ensure_future(self._watch_end())
+
+    def publish(self, handle: ResultHandle) -> Any:
+        """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""
+        try:
+            return ray.get(self._actor.publish.remote(handle))[0]
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, errors.HandleLostError):
+                raise error.cause from None
+            raise errors.ProtocolError(f"{self._worker_id}: the server in the worker failed: {error}") from error
+        except ray.exceptions.RayError as error:
+            reason = f"its worker has ended: {_reason_text(error)}"
+            raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
 
     async def _watch_end(self) -> None:
         """A connection to a node that vanishes does not end by itself; Ray tells of it."""

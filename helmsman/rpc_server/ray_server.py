@@ -32,20 +32,27 @@ from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
 
 
 class RayHandleStore:
-    """Keeps results in Ray's object store; a handle carries the reference, which Ray counts as a borrowed one. It also fetches
-    what the controller put into a segment on this machine."""
+    """Keeps results: in segments for processes of this machine, and in Ray's object store once another machine needs them, or
+    from the start where the controller is on another machine.
 
-    def __init__(self) -> None:
-        self._kept: dict[str, ray.ObjectRef[Payload]] = {}
+    A handle carries the location of a segment, or a reference, which Ray counts as a borrowed one.
+    """
+
+    def __init__(self, *, in_segments: bool = False) -> None:
+        self.in_segments = in_segments
         self._segments = SegmentStore()
+        self._references: dict[str, ray.ObjectRef[Payload]] = {}
+        self._lock = threading.Lock()
 
     def put(self, handle_id: str, payload: Payload) -> Any:
-        """Keep a payload; its location is its reference."""
-        self._kept[handle_id] = ray.put(payload)
-        return self._kept[handle_id]
+        """Keep a payload; returns its location."""
+        if self.in_segments:
+            return self._segments.put(handle_id, payload)
+        self._references[handle_id] = ray.put(payload)
+        return self._references[handle_id]
 
     def fetch(self, handle: ResultHandle) -> Payload:
-        """The payload of a handle, mapped from this node's object store; Ray brings it there when it lies on another."""
+        """The payload of a handle, mapped from its segment or from this node's object store, where Ray brings it."""
         if isinstance(handle.location, bytes):
             return self._segments.fetch(handle)
         try:
@@ -54,9 +61,18 @@ class RayHandleStore:
             raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=str(error)) from error
         return payload
 
+    def publish(self, handle: ResultHandle) -> ray.ObjectRef[Payload]:
+        """A reference to what is kept here in a segment, for other machines; copied into Ray's store the first time. Raises
+        HandleLostError."""
+        with self._lock:
+            if handle.id not in self._references:
+                self._references[handle.id] = ray.put(self._segments.fetch(handle))
+            return self._references[handle.id]
+
     def drop(self, handle_id: str) -> None:
-        """Forget the reference."""
-        self._kept.pop(handle_id, None)
+        """Forget a value."""
+        self._segments.drop(handle_id)
+        self._references.pop(handle_id, None)
 
 
 _PUT_FROM_BYTES = 1 << 20
@@ -158,7 +174,8 @@ class RayRPCServer:
         tag = f"{identity.run_id}/{identity.worker_id}/{secrets.token_hex(4)}"
         os.environ[guardian.TAG_VARIABLE] = tag
         guardian.spawn_guardian(tag, identity.log_path)
-        self._host = EngineHost(identity, RayHandleStore())
+        self._store = RayHandleStore()
+        self._host = EngineHost(identity, self._store)
         self._host.engine_thread.start("engine")
 
     @_control
@@ -167,6 +184,7 @@ class RayRPCServer:
         to see whether it can be mapped here. Raises OSError."""
         listener = channel.listen(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         shares_memory = sample is not None and can_attach(sample)
+        self._store.in_segments = shares_memory
         self._channel = channel.ChannelServer(
             listener, key, self._host, shares_memory=shares_memory, in_turn=self._in_turn, keep_apart=_frozen
         )
@@ -186,6 +204,11 @@ class RayRPCServer:
     async def forget(self, request_ids: list[int]) -> None:
         """The controller has the replies that it collected."""
         self._channel.forget(request_ids)
+
+    @_control
+    async def publish(self, handle: ResultHandle) -> list[ray.ObjectRef[Payload]]:
+        """The reference of what a handle stands for, in a list, since Ray would resolve a bare one."""
+        return [await asyncio.to_thread(self._store.publish, handle)]
 
     @_control
     async def live(self) -> None:

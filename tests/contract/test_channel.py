@@ -10,6 +10,7 @@ import struct
 import pytest
 import torch
 
+from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, WorkerState
 from helmsman.controller.channel import Channel
 from helmsman.controller.loop import background_loop
@@ -123,3 +124,24 @@ def test_without_it_calls_go_by_way_of_ray(backend: str, own: Engine, gate: Gate
     assert any(status.health is not None and str(status.health.running).endswith("wait") for status in health)
     gate.open()
     assert waiting.result(LIMIT_S) == 4
+
+
+def test_what_is_kept_on_one_machine_reaches_workers_of_others(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in a segment until a worker that cannot map that wants it."""
+    scheduler.create_workers(Job(role=f"{role}-near", replicas=2))
+    near, neighbour = (Engine.create(scheduler, f"{role}-near/{index}", Counter) for index in range(2))
+    monkeypatch.setattr("helmsman.controller.ray_transport.HAS_SEGMENTS", False)
+    scheduler.create_workers(Job(role=f"{role}-far", replicas=2))
+    far = [Engine.create(scheduler, f"{role}-far/{index}", Counter) for index in range(2)]
+    kept = scheduler.call_engine(near.worker_id, "make", near.name, 1 << 20, rpc_meta={"keep": True})
+    put = scheduler.put(torch.full((1 << 20,), 3))
+    apart = scheduler.call_engine(far[0].worker_id, "make", far[0].name, 1 << 10, rpc_meta={"keep": True})
+    for engine in (neighbour, *far, near, far[0]):
+        assert engine.call("total", kept, put, apart) == (7 << 20) + (3 << 20) + (7 << 10)
+    assert scheduler.get(kept).sum() == 7 << 20
+    for handle in (kept, put, apart):
+        scheduler.release(handle)
+        with pytest.raises(errors.HandleLostError, match="was released"):
+            far[1].call("total", handle)
