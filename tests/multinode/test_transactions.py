@@ -194,8 +194,8 @@ def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, run: R
 def _is_leaked(nodes: Nodes, free: object) -> bool:
     """Whether something is held although there is no group.
 
-    Ray keeps a bundle for ever when a group is removed in the moment in which its nodes are asked. The controller removes groups
-    so that this is rare, and cannot rule it out: a millisecond lies between its look at a group and the removal.
+    Ray keeps a bundle for ever when a group is removed in the moment in which its nodes are asked. The controller removes
+    groups so that this is rare, and cannot rule it out: a millisecond lies between its look at a group and the removal.
     """
     until = time.monotonic() + 10.0
     while nodes.free() != free:
