@@ -45,8 +45,6 @@ class Nodes:
     """A running cluster."""
 
     def __init__(self, shapes: list[dict[str, Any]]) -> None:
-        self.is_leaked = False
-        """Whether Ray itself holds something for ever; a test says so that has made sure of it."""
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB})
         try:
             for shape in shapes:
@@ -122,6 +120,4 @@ def left_as_found(nodes: Nodes) -> Iterator[None]:
     """What is free after the test is what was free before it."""
     before = nodes.free()
     yield
-    if nodes.is_leaked:
-        return
     wait_until(lambda: nodes.free() == before, f"free as before: {before}", limit_s=10.0)

@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -172,16 +171,13 @@ def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, run: R
     try:
         assert json.loads(other.stdout.readline()) == "ready"
         free = nodes.free()
-        for number in range(200):
+        for _ in range(200):
             ours, theirs = _random_jobs(random_), _random_jobs(random_)
             other.stdin.write(msgspec.json.encode(theirs).decode() + "\n")
             other.stdin.flush()
-            told = [submit(admit_and_free(run._prefix, ours)).result(60), json.loads(other.stdout.readline())]
-            outcomes.update(told)
+            outcomes[submit(admit_and_free(run._prefix, ours)).result(60)] += 1
+            outcomes[json.loads(other.stdout.readline())] += 1
             assert _groups() == []
-            if "refused" in told and _is_leaked(nodes, free):
-                nodes.is_leaked = True
-                pytest.xfail(f"Ray holds a bundle of no group since round {number}: {nodes.free()} of {free} are free")
         other.stdin.close()
         assert other.wait(30) == 0
     finally:
@@ -189,20 +185,6 @@ def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, run: R
         other.wait()
     wait_until(lambda: nodes.free() == free, "everything is free again")
     assert outcomes == {"placed": 400}
-
-
-def _is_leaked(nodes: Nodes, free: object) -> bool:
-    """Whether something is held although there is no group.
-
-    Ray keeps a bundle for ever when a group is removed in the moment in which its nodes are asked. The controller removes
-    groups so that this is rare, and cannot rule it out: a millisecond lies between its look at a group and the removal.
-    """
-    until = time.monotonic() + 10.0
-    while nodes.free() != free:
-        if time.monotonic() > until:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def _random_jobs(random_: random.Random) -> list[Job]:
