@@ -81,9 +81,9 @@ def identify_node(
             attach_to=address,
             said_by={"attach_to": f"RAY_ADDRESS={address}"},
         )
-    found = [said for read in _LAUNCHERS if (said := read(environ)) is not None] or [
-        said for said in [_generic(environ)] if said is not None
-    ]
+    found = [said for read in _LAUNCHERS if (said := read(environ)) is not None]
+    if not found and (said := _generic(environ)) is not None:
+        found = [said]
     for said in found:
         _require_one_process(said)
     facts = {field: _agreed(field, flags, found) for field in ("rank", "count", "head")}
@@ -165,40 +165,30 @@ def _text(environ: Mapping[str, str], name: str) -> Fact | None:
     return Fact(text, f"{name}={text}") if text else None
 
 
-def _beaker(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "BEAKER_REPLICA_RANK")
-    if rank is None:
-        return None
-    return Said(
-        launcher="Beaker",
-        rank=rank,
-        count=_number(environ, "BEAKER_REPLICA_COUNT"),
-        head=_text(environ, "BEAKER_LEADER_REPLICA_HOSTNAME"),
-    )
+class _Variables(msgspec.Struct, frozen=True):
+    """A launcher that says each thing in a variable of its own."""
 
+    launcher: str
+    rank: str
+    count: str = ""
+    head: str = ""
+    processes_per_node: str = ""
+    marker: str = ""
+    """What tells that it is there; its rank where that is ''."""
+    unless: str = ""
+    """What tells that another speaks for it."""
 
-def _torchrun_child(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "GROUP_RANK")
-    if rank is None:
-        return None
-    return Said(
-        launcher="torchrun",
-        rank=rank,
-        count=_number(environ, "GROUP_WORLD_SIZE"),
-        head=_text(environ, "MASTER_ADDR"),
-        processes_per_node=_number(environ, "LOCAL_WORLD_SIZE"),
-    )
-
-
-def _torchrun_arguments(environ: Mapping[str, str]) -> Said | None:
-    if "GROUP_RANK" in environ or "PET_NNODES" not in environ:
-        return None
-    return Said(
-        launcher="torchrun's PET variables",
-        rank=_number(environ, "PET_NODE_RANK"),
-        count=_number(environ, "PET_NNODES"),
-        head=_text(environ, "PET_MASTER_ADDR"),
-    )
+    def read(self, environ: Mapping[str, str]) -> Said | None:
+        """What it says; None where it is not there."""
+        if not environ.get(self.marker or self.rank) or self.unless in environ:
+            return None
+        return Said(
+            launcher=self.launcher,
+            rank=_number(environ, self.rank),
+            count=_number(environ, self.count),
+            head=_text(environ, self.head),
+            processes_per_node=_number(environ, self.processes_per_node),
+        )
 
 
 def _slurm(environ: Mapping[str, str]) -> Said | None:
@@ -235,54 +225,34 @@ def _volcano(environ: Mapping[str, str]) -> Said | None:
     return Said(launcher="Volcano", rank=rank, count=_number(environ, f"VC_{tasks[0]}_NUM"), head=head)
 
 
-def _dstack(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "DSTACK_NODE_RANK")
-    if rank is None:
-        return None
-    return Said(
-        launcher="dstack",
-        rank=rank,
-        count=_number(environ, "DSTACK_NODES_NUM"),
-        head=_text(environ, "DSTACK_MASTER_NODE_IP"),
-    )
-
-
-def _open_mpi(environ: Mapping[str, str]) -> Said | None:
-    rank, size = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_SIZE")
-    if rank is None:
-        return None
-    return Said(launcher="Open MPI", rank=rank, count=size, processes_per_node=_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"))
-
-
-def _kubernetes(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "JOB_COMPLETION_INDEX")
-    return None if rank is None else Said(launcher="a Kubernetes Indexed Job", rank=rank)
-
-
-def _generic(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "RANK")
-    if rank is None:
-        return None
-    return Said(
-        launcher="RANK and WORLD_SIZE (PAI-DLC)",
-        rank=rank,
-        count=_number(environ, "WORLD_SIZE"),
-        head=_text(environ, "MASTER_ADDR"),
-    )
-
-
 _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
-    _beaker,
-    _torchrun_child,
-    _torchrun_arguments,
+    _Variables("Beaker", rank="BEAKER_REPLICA_RANK", count="BEAKER_REPLICA_COUNT", head="BEAKER_LEADER_REPLICA_HOSTNAME").read,
+    _Variables(
+        "torchrun", rank="GROUP_RANK", count="GROUP_WORLD_SIZE", head="MASTER_ADDR", processes_per_node="LOCAL_WORLD_SIZE"
+    ).read,
+    _Variables(
+        "torchrun's PET variables",
+        rank="PET_NODE_RANK",
+        count="PET_NNODES",
+        head="PET_MASTER_ADDR",
+        marker="PET_NNODES",
+        unless="GROUP_RANK",
+    ).read,
     _skypilot,
     _volcano,
-    _dstack,
-    _open_mpi,
-    _kubernetes,
+    _Variables("dstack", rank="DSTACK_NODE_RANK", count="DSTACK_NODES_NUM", head="DSTACK_MASTER_NODE_IP").read,
+    _Variables(
+        "Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        count="OMPI_COMM_WORLD_SIZE",
+        processes_per_node="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ).read,
+    _Variables("a Kubernetes Indexed Job", rank="JOB_COMPLETION_INDEX").read,
     _slurm,
 )
 """Those that may run inside another before that one."""
+
+_generic = _Variables("RANK and WORLD_SIZE (PAI-DLC)", rank="RANK", count="WORLD_SIZE", head="MASTER_ADDR").read
 
 
 _HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
