@@ -40,6 +40,8 @@ _REMAINS_S = 1.5
 _PUT_IN_THREAD_BYTES = 1 << 20
 _CONNECT_S = 3.0
 """How long connecting and proving may take before calls go by way of Ray instead."""
+_PUBLISH_S = 60.0
+"""Longest wait for a worker to copy what it keeps into Ray's object store."""
 _SAMPLE = b"helmsman"
 
 
@@ -124,7 +126,10 @@ class RayTransport(ChannelTransport):
     def publish(self, handle: ResultHandle) -> Any:
         """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""
         try:
-            return ray.get(self._actor.publish.remote(handle))[0]
+            return ray.get(self._actor.publish.remote(handle), timeout=_PUBLISH_S)[0]
+        except ray.exceptions.GetTimeoutError as error:
+            reason = f"its worker did not hand it over within {_PUBLISH_S:g} s"
+            raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, errors.HandleLostError):
                 raise error.cause from None
