@@ -35,23 +35,24 @@ from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.ray_holders import describe_holders, is_held_by_run
-from helmsman.controller.ray_state import GroupPhase
+from helmsman.controller.ray_state import GroupPhase, GroupProgress
 from helmsman.controller.resources import Resources
 from helmsman.controller.transport import TransportLostError
 from helmsman.rpc_server.ray_server import Granted, granted_here
 
 _POLL_S = (0.005, 0.1)
 """First and longest pause between two looks at groups that were asked for."""
-_REFUSED_S, _STALLED_S = 0.1, 1.0
-"""Without one more group created for so long, what the plan counted on has been taken by somebody else: where the head has
-found no room, and where it still asks nodes."""
+_STALLED_S = 1.0
+"""Nodes that are asked and grant nothing for so long do not grant what the plan counted on."""
 _PAUSE_S = (0.05, 0.5)
 """First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
 _TELL_S = (2.0, 30.0)
 """A start that waits says so after so long, and again whenever so much more has passed."""
+_RETRY_NEAR_S = 0.03
+"""A waiting group is not removed when the head may try it again so soon."""
 _SETTLE_S = 10.0
-"""Longest wait for groups in flight before they are removed all the same. Milliseconds; but on a busy machine a node may take
-seconds to answer, and a bundle that is lost to a removal in between is lost for ever."""
+"""Longest wait for groups in flight before they are removed all the same. At most a second is usual; but on a busy machine a
+node may take seconds to answer."""
 _REMOVE_S = _SETTLE_S + 3.0
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class _Request(msgspec.Struct, frozen=True):
     role: PlannedRole
     instance: PlannedInstance
     group: PlacementGroup
+    asked_at: float
+    """Monotonic time, no later than the head took the request."""
 
     @property
     def id(self) -> str:
@@ -143,7 +146,8 @@ async def _request(
         for role in plan.roles:
             for planned in role.instances:
                 instance = _by_device(planned, role.accelerator) if per_device else planned
-                requests.append(_Request(role, instance, _create(role, instance, prefix)))
+                asked_at = time.monotonic()
+                requests.append(_Request(role, instance, _create(role, instance, prefix), asked_at))
 
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(_remove, requests)
@@ -187,16 +191,19 @@ def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> Placem
 async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> list[_Request]:
     """Wait until all groups are created; returns those that are not when nothing more comes.
 
+    Where the head has found no room, what the plan counted on has been taken by somebody else: a new plan is the quicker way
+    than the head's next attempt, up to a second later.
+
     One look at the table for all groups and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
     """
     waiting, since, pause_s = list(requests), time.monotonic(), _POLL_S[0]
     while True:
-        phases = await in_thread(ray_state.group_phases, [request.id for request in waiting])
-        left = [request for request in waiting if phases[request.id] is not GroupPhase.CREATED]
+        progress = await in_thread(ray_state.group_progress, [request.id for request in waiting])
+        left = [request for request in waiting if progress[request.id].phase is not GroupPhase.CREATED]
         if len(left) < len(waiting):
             waiting, since, pause_s = left, time.monotonic(), _POLL_S[0]
-        in_flight = GroupPhase.IN_FLIGHT in phases.values()
-        if not left or deadline.passed or time.monotonic() - since > (_STALLED_S if in_flight else _REFUSED_S):
+        in_flight = any(each.phase is GroupPhase.IN_FLIGHT for each in progress.values())
+        if not left or not in_flight or deadline.passed or time.monotonic() - since > _STALLED_S:
             return left
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_S[1])
@@ -253,21 +260,34 @@ async def _remove(requests: Sequence[_Request]) -> None:
 
 
 def _remove_in_order(requests: Sequence[_Request]) -> None:
-    """Remove what waits before what is created, and what is in flight only once it is either.
+    """Remove what waits before what is created, and nothing while the head asks its nodes or is about to.
 
-    A group whose removal overtakes the questions to its nodes leaves a bundle held on one of them for ever (seen with Ray 2.60,
-    about once in a hundred rounds of two controllers). Removing created groups first would put the waiting ones in flight.
+    A group that is removed in that moment leaves a bundle held on a node for ever (Ray 2.60: the removal lets go of what is
+    committed, not of what nodes have prepared). Between two of its attempts the head leaves a waiting group alone, and says
+    how long. Removing created groups first would make room for the waiting ones.
     """
     left = {request.id: request for request in requests}
     until = time.monotonic() + _SETTLE_S
     while left:
-        phases = ray_state.group_phases(left)
-        now = [group_id for group_id in left if phases[group_id] is GroupPhase.WAITING]
-        if not now and GroupPhase.IN_FLIGHT in phases.values() and time.monotonic() < until:
-            time.sleep(_POLL_S[0])
+        progress = ray_state.group_progress(left)
+        unsettled = [id_ for id_ in left if progress[id_].phase in (GroupPhase.WAITING, GroupPhase.IN_FLIGHT)]
+        if unsettled and time.monotonic() < until:
+            removed = [id_ for id_ in unsettled if _remove_between_attempts(left[id_], progress[id_])]
+            for id_ in removed:
+                del left[id_]
+            if not removed:
+                time.sleep(_POLL_S[0])
             continue
-        for group_id in now or list(left):
-            remove_placement_group(left.pop(group_id).group)
+        for id_ in unsettled or list(left):
+            remove_placement_group(left.pop(id_).group)
+
+
+def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool:
+    since_s = time.monotonic() - request.asked_at  # a little more than the head counts, so the retry is never later than this
+    if progress.phase is not GroupPhase.WAITING or not progress.tried_s < since_s < progress.retry_s - _RETRY_NEAR_S:
+        return False
+    remove_placement_group(request.group)
+    return True
 
 
 def _silent_nodes(node_ids: set[str]) -> set[str]:

@@ -121,32 +121,56 @@ class GroupPhase(Enum):
     """How far the head is with a placement group."""
 
     WAITING = "waiting"
-    """There is no room for it; it holds nothing."""
+    """There was no room for it when the head last tried; it holds nothing until the head tries again."""
     IN_FLIGHT = "in flight"
-    """Its nodes are being asked."""
+    """The head has not tried yet, or asks its nodes just now."""
     CREATED = "created"
     GONE = "gone"
     """Removed, or never known."""
 
 
-def group_phases(ids: Iterable[str]) -> dict[str, GroupPhase]:
+class GroupProgress(msgspec.Struct, frozen=True):
+    """How far the head is with a placement group, and when it tries again; times in seconds since it took the request."""
+
+    phase: GroupPhase
+    tried_s: float = 0.0
+    """When it last tried."""
+    retry_s: float = 0.0
+    """It does not try again before this."""
+
+
+def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
     """How far the head is with each of these groups."""
-    found = dict.fromkeys(ids, GroupPhase.GONE)
+    found = dict.fromkeys(ids, GroupProgress(GroupPhase.GONE))
     for data in state._connect_and_get_accessor().get_placement_group_table():
         row = _GroupState.FromString(data)
         if (group_id := row.placement_group_id.hex()) in found:
-            found[group_id] = _phase(row)
+            found[group_id] = _progress(row)
     return found
 
 
-def _phase(row: Any) -> GroupPhase:
+_FIRST_RETRY_MS, _LAST_RETRY_MS, _RETRY_GROWTH = 100.0, 1000.0, 1.5
+"""Ray's default pauses after an attempt that found no room (gcs_create_placement_group_retry_*)."""
+_ASKED_S = 0.3
+"""A node answers the head within this, but for a machine that stands still."""
+
+
+def _progress(row: Any) -> GroupProgress:
     if row.state == _GroupState.CREATED:
-        return GroupPhase.CREATED
+        return GroupProgress(GroupPhase.CREATED)
     if row.state == _GroupState.REMOVED:
-        return GroupPhase.GONE
-    stage = _tables.PlacementGroupStats
-    waits = row.state == _GroupState.PENDING and row.stats.scheduling_state in (stage.NO_RESOURCES, stage.INFEASIBLE)
-    return GroupPhase.WAITING if waits else GroupPhase.IN_FLIGHT
+        return GroupProgress(GroupPhase.GONE)
+    stage, stats = _tables.PlacementGroupStats, row.stats
+    if stats.scheduling_state == stage.INFEASIBLE:
+        return GroupProgress(GroupPhase.WAITING, retry_s=float("inf"))
+    tried_s = (stats.scheduling_started_time_ns - stats.creation_request_received_ns) / 1e9
+    retry_s = tried_s + stats.highest_retry_delay_ms / 1e3
+    if row.state != _GroupState.PENDING or stats.scheduling_state != stage.NO_RESOURCES:
+        return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
+    # NO_RESOURCES stays while the head asks nodes in a further attempt. It lengthens the pause only when that has failed.
+    failed_ms = min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (stats.scheduling_attempt - 1))
+    told_apart = int(failed_ms) == int(stats.highest_retry_delay_ms) and failed_ms < _LAST_RETRY_MS
+    return GroupProgress(GroupPhase.WAITING, tried_s if told_apart else tried_s + _ASKED_S, retry_s)
 
 
 def _node_of(bundle: Any) -> str:
