@@ -168,9 +168,16 @@ def _progress(row: Any) -> GroupProgress:
     if row.state != _GroupState.PENDING or stats.scheduling_state != stage.NO_RESOURCES:
         return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
     # NO_RESOURCES stays while the head asks nodes in a further attempt. It lengthens the pause only when that has failed.
-    failed_ms = min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (stats.scheduling_attempt - 1))
-    told_apart = int(failed_ms) == int(stats.highest_retry_delay_ms) and failed_ms < _LAST_RETRY_MS
+    pause_ms = int(stats.highest_retry_delay_ms)
+    if pause_ms < _LAST_RETRY_MS and pause_ms == _pause_ms(stats.scheduling_attempt - 1):
+        return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
+    told_apart = pause_ms < _LAST_RETRY_MS and pause_ms == _pause_ms(stats.scheduling_attempt)
     return GroupProgress(GroupPhase.WAITING, tried_s if told_apart else tried_s + _ASKED_S, retry_s)
+
+
+def _pause_ms(attempts: int) -> int:
+    """Ray's pause after so many attempts that found no room; 0 before the first."""
+    return int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1))) if attempts else 0
 
 
 def _node_of(bundle: Any) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +139,58 @@ def test_two_runs_with_the_same_role_names_never_meet(make_run: Callable[..., Ra
     assert both[1].call("add", 7) == 7
     one.delete_workers()
     assert both[1].call("add", 1) == 8
+
+
+def test_a_group_whose_node_is_being_asked_is_removed_only_when_it_has_answered(nodes: Nodes, run: RayScheduler) -> None:
+    """Or the node would keep the bundle for ever: the head tells it nothing of a removal that overtakes its question."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from helmsman.controller import placement_group as ours
+    from helmsman.controller import ray_state
+
+    node = nodes.cluster.list_all_nodes()[-1]
+    raylet = node.all_processes["raylet"][0].process.pid
+    bundle, selector = [{"GPU": 8.0}], [{ray_state.NODE_ID_LABEL: node.node_id}]
+
+    def stopped_while_asked() -> tuple[Any, float]:
+        """The head sees what is freed 0.1 s later and tries again within a second; in between the node is stopped."""
+        holder = placement_group(bundle, bundle_label_selector=selector)
+        wait_until(lambda: _progress(holder).phase.value == "created", "the holder is created")
+        asked_at = time.monotonic()
+        waiting = placement_group(bundle, bundle_label_selector=selector)
+        wait_until(lambda: _progress(waiting).phase.value == "waiting", "there is no room for the other")
+        remove_placement_group(holder)
+        wait_until(lambda: nodes.free()[node.node_id].get("GPU") == 8 or _progress(waiting).phase.value != "waiting", "room")
+        os.kill(raylet, signal.SIGSTOP)
+        wait_until(lambda: _progress(waiting).phase.value != "waiting", "the head has tried again")
+        return waiting, asked_at
+
+    try:
+        for _ in range(20):
+            waiting, asked_at = stopped_while_asked()
+            if asked := _progress(waiting).phase.value == "in flight":
+                break
+            os.kill(raylet, signal.SIGCONT)
+            remove_placement_group(waiting)
+            wait_until(lambda: nodes.free()[node.node_id].get("GPU") == 8, "free for another round")
+        assert asked
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            request = ours._Request(None, None, waiting, asked_at)  # type: ignore[arg-type]
+            removing = pool.submit(ours._remove_in_order, [request])
+            with pytest.raises(concurrent.futures.TimeoutError):
+                removing.result(1.0)
+            assert _progress(waiting).phase.value == "in flight"
+            os.kill(raylet, signal.SIGCONT)
+            removing.result(30)
+    finally:
+        os.kill(raylet, signal.SIGCONT)
+    assert _groups() == []
+
+
+def _progress(group: Any) -> Any:
+    from helmsman.controller import ray_state
+
+    return ray_state.group_progress([group.id.hex()])[group.id.hex()]
 
 
 @pytest.mark.slow
