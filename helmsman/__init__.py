@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from helmsman.api.scheduler import Worker as Worker
     from helmsman.api.topology import RankInfo as RankInfo
     from helmsman.api.worker_group import GroupWorker as GroupWorker
+    from helmsman.controller.bootstrap.initialize import initialize as initialize
     from helmsman.controller.cluster import Cluster as Cluster
     from helmsman.controller.factory import make_scheduler as make_scheduler
     from helmsman.controller.inline import InlineScheduler as InlineScheduler
@@ -83,6 +84,7 @@ _HOMES = {
     "Worker": "helmsman.api.scheduler",
     "current_platform": "helmsman.api.platforms",
     "get_placement_group_master_ip_and_port": "helmsman.controller.ray_scheduler",
+    "initialize": "helmsman.controller.bootstrap.initialize",
     "make_scheduler": "helmsman.controller.factory",
     "register": "helmsman.api.dispatch",
 }

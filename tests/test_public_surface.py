@@ -46,6 +46,7 @@ PUBLIC = [
     "Worker",
     "current_platform",
     "get_placement_group_master_ip_and_port",
+    "initialize",
     "make_scheduler",
     "register",
 ]

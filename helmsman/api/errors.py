@@ -20,6 +20,13 @@ HelmsmanError
 ├── LauncherError (ValueError)            flags and variables that do not say which node of how many this is
 │   ├── LauncherConflictError
 │   └── LauncherIncompleteError
+├── BootstrapError                        a cluster that does not come up, or that this node has to leave; has an exit_code
+│   ├── UnfitNodeError (ValueError)       this node cannot take part as it is
+│   ├── NotJoinedError (TimeoutError)     nodes, or the head, have not come within the time
+│   ├── NodeRefusedError (PermissionError)  the head does not take this node
+│   ├── RayDiedError                      Ray's own processes on this node have ended
+│   ├── HeadLostError (ConnectionError)   the head cannot be reached any more
+│   └── StrangeClusterError (ConnectionError)  what answers at the address is not this run's cluster
 ├── StartError                            nothing of the job remains when one of these is raised
 │   ├── PlacementInfeasibleError
 │   ├── PlacementTimeoutError (TimeoutError)
@@ -315,6 +322,59 @@ class LauncherIncompleteError(LauncherError):
             missing=tuple(missing),
             said=tuple(said),
         )
+
+
+# --- bootstrap --------------------------------------------------------------------------------------------------------
+
+
+class BootstrapError(HelmsmanError):
+    """A cluster that does not come up, or that this node has to leave.
+
+    Args:
+        log: the end of what the failing program has printed.
+    """
+
+    exit_code: int = 90
+    """With which ``helmsman up`` ends."""
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        super().__init__(f"{message}; the end of what it printed:\n{log}" if log else message)
+
+
+class UnfitNodeError(BootstrapError, ValueError):
+    """This node cannot take part as it is: a port, its address, its shared memory, or what it was told."""
+
+    exit_code = 90
+
+
+class NotJoinedError(BootstrapError, TimeoutError):
+    """Nodes, or the head, have not come within the time, or left before the run began."""
+
+    exit_code = 91
+
+
+class NodeRefusedError(BootstrapError, PermissionError):
+    """The head does not take this node: another token, other versions, a rank that is taken."""
+
+    exit_code = 92
+
+
+class RayDiedError(BootstrapError):
+    """Ray's own processes on this node have ended, or did not start."""
+
+    exit_code = 93
+
+
+class HeadLostError(BootstrapError, ConnectionError):
+    """The head cannot be reached any more; whether the run goes on is not known here."""
+
+    exit_code = 94
+
+
+class StrangeClusterError(BootstrapError, ConnectionError):
+    """What answers at the address is not the cluster of this run."""
+
+    exit_code = 95
 
 
 # --- starts -----------------------------------------------------------------------------------------------------------

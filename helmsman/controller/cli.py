@@ -1,4 +1,4 @@
-"""The command line: ``helmsman plan``, ``doctor``, ``env``, ``runs`` and ``clean``."""
+"""The command line: ``helmsman up``, ``plan``, ``doctor``, ``env``, ``runs`` and ``clean``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job
 from helmsman.controller.advice import advise
+from helmsman.controller.bootstrap.up import add_command as add_up
 from helmsman.controller.clean import Leftover, age, describe, leftovers, remove
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.doctor import diagnose, skew_s
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="helmsman", description="Plans, environments and leftovers of Helmsman runs.")
+    parser = argparse.ArgumentParser(
+        prog="helmsman", description="Clusters, plans, environments and leftovers of Helmsman runs."
+    )
     parser.add_argument("--version", action="version", version=f"helmsman {importlib.metadata.version('helmsman')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -70,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--all", action="store_true", help="of a cluster, also what is in order")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.set_defaults(run=_doctor)
+
+    add_up(commands)
 
     env = commands.add_parser("env", help="which variables of this shell reach workers, and by which rule")
     env.add_argument("--all", action="store_true", help="also those that reach none")

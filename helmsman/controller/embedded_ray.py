@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from helmsman.api.errors import StrangeClusterError
+from helmsman.controller.bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller.loop import submit
 from helmsman.controller.ray_forks import RayForks
 from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
@@ -83,6 +85,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
     starting = submit(init())
     try:
         starting.result()
+        _require_own_run(address)
         if address == "local":
             _guard_raylet(f"{run_id}/ray")
     except BaseException:
@@ -93,6 +96,22 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
     finally:
         if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
+
+
+def _require_own_run(address: str) -> None:
+    """Under ``helmsman up``: what was joined by RAY_ADDRESS must be the cluster that it has started. An earlier one, or that of
+    another job, may have taken its port."""
+    run_id = os.environ.get(RUN_VARIABLE)
+    if not run_id or address != os.environ.get("RAY_ADDRESS"):
+        return
+    import ray
+
+    runs = {str(node["Labels"].get(RUN_LABEL)) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    if run_id not in runs:
+        raise StrangeClusterError(
+            f"the cluster at {address} is not that of this run: its nodes belong to {', '.join(sorted(runs)) or 'none'}, and "
+            f"this script was started on run {run_id} ({RUN_VARIABLE}). That run's cluster has most likely ended: start it again"
+        )
 
 
 _forks: list[RayForks] = []

@@ -126,8 +126,8 @@ def observe(
         python=platform.python_version(),
         kernel=f"{platform.system()} {platform.release()}",
         cpus=os.cpu_count() or 1,
-        cpus_allowed=_cpus_allowed(),
-        memory=_memory(),
+        cpus_allowed=cpus_allowed(environ),
+        memory=memory_allowed(),
         shm_total=shm[0],
         shm_free=shm[1],
         open_files=_limited(soft),
@@ -330,15 +330,18 @@ def _read(path: str) -> str:
         return ""
 
 
-def _cpus_allowed() -> float:
+def cpus_allowed(environ: Mapping[str, str]) -> float:
+    """CPUs that this process may use: by its affinity, its control group, and what Slurm says that it has allocated."""
     cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
         cpus = min(cpus, int(quota) / int(period))
-    return cpus
+    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(cpus, float(allocated)) if allocated.isdecimal() else cpus
 
 
-def _memory() -> int:
+def memory_allowed() -> int:
+    """Bytes of memory of this machine, or of the control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max")
     return min(total, int(limit)) if limit.isdigit() else total

@@ -25,7 +25,7 @@ def choose_address(address: str | None) -> str | None:
     if wanted == "auto":
         wanted = _the_one_on_this_machine()
     if not ray.is_initialized():
-        _require_answer(wanted)
+        require_answer(wanted)
         return wanted
     connected = ray.get_runtime_context().gcs_address
     if address is not None and wanted != connected:
@@ -37,7 +37,7 @@ def choose_address(address: str | None) -> str | None:
     return None
 
 
-def _require_answer(address: str) -> None:
+def require_answer(address: str) -> None:
     """Raise ClusterNotFoundError within seconds where nobody listens; Ray itself would try for a minute."""
     host, _, port = address.rpartition(":")
     if address == "local" or not port.isdecimal():

@@ -1,0 +1,200 @@
+"""The connections between the head's supervisor and those of the other nodes: proved, framed, and heard of every second.
+
+They say what Ray does not: who is missing, that a run has ended and how, why a node leaves. Nothing is decoded before the peer
+has proved that it has the run's secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import socket
+from collections.abc import AsyncIterator, Mapping
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server.proof import PROOF_LIMIT_S, connect_tcp, prove_as_server
+
+BEAT_S = 1.0
+SILENT_S = 12.0
+"""A peer that says nothing for so long cannot be reached."""
+_LENGTH_BYTES = 4
+_MOST_BYTES = 1 << 20
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """What supervisors say to each other."""
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First word of a node."""
+
+    rank: int
+    count: int
+    hostname: str
+    address: str
+    versions: Mapping[str, str]
+    num_devices: int
+    device_kind: str
+    run_id: str = ""
+    """Of the run that it belonged to before the connection was lost."""
+
+
+class Refused(Message, frozen=True):
+    """The head does not take the node."""
+
+    reason: str
+    ended: bool = False
+    """The node belonged to an earlier run on this port, which has ended."""
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The head takes the node."""
+
+    run_id: str
+    variables: Mapping[str, str]
+    """Ray's, which are the same everywhere."""
+    token: str = ""
+    """Of the Ray cluster, where the user has given no secret from which both make it."""
+
+
+class Join(Message, frozen=True):
+    """The head's Ray is up at this address."""
+
+    address: str
+
+
+class Joined(Message, frozen=True):
+    """The node's Ray is up."""
+
+
+class Waiting(Message, frozen=True):
+    """Who is still missing, for people."""
+
+    text: str
+
+
+class Beat(Message, frozen=True):
+    """I live."""
+
+
+class Ended(Message, frozen=True):
+    """The run has ended: leave."""
+
+    code: int
+    reason: str
+    failed: bool = False
+    """It never began."""
+
+
+class Leaving(Message, frozen=True):
+    """The node leaves by itself."""
+
+    reason: str
+    signal: int = 0
+    """By which it was told to."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Hello | Refused | Welcome | Join | Joined | Waiting | Beat | Ended | Leaving)
+
+
+class LinkLostError(Exception):
+    """The peer has closed the connection, or says nothing any more."""
+
+
+class Link:
+    """One connection, for one reader."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._beats = asyncio.ensure_future(self._beat())
+
+    def send(self, message: Message) -> None:
+        """Send, and do not wait: what the peer does not get it will miss as silence."""
+        data = _encoder.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    async def receive(self, limit_s: float = SILENT_S) -> Message:
+        """The next message that is more than a beat. Raises: LinkLostError."""
+        while True:
+            try:
+                async with asyncio.timeout(limit_s):
+                    length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+                    if length > _MOST_BYTES:
+                        raise LinkLostError(f"a message of {length} bytes")
+                    data = await self._reader.readexactly(length)
+                message: Message = _decoder.decode(data)
+            except TimeoutError as error:
+                raise LinkLostError(f"nothing was heard for {limit_s:g} s") from error
+            except (asyncio.IncompleteReadError, OSError) as error:
+                raise LinkLostError("the connection was closed") from error
+            except msgspec.MsgspecError as error:
+                raise LinkLostError(f"a message of another version of Helmsman: {error}") from error
+            if not isinstance(message, Beat):
+                return message
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Messages until the link is lost, which raises LinkLostError."""
+        while True:
+            yield await self.receive()
+
+    async def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self._writer.is_closing():
+                self.send(Beat())
+                await self._writer.drain()
+                await asyncio.sleep(BEAT_S)
+
+    async def close(self) -> None:
+        """Send what is to be sent, within a second, and close."""
+        self._beats.cancel()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.drain()
+        self._writer.close()
+
+
+def proof_key(secret: str, run: str) -> bytes:
+    """Key of the mutual proof. Without a secret it only keeps different jobs apart."""
+    return hmac.new(secret.encode(), f"helmsman up {run}".encode(), hashlib.sha256).digest()
+
+
+async def connect(host: str, port: int, key: bytes, limit_s: float) -> Link:
+    """Connect to a head. Raises: OSError (nobody answers), ProtocolError (it is not the head of this run)."""
+    proved = await asyncio.to_thread(connect_tcp, (host, port), key, limit_s)
+    proved.setblocking(False)
+    return Link(*await asyncio.open_connection(sock=proved))
+
+
+async def accept(accepted: socket.socket, key: bytes) -> Link:
+    """Prove an accepted connection. Raises: ProtocolError, whose text says what is wrong with the peer."""
+    accepted.settimeout(None)
+    duplicate = accepted.dup()
+    try:
+        async with asyncio.timeout(PROOF_LIMIT_S):
+            await asyncio.to_thread(_prove, accepted, key)
+    except AuthenticationError as error:
+        duplicate.close()
+        raise ProtocolError("has another token") from error
+    except (EOFError, OSError, ValueError, AssertionError, TimeoutError) as error:
+        with contextlib.suppress(OSError):
+            duplicate.shutdown(socket.SHUT_RDWR)  # which also ends the thread that still reads from it
+        duplicate.close()
+        raise ProtocolError("did not prove that it belongs to this run") from error
+    duplicate.setblocking(False)
+    return Link(*await asyncio.open_connection(sock=duplicate))
+
+
+def _prove(accepted: socket.socket, key: bytes) -> None:
+    connection = Connection(accepted.detach())
+    try:
+        prove_as_server(connection, key)
+    finally:
+        connection.close()

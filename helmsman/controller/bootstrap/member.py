@@ -1,0 +1,265 @@
+"""A node that is not the head: finds the head, joins, and leaves with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from helmsman.api.errors import (
+    HeadLostError,
+    NodeRefusedError,
+    NotJoinedError,
+    ProtocolError,
+    RayDiedError,
+    UnfitNodeError,
+)
+from helmsman.controller.bootstrap.link import (
+    Ended,
+    Hello,
+    Join,
+    Joined,
+    Leaving,
+    Link,
+    LinkLostError,
+    Refused,
+    Waiting,
+    Welcome,
+    connect,
+    proof_key,
+)
+from helmsman.controller.bootstrap.node_plan import NodePlan, node_environ, ray_start, ray_token
+from helmsman.controller.bootstrap.ray_process import RayProcess
+from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, unless
+from helmsman.controller.deadline import Deadline
+from helmsman.rpc_server.guardian import guard
+from helmsman.rpc_server.ports import PortLeases
+
+_CONNECT_S = 2.0
+_RETRY_S = 0.2
+_REFUSED_S = 1.0
+"""A head's host that refuses connections for so long has no head any more."""
+_UNREACHABLE_S = 6.0
+"""How long a head that has fallen silent is still sought."""
+
+
+class Member:
+    """The supervisor of a rank above 0.
+
+    Args:
+        tell: prints news.
+        stop: settled when this process is told to stop.
+    """
+
+    def __init__(self, plan: NodePlan, tell: Tell, stop: asyncio.Future[StoppedError]) -> None:
+        self._plan, self._tell, self._stop = plan, tell, stop
+        self._where = f"{plan.identity.head}:{plan.control_port}"
+        self._key = proof_key(plan.secret, plan.job)
+        self._tag = f"{secrets.token_hex(6)}/up"
+        self._leases = PortLeases()
+        self._link: Link | None = None
+        self._run_id = ""
+        self._ray: RayProcess | None = None
+
+    async def run(self) -> int:
+        """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the number of the signal that
+        ended this node.
+
+        Raises: BootstrapError.
+        """
+        guard(os.getpid(), self._tag)
+        try:
+            ended = await self._live()
+        except StoppedError as stopped:
+            self._tell(f"{stopped}; it leaves")
+            await self._say_goodbye(Leaving(str(stopped), stopped.number), self._plan.grace_s)
+            return stopped.exit_code
+        except (RayDiedError, UnfitNodeError) as error:
+            await self._say_goodbye(Leaving(str(error)), 0.0)
+            raise
+        finally:
+            if self._ray is not None:
+                await self._ray.stop()
+            if self._link is not None:
+                await self._link.close()
+            self._leases.close()
+        self._tell(f"the run has ended: {ended.reason}; this node has left")
+        return 0
+
+    async def _live(self) -> Ended:
+        """Join, and stay until the run has ended; returns how."""
+        plan, deadline = self._plan, Deadline(self._plan.timeout_s)
+        welcome, head = await unless(self._stop, self._arrive(deadline))
+        self._run_id = welcome.run_id
+        token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
+        environ = node_environ(plan, welcome.variables, token, os.environ)
+        command = ray_start(plan, welcome.run_id, self._leases, head)
+        self._ray = RayProcess(command, environ, self._tag, plan.folder / "ray_start.log")
+        await unless(self._stop, self._or_died(self._ray.start(deadline.remaining_s)))
+        assert self._link is not None
+        self._link.send(Joined())
+        self._tell(f"joined the cluster at {head}")
+        died = asyncio.ensure_future(self._ray.ended())
+        attending = asyncio.ensure_future(self._attend())
+        try:
+            await first(died, attending, self._stop)
+            if attending.done():
+                return attending.result()
+            if self._stop.done():
+                raise self._stop.result()
+            raise RayDiedError(f"Ray has died on this node: {died.result()}; its logs are in {plan.folder}")
+        finally:
+            died.cancel()
+            attending.cancel()
+
+    # --- before it has joined ---------------------------------------------------------------------------------------------
+
+    async def _arrive(self, deadline: Deadline) -> tuple[Welcome, str]:
+        """Find the head, and wait until its Ray is up; returns its address. Raises: NotJoinedError, NodeRefusedError."""
+        told = ""
+        while True:
+            try:
+                welcome = await self._introduce(min(_CONNECT_S, max(deadline.remaining_s, 0.1)))
+                if self._run_id != welcome.run_id:
+                    self._run_id = welcome.run_id
+                    self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
+                return welcome, await self._await_join(deadline)
+            except ProtocolError as error:
+                raise NodeRefusedError(
+                    f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
+                    "HELMSMAN_TOKEN), number of nodes and --control-port"
+                ) from error
+            except (OSError, LinkLostError) as error:
+                news = f"the head at {self._where} does not answer ({error})"
+                if news != told:
+                    told = news
+                    self._tell(f"{news}; it is sought for {deadline.remaining_s:.0f} s more")
+                if deadline.passed:
+                    raise NotJoinedError(
+                        f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what it has printed; that host must "
+                        "be the one where rank 0 runs, and let ports through"
+                    ) from error
+            await asyncio.sleep(_RETRY_S)
+
+    async def _introduce(self, limit_s: float, run_id: str = "") -> Welcome:
+        """Connect and say who this is. Raises: OSError, LinkLostError, ProtocolError, NodeRefusedError."""
+        plan = self._plan
+        link = await connect(plan.identity.head, plan.control_port, self._key, limit_s)
+        link.send(
+            Hello(
+                rank=plan.identity.rank,
+                count=plan.identity.count,
+                hostname=socket.gethostname(),
+                address=plan.address,
+                versions=plan.versions,
+                num_devices=plan.num_devices,
+                device_kind=plan.device_kind,
+                run_id=run_id,
+            )
+        )
+        try:
+            answer = await link.receive()
+            if isinstance(answer, Refused):
+                raise NodeRefusedError(f"the head at {self._where} does not take this node: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise LinkLostError("the head says something else than it should")
+        except BaseException:
+            await link.close()
+            raise
+        self._link = link
+        return answer
+
+    async def _await_join(self, deadline: Deadline) -> str:
+        assert self._link is not None
+        try:
+            async for message in self._link.messages():
+                if isinstance(message, Join):
+                    return message.address
+                if isinstance(message, Waiting):
+                    self._tell(message.text)
+                elif isinstance(message, Ended):
+                    raise NotJoinedError(f"the run did not begin: {message.reason}")
+            raise LinkLostError
+        except LinkLostError:
+            await self._link.close()
+            raise
+
+    async def _or_died(self, start: Coroutine[Any, Any, None]) -> None:
+        """Ray's start, unless the head gives up meanwhile."""
+        assert self._link is not None
+        starting, hearing = asyncio.ensure_future(start), asyncio.ensure_future(self._hear_of_failure(self._link))
+        try:
+            await first(starting, hearing)
+            if not starting.done():
+                await hearing  # raises
+            await starting
+        finally:
+            for task in (starting, hearing):
+                task.cancel()
+            await asyncio.wait({starting, hearing})
+
+    async def _hear_of_failure(self, link: Link) -> None:
+        try:
+            async for message in link.messages():
+                if isinstance(message, Ended):
+                    raise NotJoinedError(f"the run did not begin: {message.reason}")
+        except LinkLostError as error:
+            raise NotJoinedError(f"the head at {self._where} was lost before this node had joined: {error}") from error
+
+    # --- once it has joined -----------------------------------------------------------------------------------------------
+
+    async def _attend(self) -> Ended:
+        """Stay with the head until it ends the run; returns how. Raises: NotJoinedError, HeadLostError."""
+        assert self._link is not None
+        while True:
+            try:
+                async for message in self._link.messages():
+                    if isinstance(message, Waiting):
+                        self._tell(message.text)
+                    elif isinstance(message, Ended):
+                        if message.failed:
+                            raise NotJoinedError(f"the run did not begin: {message.reason}")
+                        return message
+            except LinkLostError as error:
+                await self._link.close()
+                ended = await self._seek_again(str(error))
+                if ended is not None:
+                    return ended
+
+    async def _seek_again(self, why: str) -> Ended | None:
+        """Connect again; None once that is done, or how the run has ended when its head is no more."""
+        deadline = Deadline(_UNREACHABLE_S)
+        refusals = Deadline(_REFUSED_S)
+        while True:
+            try:
+                await self._introduce(_CONNECT_S, self._run_id)
+                self._tell("the connection to the head was lost, and is back")
+                return None
+            except ConnectionRefusedError:
+                if refusals.passed:
+                    return Ended(0, "its head is gone")
+            except (ProtocolError, NodeRefusedError):
+                return Ended(0, "its head is gone, and another program has taken its port")
+            except (OSError, LinkLostError) as error:
+                refusals = Deadline(_REFUSED_S)
+                if deadline.passed:
+                    raise HeadLostError(
+                        f"the head at {self._where} cannot be reached ({why}, then: {error}); whether the run goes on there is "
+                        "not known here"
+                    ) from error
+            await asyncio.sleep(_RETRY_S)
+
+    async def _say_goodbye(self, message: Leaving, wait_s: float) -> None:
+        """Tell the head, and let it end the run on its side for so long before Ray leaves here."""
+        if self._link is None:
+            return
+        self._link.send(message)
+        with contextlib.suppress(LinkLostError, TimeoutError):
+            async with asyncio.timeout(wait_s):
+                async for answer in self._link.messages():
+                    if isinstance(answer, Ended):
+                        return

@@ -1,0 +1,134 @@
+"""All that ``helmsman up`` will do on a node, decided before anything is started; and the command line that follows for Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from helmsman.controller.bootstrap.settings import Setting, resource_arguments
+from helmsman.controller.launchers import NodeIdentity
+from helmsman.rpc_server.ports import PortLeases, port_range
+
+RUN_VARIABLE = "HELMSMAN_UP_RUN"
+"""In the script: id of the run whose cluster it is started on."""
+RUN_LABEL, RANK_LABEL = "helmsman-run", "helmsman-rank"
+"""Ray labels of a node."""
+
+_FIRST_WORKER_PORT, _LAST_WORKER_PORT = 10_002, 19_999
+_AGENT_PORTS = (
+    "--node-manager-port",
+    "--object-manager-port",
+    "--runtime-env-agent-port",
+    "--dashboard-agent-listen-port",
+    "--dashboard-agent-grpc-port",
+    "--metrics-export-port",
+)
+RAY_COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "start")
+
+
+class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What this node is to do. Times in seconds, sizes in bytes."""
+
+    identity: NodeIdentity
+    command: Sequence[str]
+    """The script and its arguments."""
+    address: str
+    port: int
+    """Of the head's Ray."""
+    control_port: int
+    """On which the head's supervisor listens; 0 with one node."""
+    secret: str
+    """Known to all nodes of the run; '' when the user gave none."""
+    versions: Mapping[str, str]
+    num_devices: int
+    device_kind: str
+    resources: Mapping[str, float]
+    """What Ray is told of."""
+    store_bytes: int
+    cluster_settings: Sequence[Setting]
+    node_settings: Sequence[Setting]
+    timeout_s: float
+    """For all nodes to come."""
+    grace_s: float
+    """That the script has to end when it is told to."""
+    folder: Path
+    """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
+    dashboard: bool = False
+    elastic: bool = False
+    """The run goes on when a node is told to leave."""
+    ray_command: Sequence[str] = RAY_COMMAND
+
+    @property
+    def job(self) -> str:
+        """What tells this job from others where nobody has given a secret."""
+        return f"{self.identity.count} {self.control_port}"
+
+
+def ray_token(secret: str, run_id: str) -> str:
+    """The token of the run's Ray cluster."""
+    return hmac.new(secret.encode(), f"ray {run_id}".encode(), hashlib.sha256).hexdigest()
+
+
+def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment of all that is started on the node.
+
+    Args:
+        cluster: Ray's variables, as the head has them.
+        token: of the Ray cluster; it is written to a file of this user alone.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = plan.folder / "token"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(token)
+    kept = {name: value for name, value in environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+    return {
+        **kept,
+        **{setting.name: setting.value for setting in plan.node_settings},
+        **cluster,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(path),
+        "RAY_TMPDIR": str(plan.folder),
+    }
+
+
+def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
+    """The command that starts Ray on this node.
+
+    Args:
+        leases: from which all ports that nobody has to know beforehand are taken, below the ephemeral range.
+        head: address of the cluster to join; '' to be its head.
+    """
+    ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, leases.lease(len(_AGENT_PORTS)), strict=True)]
+    last = min(_LAST_WORKER_PORT, max(port_range({})[0] - 1, _FIRST_WORKER_PORT + 100))
+    where = (
+        [f"--address={head}"]
+        if head
+        else [
+            "--head",
+            f"--port={plan.port}",
+            *([f"--ray-client-server-port={leases.lease(1)[0]}"] if find_spec("grpc") else []),
+            f"--include-dashboard={'true' if plan.dashboard else 'false'}",
+        ]
+    )
+    return [
+        *plan.ray_command,
+        *where,
+        "--block",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+        f"--node-ip-address={plan.address}",
+        f"--temp-dir={plan.folder}/ray",  # or a node that joins would use the head's path
+        f"--min-worker-port={_FIRST_WORKER_PORT}",
+        f"--max-worker-port={last}",
+        *ports,
+        f"--object-store-memory={plan.store_bytes}",
+        f"--labels={RUN_LABEL}={run_id},{RANK_LABEL}={plan.identity.rank}",
+        *resource_arguments(plan.resources),
+    ]

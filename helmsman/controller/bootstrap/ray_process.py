@@ -1,0 +1,120 @@
+"""Ray's processes on this node: started by ``ray start``, watched, and ended with all that they have started.
+
+``ray stop`` is never used: it ends processes by their names, also those of other runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from helmsman.api.errors import RayDiedError
+from helmsman.controller.deadline import Deadline
+from helmsman.controller.transport import tail_of
+from helmsman.rpc_server.guardian import TAG_VARIABLE, end_family, family, wait_until
+
+_STARTED = "Ray runtime started."
+_POLL_S = 0.05
+_END_S = 2.0
+"""How long Ray may take to end in order."""
+_WATCHED = ("raylet", "gcs_server")
+
+
+class RayProcess:
+    """``ray start --block`` as a child, and what it has started.
+
+    Args:
+        command: what to run.
+        environ: its environment.
+        tag: by which all that it starts is recognised.
+        log_path: for what it prints.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], tag: str, log_path: Path) -> None:
+        self._command, self._environ = list(command), {**environ, TAG_VARIABLE: tag}
+        self._tag, self._log_path = tag, log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pidfds: list[int] = []
+
+    async def start(self, limit_s: float) -> None:
+        """Start it, and wait until it says that Ray is up. Raises: RayDiedError with the end of what it printed."""
+        deadline = Deadline(limit_s)
+        with self._log_path.open("wb") as log:
+            self._process = await asyncio.to_thread(
+                subprocess.Popen,
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C is for the script
+            )
+        self._watch(self._process.pid, "ray start")
+        while _STARTED not in self._log_path.read_text(errors="replace"):
+            if self._ended.done():
+                raise RayDiedError(f"Ray did not start on this node: {self._ended.result()}", log=tail_of(str(self._log_path)))
+            if deadline.passed:
+                raise RayDiedError(f"Ray did not start on this node within {limit_s:g} s", log=tail_of(str(self._log_path)))
+            await asyncio.sleep(_POLL_S)
+        for pid, name in self._members():
+            self._watch(pid, name)
+
+    def _members(self) -> list[tuple[int, str]]:
+        """Pids and names of the processes without which the node is none."""
+        assert self._process is not None
+        found = []
+        for pid in family(self._process.pid, self._tag):
+            with contextlib.suppress(OSError):
+                name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+                if name in _WATCHED:
+                    found.append((pid, name))
+        return found
+
+    def _watch(self, pid: int, name: str) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._has_ended(name, None)
+            return
+        self._pidfds.append(pidfd)
+        asyncio.get_running_loop().add_reader(pidfd, self._has_ended, name, pidfd)
+
+    def _has_ended(self, name: str, pidfd: int | None) -> None:
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            self._pidfds.remove(pidfd)
+            os.close(pidfd)
+        code = self._process.poll() if name == "ray start" and self._process is not None else None
+        how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"
+        if not self._ended.done():
+            self._ended.set_result(f"{name} has ended{how}")
+
+    async def ended(self) -> str:
+        """Wait until a process without which the node is none has ended; returns which."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self) -> None:
+        """End all of it: by a signal, and by force what has not gone after two seconds."""
+        if self._process is None:
+            return
+        for pid in [self._process.pid, *(pid for pid, _ in self._members())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        await asyncio.to_thread(self._finish, self._process)
+        while self._pidfds:
+            pidfd = self._pidfds.pop()
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        wait_until(lambda: process.poll() is not None and not family(process.pid, self._tag), _END_S, _POLL_S)
+        if process.poll() is None:
+            process.kill()
+        end_family(process.pid, self._tag)
+        process.wait()

@@ -1,0 +1,155 @@
+"""What ``helmsman up`` sets on a node, and why: one table, which users' own values override."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from helmsman.api.errors import UnfitNodeError
+from helmsman.controller.node_checks import size
+
+GIB = 1 << 30
+_STORE_SHARE = 0.3
+_STORE_MOST = 200 * GIB
+_SHM_SHARE = 0.95
+STORE_LEAST = 80 << 20
+"""What Ray's object store needs to start, and a little."""
+
+Source = Literal["default", "your environment", "--env", "the head"]
+
+
+class Default(msgspec.Struct, frozen=True):
+    """A variable that Helmsman sets where the user has not."""
+
+    name: str
+    value: str
+    reason: str
+
+
+CLUSTER_DEFAULTS = (
+    Default("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
+    Default("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
+    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
+    Default("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
+    Default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
+    Default("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
+    Default("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
+    Default("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
+)
+"""Ray's own, which must be the same on all nodes: the head's values hold everywhere."""
+
+NODE_DEFAULTS = (
+    Default("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),
+    Default("NCCL_DEBUG", "WARN", "NCCL says why it fails"),
+    Default("HCCL_CONNECT_TIMEOUT", "600", "ranks that load a large model late are waited for (seconds; 120 by default)"),
+    Default("PYTHONUNBUFFERED", "1", "what workers print is in their logs at once"),
+)
+"""Of every node, for what runs there."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A variable as it is set on this node."""
+
+    name: str
+    value: str
+    source: Source
+    reason: str = ""
+
+
+def variables(
+    defaults: Iterable[Default], environ: Mapping[str, str], given: Mapping[str, str], source: Source = "default"
+) -> list[Setting]:
+    """These defaults as the user has them.
+
+    Args:
+        environ: this process's environment, whose values come before the defaults.
+        given: what --env says, which comes first.
+    """
+    found = []
+    for default in defaults:
+        name = default.name
+        if name in given:
+            found.append(Setting(name, given[name], "--env", default.reason))
+        elif name in environ and source == "default":
+            found.append(Setting(name, environ[name], "your environment", default.reason))
+        else:
+            found.append(Setting(name, default.value, source, default.reason))
+    return found
+
+
+def of_address(address: str, interface: str, *, chosen: bool) -> list[Default]:
+    """Variables by which libraries find the node's address.
+
+    Args:
+        interface: that has the address; '' when it is not known.
+        chosen: whether the user named it; NCCL and HCCL, which may have faster ones, are then held to it.
+    """
+    found = [Default("VLLM_HOST_IP", address, "the address that other nodes reach")]
+    if interface:
+        names = ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if chosen else [])]
+        found += [Default(name, interface, "the interface of the node's address") for name in names]
+    return found
+
+
+def shown(settings: Sequence[Setting]) -> str:
+    """As a table."""
+    width = max(len(f"{each.name}={each.value}") for each in settings)
+    return "\n".join(f"  {f'{each.name}={each.value}'.ljust(width)}  {each.source:16}  {each.reason}" for each in settings)
+
+
+def parse_variables(given: Iterable[str]) -> dict[str, str]:
+    """NAME=VALUE, as --env has them. Raises: UnfitNodeError."""
+    parsed = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name.isidentifier():
+            raise UnfitNodeError(f"--env {each!r} is not NAME=VALUE")
+        parsed[name] = value
+    return parsed
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """Ray's logical resources as JSON, {"CPU": 8, "GPU": 2, "NPU": 4}. Raises: UnfitNodeError."""
+    try:
+        parsed = msgspec.json.decode(text, type=dict[str, float])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UnfitNodeError(
+            f"--resources {text!r} is not a JSON object of numbers, such as '{{\"NPU\": 8}}': {error}"
+        ) from error
+    if wrong := [name for name, amount in parsed.items() if amount < 0]:
+        raise UnfitNodeError(f"--resources has a negative amount of {', '.join(wrong)}")
+    return parsed
+
+
+def object_store_bytes(asked: float | None, memory: int, shm_free: int) -> int:
+    """Size of Ray's object store.
+
+    Args:
+        asked: in GiB; 30 % of the memory, at most what /dev/shm has, when None.
+
+    Raises: UnfitNodeError when it does not fit into /dev/shm.
+    """
+    room = int(shm_free * _SHM_SHARE)
+    step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
+    if asked is not None:
+        wanted = int(asked * GIB)
+        if wanted > room or wanted < STORE_LEAST:
+            raise UnfitNodeError(
+                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and Ray needs {size(STORE_LEAST)}; "
+                f"ask for less, or {step}"
+            )
+        return wanted
+    if room < STORE_LEAST:
+        raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
+    return min(int(memory * _STORE_SHARE), room, _STORE_MOST)
+
+
+def resource_arguments(resources: Mapping[str, float]) -> list[str]:
+    """These resources as arguments of ``ray start``."""
+    flags = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
+    arguments = [f"{flag}={resources[name]:g}" for name, flag in flags.items() if name in resources]
+    others = {name: amount for name, amount in resources.items() if name not in flags}
+    return [*arguments, f"--resources={json.dumps(others)}"] if others else arguments

@@ -1,0 +1,70 @@
+"""Waiting for several things at once, of which one is being told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """A signal has told this process, or the supervisor of another node, to stop."""
+
+    def __init__(self, number: int, whom: str = "") -> None:
+        super().__init__(f"{whom or 'this node'} was told to stop by {signal.Signals(number).name}")
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it."""
+        return 128 + self.number
+
+
+def stop_signals() -> asyncio.Future[StoppedError]:
+    """Settled by the first SIGTERM, SIGINT or SIGHUP."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[StoppedError] = loop.create_future()
+
+    def note(number: int) -> None:
+        if not stop.done():
+            stop.set_result(StoppedError(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, note, number)
+    return stop
+
+
+async def first(*waited: asyncio.Future[Any], limit_s: float | None = None) -> None:
+    """Wait until one of them is done, or the time is over."""
+    await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def unless(stop: asyncio.Future[StoppedError], work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, and break it off when told to stop. Raises: StoppedError."""
+    task = asyncio.ensure_future(work)
+    try:
+        await first(task, stop)
+        if not task.done():
+            raise stop.result()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+Tell = Callable[[str], None]
+
+
+def teller(rank: int) -> Tell:
+    """Prints a line of news of this node."""
+
+    def tell(text: str) -> None:
+        print(f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+    return tell
