@@ -32,7 +32,7 @@ from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, node
 from helmsman.controller.bootstrap.nodes_seen import NodeSeen, RayHead, SeesNodes
 from helmsman.controller.bootstrap.ray_process import RayProcess
 from helmsman.controller.bootstrap.script import Script
-from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, unless
+from helmsman.controller.bootstrap.waits import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server.ports import PortLeases
@@ -138,8 +138,7 @@ class Head:
         task = asyncio.ensure_future(unless(self._stop, work))
         await first(task, self._left)
         if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+            await cancelled(task)
             raise self._left.result()
         return task.result()
 
@@ -158,7 +157,7 @@ class Head:
                 if not missing:
                     return seen
                 if died.done():
-                    raise RayDiedError(f"Ray has died on the head: {died.result()}; its logs are in {self._plan.folder}")
+                    raise RayDiedError(f"Ray has died on the head: {died.result()}")
                 news = f"{len(missing)} of {self._plan.identity.count} nodes are missing: {_listed(missing)}"
                 if news != told:
                     told = news
@@ -172,11 +171,11 @@ class Head:
                     )
                 await asyncio.sleep(_POLL_S)
         finally:
-            died.cancel()
+            await cancelled(died)
 
     def _why_missing(self, rank: int, seen: Mapping[int, NodeSeen]) -> str:
         member = self._members.get(rank)
-        if rank in seen:
+        if rank in seen and (member is None or member.state == "joined"):
             kind, num_devices = (member.hello.device_kind, member.hello.num_devices) if member else ("", 0)
             has = seen[rank].resources.get(kind, 0.0)
             return "" if has >= num_devices else f"{member}, {has:g} of {num_devices} {kind}"
@@ -293,10 +292,9 @@ class Head:
                 await script.stop(self._stop.result().number, self._plan.grace_s)
                 raise self._stop.result()
             await script.stop(signal.SIGTERM, _ORPHANED_SCRIPT_S)
-            raise RayDiedError(f"Ray has died on the head: {died.result()}; its logs are in {self._plan.folder}")
+            raise RayDiedError(f"Ray has died on the head: {died.result()}")
         finally:
-            ended.cancel()
-            died.cancel()
+            await cancelled(ended, died)
 
     async def _end(self, ended: Ended) -> None:
         self._ending = True

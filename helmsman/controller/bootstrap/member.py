@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from helmsman.api.errors import (
+    BootstrapError,
     HeadLostError,
     NodeRefusedError,
     NotJoinedError,
@@ -34,7 +35,7 @@ from helmsman.controller.bootstrap.link import (
 )
 from helmsman.controller.bootstrap.node_plan import NodePlan, node_environ, ray_start, ray_token
 from helmsman.controller.bootstrap.ray_process import RayProcess
-from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, unless
+from helmsman.controller.bootstrap.waits import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.guardian import guard
 from helmsman.rpc_server.ports import PortLeases
@@ -111,10 +112,11 @@ class Member:
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            raise RayDiedError(f"Ray has died on this node: {died.result()}; its logs are in {plan.folder}")
+            if not await self._link.is_heard():
+                return await attending  # Ray ends by itself where its head is gone: what matters is the head
+            raise RayDiedError(f"Ray has died on this node: {died.result()}")
         finally:
-            died.cancel()
-            attending.cancel()
+            await cancelled(died, attending)
 
     # --- before it has joined ---------------------------------------------------------------------------------------------
 
@@ -128,6 +130,8 @@ class Member:
                     self._run_id = welcome.run_id
                     self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
                 return welcome, await self._await_join(deadline)
+            except BootstrapError:
+                raise  # some are OSErrors, too
             except ProtocolError as error:
                 raise NodeRefusedError(
                     f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
@@ -198,9 +202,7 @@ class Member:
                 await hearing  # raises
             await starting
         finally:
-            for task in (starting, hearing):
-                task.cancel()
-            await asyncio.wait({starting, hearing})
+            await cancelled(starting, hearing)
 
     async def _hear_of_failure(self, link: Link) -> None:
         try:
