@@ -74,12 +74,10 @@ class Head:
         stop: asyncio.Future[StoppedError],
         make_view: Callable[[str, Mapping[str, str]], SeesNodes] = RayHead,
     ) -> None:
-        self.run_id = secrets.token_hex(6)
         self._plan, self._tell, self._stop, self._make_view = plan, tell, stop, make_view
         self._cluster = {setting.name: setting.value for setting in plan.cluster_settings}
-        self._token = ray_token(plan.secret or secrets.token_hex(32), self.run_id)
+        self._token = ray_token(plan.secret or secrets.token_hex(32), self._plan.run_id)
         self._environ = node_environ(plan, self._cluster, self._token, os.environ)
-        self._tag = f"{self.run_id}/up"
         self._leases = PortLeases()
         self._members: dict[int, Member] = {}
         self._left: asyncio.Future[BootstrapError] = asyncio.get_running_loop().create_future()
@@ -115,14 +113,14 @@ class Head:
 
     async def _live(self) -> int:
         plan = self._plan
-        guard(os.getpid(), self._tag)
+        guard(os.getpid(), self._plan.tag)
         if plan.identity.count > 1:
             self._listen()
         elif not plan.port:
             self._plan = plan = msgspec.structs.replace(plan, port=self._leases.lease(1)[0])
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
-        self._ray = RayProcess(ray_start(plan, self.run_id, self._leases), self._environ, self._tag, log)
+        self._ray = RayProcess(ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log)
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start(deadline.remaining_s))
         self._address = address
@@ -152,7 +150,7 @@ class Head:
         told = ""
         try:
             while True:
-                seen = await view.nodes(self.run_id)
+                seen = await view.nodes(self._plan.run_id)
                 missing = {rank: why for rank in range(self._plan.identity.count) if (why := self._why_missing(rank, seen))}
                 if not missing:
                     return seen
@@ -228,7 +226,7 @@ class Head:
 
     def _why_not(self, hello: Hello) -> Refused | None:
         plan, here = self._plan, self._plan.identity
-        if hello.run_id and hello.run_id != self.run_id:
+        if hello.run_id and hello.run_id != self._plan.run_id:
             return Refused("the run to which it belonged has ended", ended=True)
         if hello.count != here.count:
             return Refused(f"it was told of {hello.count} nodes, the head of {here.count}")
@@ -250,7 +248,7 @@ class Head:
         """Serve a node until it leaves or is lost."""
         member = self._members[hello.rank] = Member(hello, link)
         token = "" if self._plan.secret else self._token
-        link.send(Welcome(run_id=self.run_id, variables=self._cluster, token=token))
+        link.send(Welcome(run_id=self._plan.run_id, variables=self._cluster, token=token))
         if hello.run_id:
             member.state = "joined"
             self._tell(f"{member} is back")
@@ -281,7 +279,7 @@ class Head:
 
     async def _run_script(self) -> int:
         assert self._ray is not None
-        environ = {**self._environ, "RAY_ADDRESS": self._address, RUN_VARIABLE: self.run_id, TAG_VARIABLE: self._tag}
+        environ = {**self._environ, "RAY_ADDRESS": self._address, RUN_VARIABLE: self._plan.run_id, TAG_VARIABLE: self._plan.tag}
         script = await Script.start(self._plan.command, environ)
         ended, died = asyncio.ensure_future(script.ended()), asyncio.ensure_future(self._ray.ended())
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Coroutine
 from typing import Any
@@ -60,7 +59,6 @@ class Member:
         self._plan, self._tell, self._stop = plan, tell, stop
         self._where = f"{plan.identity.head}:{plan.control_port}"
         self._key = proof_key(plan.secret, plan.job)
-        self._tag = f"{secrets.token_hex(6)}/up"
         self._leases = PortLeases()
         self._link: Link | None = None
         self._run_id = ""
@@ -72,7 +70,7 @@ class Member:
 
         Raises: BootstrapError.
         """
-        guard(os.getpid(), self._tag)
+        guard(os.getpid(), self._plan.tag)
         try:
             ended = await self._live()
         except StoppedError as stopped:
@@ -99,7 +97,7 @@ class Member:
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
         environ = node_environ(plan, welcome.variables, token, os.environ)
         command = ray_start(plan, welcome.run_id, self._leases, head)
-        self._ray = RayProcess(command, environ, self._tag, plan.folder / "ray_start.log")
+        self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log")
         await unless(self._stop, self._or_died(self._ray.start(deadline.remaining_s)))
         assert self._link is not None
         self._link.send(Joined())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -12,35 +11,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from helmsman.controller.bootstrap.waits import Tell
-from helmsman.controller.runs import default_log_dir
+from helmsman.controller.clean import leftovers, remove
+from helmsman.controller.node_checks import RAY_SOCKET_BYTES, SOCKET_PATH_BYTES
+from helmsman.controller.runs import UP, RunLock, default_log_dir
 
-_PREFIX = "hm-"
-_LOCK = "owner"
-_LONGEST = 38
+_LONGEST = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789ab")
 """Bytes of a path below which Ray's sockets still fit into the address of one."""
 
 
 @contextlib.contextmanager
-def run_folder(environ: Mapping[str, str]) -> Iterator[Path]:
-    """A folder of this user alone, which is removed at the end."""
-    parent = _parent(environ)
-    remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    with (folder / _LOCK).open("w") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of this user's runs whose supervisors were killed: nobody holds their locks."""
-    for path in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), path.open() as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(owner.fileno()).st_uid == os.geteuid():
-                shutil.rmtree(path.parent, ignore_errors=True)
+def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """(id, folder) for this node's part of a run: of this user alone, with a record that it lives, and gone at the end."""
+    for left in leftovers():
+        if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
+            remove(left)
+    run_id = secrets.token_hex(6)
+    folder = _parent(environ) / f"hm-{run_id}"
+    lock = RunLock(run_id, UP, folder)
+    folder.mkdir(mode=0o700)
+    try:
+        yield run_id, folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _parent(environ: Mapping[str, str]) -> Path:
@@ -49,9 +42,9 @@ def _parent(environ: Mapping[str, str]) -> Path:
     return Path(next((place for place in places if place and len(os.fsencode(place)) <= _LONGEST), "/tmp"))
 
 
-def keep_logs(folder: Path, tell: Tell) -> None:
+def keep_logs(run_id: str, folder: Path, tell: Tell) -> None:
     """Keep what Ray has logged of a run that failed."""
-    kept = default_log_dir(f"up-{secrets.token_hex(4)}")
+    kept = default_log_dir(run_id)
     for path in [folder / "ray_start.log", *folder.glob("ray/session_2*/logs")]:
         if path.exists():
             kept.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -84,14 +84,14 @@ def run(options: argparse.Namespace) -> int:
             raise UnfitNodeError("there is no program to run: helmsman up [options] -- python train.py")
         if identity.attach_to:
             return asyncio.run(_on_cluster_there(identity, command, options.grace, tell))
-        with run_folder(os.environ) as folder:
-            plan = make_plan(options, identity, command, folder)
+        with run_folder(os.environ) as (run_id, folder):
+            plan = make_plan(options, identity, command, run_id, folder)
             if options.show_settings:
                 print(describe(plan))
                 return 0
             code = asyncio.run(_live(plan, tell))
             if code:
-                keep_logs(folder, tell)
+                keep_logs(run_id, folder, tell)
             return code
     except BootstrapError as error:
         tell(str(error))
@@ -127,8 +127,8 @@ async def _on_cluster_there(identity: NodeIdentity, command: list[str], grace_s:
     return stopped.exit_code
 
 
-def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], folder: Path) -> NodePlan:
-    """What this node is to do. Raises: UnfitNodeError when it cannot."""
+def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], run_id: str, folder: Path) -> NodePlan:
+    """What this node is to do; see NodePlan for the arguments. Raises: UnfitNodeError when it cannot."""
     address, interface = node_address(identity, options.interface)
     alone = identity.count == 1
     port = options.port or (0 if alone else HEAD_PORTS[0])
@@ -170,6 +170,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
             *(Setting(name, value, "--env") for name, value in given.items() if name not in known),
         ],
+        run_id=run_id,
         timeout_s=options.timeout,
         grace_s=options.grace,
         folder=folder,
