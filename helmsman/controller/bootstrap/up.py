@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _live(plan: NodePlan, tell: Tell) -> int:
     stop = stop_signals()
+    tell(_outline(plan))
     if not plan.secret and plan.identity.count > 1:
         tell(f"no token is given (--token-file, {TOKEN_VARIABLE}): any host that reaches port {plan.control_port} could join")
     supervisor = Member if plan.identity.rank else Head
@@ -177,6 +178,14 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         dashboard=options.dashboard,
         elastic=options.elastic,
     )
+
+
+def _outline(plan: NodePlan) -> str:
+    """What is set here, and what of it is the user's own, on a line."""
+    own = [f"{each.name}={each.value}" for each in (*plan.cluster_settings, *plan.node_settings) if each.source != "default"]
+    resources = ", ".join(f"{amount:g} {name}" for name, amount in plan.resources.items())
+    kind = f"your own settings: {', '.join(own)}" if own else "default settings"
+    return f"address {plan.address}, {resources}, object store {size(plan.store_bytes)}; {kind} (--show-settings shows all)"
 
 
 def describe(plan: NodePlan) -> str:
