@@ -100,12 +100,9 @@ class RayProcess:
         return await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
-        """End all of it: by a signal, and by force what has not gone after two seconds."""
+        """End all of it: the raylet in order, so that its head knows, and the rest, which keeps nothing, by force."""
         if self._process is None:
             return
-        for pid in [self._process.pid, *(pid for pid, _ in self._members())]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
         await asyncio.to_thread(self._finish, self._process)
         while self._pidfds:
             pidfd = self._pidfds.pop()
@@ -113,8 +110,11 @@ class RayProcess:
             os.close(pidfd)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        wait_until(lambda: process.poll() is not None and not family(process.pid, self._tag), _END_S, _POLL_S)
-        if process.poll() is None:
-            process.kill()
+        raylets = {pid for pid, name in self._members() if name == "raylet"}
+        for pid in raylets:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not raylets & family(process.pid, self._tag), _END_S, _POLL_S)
+        process.kill()
         end_family(process.pid, self._tag)
         process.wait()
