@@ -114,6 +114,7 @@ class Link:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._beats = asyncio.ensure_future(self._beat())
+        self._heard = asyncio.Event()
 
     def send(self, message: Message) -> None:
         """Send, and do not wait: what the peer does not get it will miss as silence."""
@@ -137,8 +138,17 @@ class Link:
                 raise LinkLostError("the connection was closed") from error
             except msgspec.MsgspecError as error:
                 raise LinkLostError(f"a message of another version of Helmsman: {error}") from error
+            self._heard.set()
             if not isinstance(message, Beat):
                 return message
+
+    async def is_heard(self, limit_s: float = 2.0 * BEAT_S) -> bool:
+        """Whether the peer says anything within this time, while somebody receives."""
+        self._heard.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._heard.wait()
+        return self._heard.is_set()
 
     async def messages(self) -> AsyncIterator[Message]:
         """Messages until the link is lost, which raises LinkLostError."""

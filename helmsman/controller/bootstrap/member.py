@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Coroutine
 from typing import Any
 
 from helmsman.api.errors import (
+    BootstrapError,
     HeadLostError,
     NodeRefusedError,
     NotJoinedError,
@@ -34,7 +34,7 @@ from helmsman.controller.bootstrap.link import (
 )
 from helmsman.controller.bootstrap.node_plan import NodePlan, node_environ, ray_start, ray_token
 from helmsman.controller.bootstrap.ray_process import RayProcess
-from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, unless
+from helmsman.controller.bootstrap.waits import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.guardian import guard
 from helmsman.rpc_server.ports import PortLeases
@@ -59,7 +59,6 @@ class Member:
         self._plan, self._tell, self._stop = plan, tell, stop
         self._where = f"{plan.identity.head}:{plan.control_port}"
         self._key = proof_key(plan.secret, plan.job)
-        self._tag = f"{secrets.token_hex(6)}/up"
         self._leases = PortLeases()
         self._link: Link | None = None
         self._run_id = ""
@@ -71,7 +70,7 @@ class Member:
 
         Raises: BootstrapError.
         """
-        guard(os.getpid(), self._tag)
+        guard(os.getpid(), self._plan.tag)
         try:
             ended = await self._live()
         except StoppedError as stopped:
@@ -98,8 +97,8 @@ class Member:
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
         environ = node_environ(plan, welcome.variables, token, os.environ)
         command = ray_start(plan, welcome.run_id, self._leases, head)
-        self._ray = RayProcess(command, environ, self._tag, plan.folder / "ray_start.log")
-        await unless(self._stop, self._or_died(self._ray.start(deadline.remaining_s)))
+        self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log")
+        await unless(self._stop, self._or_died(self._ray.start()))
         assert self._link is not None
         self._link.send(Joined())
         self._tell(f"joined the cluster at {head}")
@@ -111,10 +110,11 @@ class Member:
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            raise RayDiedError(f"Ray has died on this node: {died.result()}; its logs are in {plan.folder}")
+            if not await self._link.is_heard():
+                return await attending  # Ray ends by itself where its head is gone: what matters is the head
+            raise RayDiedError(f"Ray has died on this node: {died.result()}")
         finally:
-            died.cancel()
-            attending.cancel()
+            await cancelled(died, attending)
 
     # --- before it has joined ---------------------------------------------------------------------------------------------
 
@@ -128,6 +128,8 @@ class Member:
                     self._run_id = welcome.run_id
                     self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
                 return welcome, await self._await_join(deadline)
+            except BootstrapError:
+                raise  # some are OSErrors, too
             except ProtocolError as error:
                 raise NodeRefusedError(
                     f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
@@ -198,9 +200,7 @@ class Member:
                 await hearing  # raises
             await starting
         finally:
-            for task in (starting, hearing):
-                task.cancel()
-            await asyncio.wait({starting, hearing})
+            await cancelled(starting, hearing)
 
     async def _hear_of_failure(self, link: Link) -> None:
         try:
