@@ -28,7 +28,7 @@ from helmsman.controller.bootstrap.link import (
     accept,
     proof_key,
 )
-from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, node_environ, ray_start, ray_token
+from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, lease, node_environ, ray_start, ray_token
 from helmsman.controller.bootstrap.nodes_seen import NodeSeen, RayHead, SeesNodes
 from helmsman.controller.bootstrap.ray_process import RayProcess
 from helmsman.controller.bootstrap.script import Script
@@ -119,7 +119,7 @@ class Head:
         if plan.identity.count > 1:
             self._listen()
         elif not plan.port:
-            self._plan = plan = msgspec.structs.replace(plan, port=self._leases.lease(1)[0])
+            self._plan = plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
         self._ray = RayProcess(ray_start(plan, self.run_id, self._leases), self._environ, self._tag, log)
