@@ -40,7 +40,6 @@ from helmsman.rpc_server.ports import PortLeases
 T = TypeVar("T")
 
 _POLL_S = 0.1
-_HELLO_S = 5.0
 _LEAVE_S = 3.0
 """How long the other nodes may take to leave."""
 _ORPHANED_SCRIPT_S = 3.0
@@ -208,12 +207,12 @@ class Head:
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         try:
-            link = await accept(connection, proof_key(self._plan.secret, self._plan.job))
+            link = await accept(connection, proof_key(self._plan.secret, self._plan.job), self._plan.patience)
         except ProtocolError as error:
             self._tell(f"a process on {host} is not taken: it {error}")
             return
         try:
-            hello = await link.receive(_HELLO_S)
+            hello = await link.receive()
             if not isinstance(hello, Hello):
                 return
             if refusal := self._why_not(hello):
@@ -236,7 +235,7 @@ class Head:
         if not 0 < hello.rank < here.count:
             return Refused(f"its rank is {hello.rank}; the head, which has rank 0, waits for ranks 1 to {here.count - 1}")
         other = self._members.get(hello.rank)
-        if other is not None and other.state != "lost" and not hello.run_id:
+        if other is not None and other.state != "lost" and other.hello.process != hello.process:
             return Refused(f"{other} is here already; every node needs a rank of its own")
         differing = [
             f"{name} {hello.versions.get(name, 'none')} there, {version} on the head"
@@ -249,6 +248,8 @@ class Head:
 
     async def _attend(self, hello: Hello, link: Link) -> None:
         """Serve a node until it leaves or is lost."""
+        if (before := self._members.get(hello.rank)) is not None:
+            before.link.drop()  # the node has given that one up
         member = self._members[hello.rank] = Member(hello, link)
         token = "" if self._plan.secret else self._token
         link.send(Welcome(run_id=self.run_id, variables=self._cluster, token=token))

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from helmsman.api.errors import UnfitNodeError
+from helmsman.controller.bootstrap.link import Patience
 from helmsman.controller.bootstrap.settings import Setting, resource_arguments
 from helmsman.controller.launchers import NodeIdentity
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases, port_range
@@ -66,6 +67,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
+    patience: Patience = Patience()
 
     @property
     def job(self) -> str:
