@@ -23,7 +23,7 @@ HelmsmanError
 ├── BootstrapError                        a cluster that does not come up, or that this node has to leave; has an exit_code
 │   ├── UnfitNodeError (ValueError)       this node cannot take part as it is
 │   ├── NotJoinedError (TimeoutError)     nodes, or the head, have not come within the time
-│   ├── NodeRefusedError (PermissionError)  the head does not take this node
+│   ├── NodeRefusedError                  the head does not take this node
 │   ├── RayDiedError                      Ray's own processes on this node have ended
 │   ├── HeadLostError (ConnectionError)   the head cannot be reached any more
 │   └── StrangeClusterError (ConnectionError)  what answers at the address is not this run's cluster
@@ -353,7 +353,7 @@ class NotJoinedError(BootstrapError, TimeoutError):
     exit_code = 91
 
 
-class NodeRefusedError(BootstrapError, PermissionError):
+class NodeRefusedError(BootstrapError):
     """The head does not take this node: another token, other versions, a rank that is taken."""
 
     exit_code = 92

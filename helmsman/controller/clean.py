@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from helmsman.controller.runs import RunRecord, forget_run, read_runs, user_dir
+from helmsman.controller.runs import UP, RunRecord, forget_run, read_runs, user_dir
 from helmsman.rpc_server.guardian import TAG_VARIABLE, process_table, wait_until
 
 _END_S = 5.0
@@ -64,7 +64,8 @@ def leftovers(run_ids: Collection[str] = ()) -> list[Leftover]:
             continue
         record, alive = records.get(run_id, (None, False))
         state = "alive" if alive else "dead" if record is not None or run_id not in processes else "unknown"
-        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders.get(run_id, [])))
+        own = [record.log_dir] if record is not None and record.scheduler == UP and os.path.exists(record.log_dir) else []
+        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders.get(run_id, []) + own))
     return found
 
 

@@ -31,8 +31,10 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 _FILES_WANTED = 65_536
 _OBJECT_STORE_SHARE = 0.3
 _TEMP_FREE_WANTED = 10 << 30
-_SOCKET_PATH_BYTES = 107
-_RAY_SOCKET_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store")
+SOCKET_PATH_BYTES = 107
+"""Longest path of a socket."""
+RAY_SOCKET_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store")
+"""Of a socket of Ray's, below its folder for temporary files."""
 _UNLIMITED = 1 << 60
 
 
@@ -239,14 +241,14 @@ def _temp(seen: Observed) -> list[Check]:
             f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by RAY_TMPDIR" if few else "",
         )
     ]
-    length = len(os.fsencode(seen.temp_dir)) + _RAY_SOCKET_BYTES
-    if length > _SOCKET_PATH_BYTES:
+    length = len(os.fsencode(seen.temp_dir)) + RAY_SOCKET_BYTES
+    if length > SOCKET_PATH_BYTES:
         checks.append(
             Check(
                 "socket paths",
                 f"{length} bytes",
                 "bad",
-                f"The system takes {_SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR",
+                f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR",
             )
         )
     return checks

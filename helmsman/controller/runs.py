@@ -44,6 +44,10 @@ def default_log_dir(run_id: str) -> Path:
     return user_dir() / run_id
 
 
+UP = "helmsman up"
+"""What stands for the scheduler of a run that is a node's part of a cluster; its log folder goes with it."""
+
+
 class RunLock:
     """A controller's hold on the record of its run.
 

@@ -409,7 +409,6 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("LauncherError", ValueError),
         ("UnfitNodeError", ValueError),
         ("NotJoinedError", TimeoutError),
-        ("NodeRefusedError", PermissionError),
         ("HeadLostError", ConnectionError),
         ("StrangeClusterError", ConnectionError),
         ("PlacementTimeoutError", TimeoutError),

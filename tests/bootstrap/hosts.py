@@ -5,13 +5,14 @@ Nothing outside is touched: the spaces vanish with their processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.contract.helpers import wait_until
@@ -48,6 +49,21 @@ class Command:
     def signal(self, number: int) -> None:
         """To the program alone."""
         os.kill(self.pid, number)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped for a while; nsenter stops with it."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in (self.pid, self._process.pid):
+                os.kill(pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """By force."""
+        self._process.kill()
+        self._process.wait()
 
     def wait(self, limit_s: float) -> int:
         """Its exit code, 128 and the number of the signal that ended it."""
@@ -196,6 +212,8 @@ class Hosts:
 
     def close(self) -> None:
         """End them all."""
+        for command in [command for host in self.all for command in host._commands]:
+            command.end()
         for process in [*(host._init for host in self.all), self._switch]:
             process.kill()
             process.wait()
@@ -211,9 +229,6 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
-
-
-SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
 def up_all(hosts: Hosts, script: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> list[Command]:

@@ -16,6 +16,7 @@ VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
 def make_plan(folder: Path, *, rank: int = 0, count: int = 1, head: str = "127.0.0.1", **changes: Any) -> NodePlan:
     """What a node of this machine is to do."""
     fields: dict[str, Any] = {
+        "run_id": f"run-of-{rank}",
         "identity": NodeIdentity(launcher="flags", rank=rank, count=count, head=head),
         "command": [sys.executable, "-c", "pass"],
         "address": "127.0.0.1",

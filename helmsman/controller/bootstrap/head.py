@@ -32,7 +32,7 @@ from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, leas
 from helmsman.controller.bootstrap.nodes_seen import NodeSeen, RayHead, SeesNodes
 from helmsman.controller.bootstrap.ray_process import RayProcess
 from helmsman.controller.bootstrap.script import Script
-from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, unless
+from helmsman.controller.bootstrap.waits import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server.ports import PortLeases
@@ -73,12 +73,10 @@ class Head:
         stop: asyncio.Future[StoppedError],
         make_view: Callable[[str, Mapping[str, str]], SeesNodes] = RayHead,
     ) -> None:
-        self.run_id = secrets.token_hex(6)
         self._plan, self._tell, self._stop, self._make_view = plan, tell, stop, make_view
         self._cluster = {setting.name: setting.value for setting in plan.cluster_settings}
-        self._token = ray_token(plan.secret or secrets.token_hex(32), self.run_id)
+        self._token = ray_token(plan.secret or secrets.token_hex(32), self._plan.run_id)
         self._environ = node_environ(plan, self._cluster, self._token, os.environ)
-        self._tag = f"{self.run_id}/up"
         self._leases = PortLeases()
         self._members: dict[int, Member] = {}
         self._left: asyncio.Future[BootstrapError] = asyncio.get_running_loop().create_future()
@@ -114,14 +112,14 @@ class Head:
 
     async def _live(self) -> int:
         plan = self._plan
-        guard(os.getpid(), self._tag)
+        guard(os.getpid(), self._plan.tag)
         if plan.identity.count > 1:
             self._listen()
         elif not plan.port:
             self._plan = plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
-        self._ray = RayProcess(ray_start(plan, self.run_id, self._leases), self._environ, self._tag, log)
+        self._ray = RayProcess(ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log)
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start(deadline.remaining_s))
         self._address = address
@@ -137,8 +135,7 @@ class Head:
         task = asyncio.ensure_future(unless(self._stop, work))
         await first(task, self._left)
         if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+            await cancelled(task)
             raise self._left.result()
         return task.result()
 
@@ -152,12 +149,12 @@ class Head:
         told = ""
         try:
             while True:
-                seen = await view.nodes(self.run_id)
+                seen = await view.nodes(self._plan.run_id)
                 missing = {rank: why for rank in range(self._plan.identity.count) if (why := self._why_missing(rank, seen))}
                 if not missing:
                     return seen
                 if died.done():
-                    raise RayDiedError(f"Ray has died on the head: {died.result()}; its logs are in {self._plan.folder}")
+                    raise RayDiedError(f"Ray has died on the head: {died.result()}")
                 news = f"{len(missing)} of {self._plan.identity.count} nodes are missing: {_listed(missing)}"
                 if news != told:
                     told = news
@@ -171,11 +168,11 @@ class Head:
                     )
                 await asyncio.sleep(_POLL_S)
         finally:
-            died.cancel()
+            await cancelled(died)
 
     def _why_missing(self, rank: int, seen: Mapping[int, NodeSeen]) -> str:
         member = self._members.get(rank)
-        if rank in seen:
+        if rank in seen and (member is None or member.state == "joined"):
             kind, num_devices = (member.hello.device_kind, member.hello.num_devices) if member else ("", 0)
             has = seen[rank].resources.get(kind, 0.0)
             return "" if has >= num_devices else f"{member}, {has:g} of {num_devices} {kind}"
@@ -228,7 +225,7 @@ class Head:
 
     def _why_not(self, hello: Hello) -> Refused | None:
         plan, here = self._plan, self._plan.identity
-        if hello.run_id and hello.run_id != self.run_id:
+        if hello.run_id and hello.run_id != self._plan.run_id:
             return Refused("the run to which it belonged has ended", ended=True)
         if hello.count != here.count:
             return Refused(f"it was told of {hello.count} nodes, the head of {here.count}")
@@ -252,7 +249,7 @@ class Head:
             before.link.drop()  # the node has given that one up
         member = self._members[hello.rank] = Member(hello, link)
         token = "" if self._plan.secret else self._token
-        link.send(Welcome(run_id=self.run_id, variables=self._cluster, token=token))
+        link.send(Welcome(run_id=self._plan.run_id, variables=self._cluster, token=token))
         if hello.run_id:
             member.state = "joined"
             self._tell(f"{member} is back")
@@ -283,7 +280,7 @@ class Head:
 
     async def _run_script(self) -> int:
         assert self._ray is not None
-        environ = {**self._environ, "RAY_ADDRESS": self._address, RUN_VARIABLE: self.run_id, TAG_VARIABLE: self._tag}
+        environ = {**self._environ, "RAY_ADDRESS": self._address, RUN_VARIABLE: self._plan.run_id, TAG_VARIABLE: self._plan.tag}
         script = await Script.start(self._plan.command, environ)
         ended, died = asyncio.ensure_future(script.ended()), asyncio.ensure_future(self._ray.ended())
         try:
@@ -294,10 +291,9 @@ class Head:
                 await script.stop(self._stop.result().number, self._plan.grace_s)
                 raise self._stop.result()
             await script.stop(signal.SIGTERM, _ORPHANED_SCRIPT_S)
-            raise RayDiedError(f"Ray has died on the head: {died.result()}; its logs are in {self._plan.folder}")
+            raise RayDiedError(f"Ray has died on the head: {died.result()}")
         finally:
-            ended.cancel()
-            died.cancel()
+            await cancelled(ended, died)
 
     async def _end(self, ended: Ended) -> None:
         self._ending = True

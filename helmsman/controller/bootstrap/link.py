@@ -50,7 +50,7 @@ class Hello(Message, frozen=True, kw_only=True):
     hostname: str
     address: str
     process: str
-    """An id of this supervisor's own: by it a node that comes again is told from another of the same rank."""
+    """The id of its part of the run: by it a node that comes again is told from another of the same rank."""
     versions: Mapping[str, str]
     num_devices: int
     device_kind: str
@@ -133,6 +133,7 @@ class Link:
         self._length: int | None = None
         """Of the message whose beginning was read when a reader was cancelled."""
         self._beats = asyncio.ensure_future(self._beat())
+        self._heard = asyncio.Event()
 
     def send(self, message: Message) -> None:
         """Send, and do not wait: what the peer does not get it will miss as silence."""
@@ -158,8 +159,17 @@ class Link:
                 raise LinkLostError("the connection was closed") from error
             except msgspec.MsgspecError as error:
                 raise LinkLostError(f"a message of another version of Helmsman: {error}") from error
+            self._heard.set()
             if not isinstance(message, Beat):
                 return message
+
+    async def is_heard(self, limit_s: float = 2.0 * _BEAT_S) -> bool:
+        """Whether the peer says anything within this time, while somebody receives."""
+        self._heard.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._heard.wait()
+        return self._heard.is_set()
 
     async def messages(self) -> AsyncIterator[Message]:
         """Messages until the link is lost, which raises LinkLostError."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Coroutine
 from typing import Any
@@ -35,7 +34,7 @@ from helmsman.controller.bootstrap.link import (
 )
 from helmsman.controller.bootstrap.node_plan import NodePlan, node_environ, ray_start, ray_token
 from helmsman.controller.bootstrap.ray_process import RayProcess
-from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, unless
+from helmsman.controller.bootstrap.waits import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.guardian import guard
 from helmsman.rpc_server.ports import PortLeases
@@ -55,8 +54,6 @@ class Member:
         self._plan, self._tell, self._stop = plan, tell, stop
         self._where = f"{plan.identity.head}:{plan.control_port}"
         self._key = proof_key(plan.secret, plan.job)
-        self._id = secrets.token_hex(6)
-        self._tag = f"{self._id}/up"
         self._leases = PortLeases()
         self._link: Link | None = None
         self._run_id = ""
@@ -68,7 +65,7 @@ class Member:
 
         Raises: BootstrapError.
         """
-        guard(os.getpid(), self._tag)
+        guard(os.getpid(), self._plan.tag)
         try:
             ended = await self._live()
         except StoppedError as stopped:
@@ -96,7 +93,7 @@ class Member:
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
         environ = node_environ(plan, welcome.variables, token, os.environ)
         command = ray_start(plan, welcome.run_id, self._leases, head)
-        self._ray = RayProcess(command, environ, self._tag, plan.folder / "ray_start.log")
+        self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log")
         await unless(self._stop, self._or_died(self._ray.start(deadline.remaining_s)))
         assert self._link is not None
         self._link.send(Joined())
@@ -109,11 +106,11 @@ class Member:
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            raise RayDiedError(f"Ray has died on this node: {died.result()}; its logs are in {plan.folder}")
+            if not await self._link.is_heard():
+                return await attending  # Ray ends by itself where its head is gone: what matters is the head
+            raise RayDiedError(f"Ray has died on this node: {died.result()}")
         finally:
-            for task in (died, attending):
-                task.cancel()
-            await asyncio.wait({died, attending})  # a link has one reader, and the goodbye reads from it, too
+            await cancelled(died, attending)
 
     # --- before it has joined ---------------------------------------------------------------------------------------------
 
@@ -128,7 +125,7 @@ class Member:
                     self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
                 return welcome, await self._await_join(deadline)
             except BootstrapError:
-                raise  # some of which are OSErrors
+                raise  # some are OSErrors, too
             except ProtocolError as error:
                 raise NodeRefusedError(
                     f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
@@ -163,7 +160,7 @@ class Member:
                 count=plan.identity.count,
                 hostname=socket.gethostname(),
                 address=plan.address,
-                process=self._id,
+                process=plan.run_id,
                 versions=plan.versions,
                 num_devices=plan.num_devices,
                 device_kind=plan.device_kind,
@@ -209,9 +206,7 @@ class Member:
                 await hearing  # raises
             await starting
         finally:
-            for task in (starting, hearing):
-                task.cancel()
-            await asyncio.wait({starting, hearing})
+            await cancelled(starting, hearing)
 
     async def _hear_of_failure(self, link: Link) -> None:
         try:

@@ -39,6 +39,8 @@ RAY_COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "start")
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What this node is to do. Times in seconds, sizes in bytes."""
 
+    run_id: str
+    """Of this node's part of the run; that of rank 0 is the run's."""
     identity: NodeIdentity
     command: Sequence[str]
     """The script and its arguments."""
@@ -68,6 +70,11 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
     patience: Patience = Patience()
+
+    @property
+    def tag(self) -> str:
+        """By which all that the supervisor starts here is recognised."""
+        return f"{self.run_id}/up"
 
     @property
     def job(self) -> str:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import secrets
 import shutil
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from helmsman.api.errors import BootstrapError, UnfitNodeError
@@ -17,6 +14,7 @@ from helmsman.controller.bootstrap.head import Head
 from helmsman.controller.bootstrap.member import Member
 from helmsman.controller.bootstrap.node_plan import NodePlan
 from helmsman.controller.bootstrap.preflight import node_address, require_free, require_port, versions
+from helmsman.controller.bootstrap.run_folder import keep_logs, run_folder
 from helmsman.controller.bootstrap.script import Script
 from helmsman.controller.bootstrap.settings import (
     CLUSTER_DEFAULTS,
@@ -33,11 +31,8 @@ from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, stop_
 from helmsman.controller.devices import detect_devices
 from helmsman.controller.launchers import NodeIdentity, identify_node
 from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_allowed, size
-from helmsman.controller.runs import default_log_dir
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
-_LONGEST_FOLDER = 38
-"""Bytes of a path below which Ray's sockets still fit into the address of one."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,14 +84,14 @@ def run(options: argparse.Namespace) -> int:
             raise UnfitNodeError("there is no program to run: helmsman up [options] -- python train.py")
         if identity.attach_to:
             return asyncio.run(_on_cluster_there(identity, command, options.grace, tell))
-        with tempfile.TemporaryDirectory(prefix="hm-", dir=_folder(os.environ), ignore_cleanup_errors=True) as folder:
-            plan = make_plan(options, identity, command, Path(folder))
+        with run_folder(os.environ) as (run_id, folder):
+            plan = make_plan(options, identity, command, run_id, folder)
             if options.show_settings:
                 print(describe(plan))
                 return 0
             code = asyncio.run(_live(plan, tell))
             if code:
-                _keep_logs(Path(folder), tell)
+                keep_logs(run_id, folder, tell)
             return code
     except BootstrapError as error:
         tell(str(error))
@@ -105,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 async def _live(plan: NodePlan, tell: Tell) -> int:
     stop = stop_signals()
+    tell(_outline(plan))
     if not plan.secret and plan.identity.count > 1:
         tell(f"no token is given (--token-file, {TOKEN_VARIABLE}): any host that reaches port {plan.control_port} could join")
     supervisor = Member if plan.identity.rank else Head
@@ -132,8 +128,8 @@ async def _on_cluster_there(identity: NodeIdentity, command: list[str], grace_s:
     return stopped.exit_code
 
 
-def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], folder: Path) -> NodePlan:
-    """What this node is to do. Raises: UnfitNodeError when it cannot."""
+def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], run_id: str, folder: Path) -> NodePlan:
+    """What this node is to do; see NodePlan for the arguments. Raises: UnfitNodeError when it cannot."""
     address, interface = node_address(identity, options.interface)
     alone = identity.count == 1
     port = options.port or (0 if alone else HEAD_PORTS[0])
@@ -180,12 +176,21 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
             *(Setting(name, value, "--env") for name, value in given.items() if name not in known),
         ],
+        run_id=run_id,
         timeout_s=options.timeout,
         grace_s=options.grace,
         folder=folder,
         dashboard=options.dashboard,
         elastic=options.elastic,
     )
+
+
+def _outline(plan: NodePlan) -> str:
+    """What is set here, and what of it is the user's own, on a line."""
+    own = [f"{each.name}={each.value}" for each in (*plan.cluster_settings, *plan.node_settings) if each.source != "default"]
+    resources = ", ".join(f"{amount:g} {name}" for name, amount in plan.resources.items())
+    kind = f"your own settings: {', '.join(own)}" if own else "default settings"
+    return f"address {plan.address}, {resources}, object store {size(plan.store_bytes)}; {kind} (--show-settings shows all)"
 
 
 def describe(plan: NodePlan) -> str:
@@ -217,21 +222,3 @@ def _secret(path: str | None) -> str:
     if not secret:
         raise UnfitNodeError(f"--token-file {path} is empty; make one with: openssl rand -hex 32 > {path}")
     return secret
-
-
-def _folder(environ: Mapping[str, str]) -> str:
-    """Where the run's folder goes: RAY_TMPDIR or the usual place for temporary files, if Ray's sockets fit there."""
-    places = [environ.get("RAY_TMPDIR", ""), tempfile.gettempdir(), "/tmp"]
-    return next((place for place in places if place and len(os.fsencode(place)) <= _LONGEST_FOLDER), "/tmp")
-
-
-def _keep_logs(folder: Path, tell: Tell) -> None:
-    """Keep what Ray has logged of a run that failed."""
-    kept = default_log_dir(f"up-{secrets.token_hex(4)}")
-    found = [folder / "ray_start.log", *folder.glob("ray/session_2*/logs")]
-    for path in found:
-        if path.exists():
-            kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.move(path, kept / path.name)
-    if kept.exists():
-        tell(f"Ray's logs of this node are kept in {kept}")

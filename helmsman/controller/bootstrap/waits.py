@@ -44,6 +44,13 @@ async def first(*waited: asyncio.Future[Any], limit_s: float | None = None) -> N
     await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
 
 
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel them, and wait until each has ended, however it does."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
 async def unless(stop: asyncio.Future[StoppedError], work: Coroutine[Any, Any, T]) -> T:
     """Do the work, and break it off when told to stop. Raises: StoppedError."""
     task = asyncio.ensure_future(work)
@@ -53,9 +60,7 @@ async def unless(stop: asyncio.Future[StoppedError], work: Coroutine[Any, Any, T
             raise stop.result()
         return task.result()
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        await cancelled(task)
 
 
 Tell = Callable[[str], None]

@@ -1,0 +1,65 @@
+"""Scripts for ``helmsman up`` in tests: python program.py WHAT [ARGUMENT]."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+
+def count(code: str) -> int:
+    """Join, say what is seen, and end with this code."""
+    import helmsman
+
+    cluster = helmsman.initialize()
+    ranks = sorted(node.labels["helmsman-rank"] for node in cluster.nodes)
+    print(f"sees {len(cluster.nodes)} nodes of ranks {ranks} with {dict(cluster.num_devices)}", flush=True)
+    return int(code)
+
+
+def busy() -> int:
+    """An actor on each node that never comes back, and then wait."""
+    import ray
+
+    import helmsman
+
+    cluster = helmsman.initialize()
+
+    class Busy:
+        def spin(self) -> None:
+            while True:
+                pass
+
+        def there(self) -> int:
+            return 1
+
+    actors: list[Any] = [
+        ray.remote(num_cpus=1, resources={f"node:{node.address}": 0.01})(Busy).remote() for node in cluster.nodes
+    ]
+    print(f"busy on {sum(ray.get([actor.there.remote() for actor in actors]))} nodes", flush=True)
+    for actor in actors:
+        actor.spin.remote()
+    threading.Event().wait()
+    return 0
+
+
+def stubborn() -> int:
+    """Be deaf to signals."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    print("deaf", flush=True)
+    while True:
+        time.sleep(60)
+
+
+def wait() -> int:
+    """Until a signal."""
+    print("waits", flush=True)
+    threading.Event().wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit({"count": count, "busy": busy, "stubborn": stubborn, "wait": wait}[sys.argv[1]](*sys.argv[2:]))
