@@ -20,7 +20,6 @@ import msgspec
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server.proof import PROOF_LIMIT_S, connect_tcp, prove_as_server
 
-_BEAT_S = 1.0
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
 
@@ -30,8 +29,10 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
     connect_s: float = 2.0
     """For a head to answer, and as long again for its proof."""
+    beat_s: float = 1.0
+    """Between two signs of life."""
     silent_s: float = 12.0
-    """A peer that says nothing for so long cannot be reached. More than some beats, which come every second."""
+    """A peer that says nothing for so long cannot be reached."""
     refused_s: float = 1.0
     """A head's host that refuses connections for so long has no head any more."""
     unreachable_s: float = 6.0
@@ -122,14 +123,10 @@ class LinkLostError(Exception):
 
 
 class Link:
-    """One connection, for one reader.
+    """One connection, for one reader."""
 
-    Args:
-        silent_s: seconds without a word after which it is lost.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silent_s: float) -> None:
-        self._reader, self._writer, self._silent_s = reader, writer, silent_s
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: Patience) -> None:
+        self._reader, self._writer, self._patience = reader, writer, patience
         self._length: int | None = None
         """Of the message whose beginning was read when a reader was cancelled."""
         self._beats = asyncio.ensure_future(self._beat())
@@ -145,7 +142,7 @@ class Link:
         """The next message that is more than a beat; a cancelled call loses none. Raises: LinkLostError."""
         while True:
             try:
-                async with asyncio.timeout(self._silent_s):
+                async with asyncio.timeout(self._patience.silent_s):
                     if self._length is None:
                         self._length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
                     if self._length > _MOST_BYTES:
@@ -154,7 +151,7 @@ class Link:
                 self._length = None
                 message: Message = _decoder.decode(data)
             except TimeoutError as error:
-                raise LinkLostError(f"nothing was heard for {self._silent_s:g} s") from error
+                raise LinkLostError(f"nothing was heard for {self._patience.silent_s:g} s") from error
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise LinkLostError("the connection was closed") from error
             except msgspec.MsgspecError as error:
@@ -163,11 +160,11 @@ class Link:
             if not isinstance(message, Beat):
                 return message
 
-    async def is_heard(self, limit_s: float = 2.0 * _BEAT_S) -> bool:
-        """Whether the peer says anything within this time, while somebody receives."""
+    async def is_heard(self) -> bool:
+        """Whether the peer gives a sign of life in the time of two, while somebody receives."""
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(2.0 * self._patience.beat_s):
                 await self._heard.wait()
         return self._heard.is_set()
 
@@ -181,7 +178,7 @@ class Link:
             while not self._writer.is_closing():
                 self.send(Beat())
                 await self._writer.drain()
-                await asyncio.sleep(_BEAT_S)
+                await asyncio.sleep(self._patience.beat_s)
 
     def drop(self) -> None:
         """Close at once, whatever is still to be sent; who reads from it finds it lost."""
@@ -216,7 +213,7 @@ async def connect(host: str, port: int, key: bytes, patience: Patience) -> Link:
             raise LinkLostError("it closed the connection") from error
         raise
     proved.setblocking(False)
-    return Link(*await asyncio.open_connection(sock=proved), patience.silent_s)
+    return Link(*await asyncio.open_connection(sock=proved), patience)
 
 
 async def accept(accepted: socket.socket, key: bytes, patience: Patience) -> Link:
@@ -234,7 +231,7 @@ async def accept(accepted: socket.socket, key: bytes, patience: Patience) -> Lin
             raise ProtocolError("did not prove that it belongs to this run") from error
         undo.pop_all()
     duplicate.setblocking(False)
-    return Link(*await asyncio.open_connection(sock=duplicate), patience.silent_s)
+    return Link(*await asyncio.open_connection(sock=duplicate), patience)
 
 
 def _hang_up(connection: socket.socket) -> None:
