@@ -121,7 +121,7 @@ class Head:
         log = plan.folder / "ray_start.log"
         self._ray = RayProcess(ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log)
         deadline = Deadline(plan.timeout_s)
-        await self._unless_ended(self._ray.start(deadline.remaining_s))
+        await self._unless_ended(self._ray.start())
         self._address = address
         for member in self._members.values():
             member.link.send(Join(address))

@@ -94,7 +94,7 @@ class Member:
         environ = node_environ(plan, welcome.variables, token, os.environ)
         command = ray_start(plan, welcome.run_id, self._leases, head)
         self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log")
-        await unless(self._stop, self._or_died(self._ray.start(deadline.remaining_s)))
+        await unless(self._stop, self._or_died(self._ray.start()))
         assert self._link is not None
         self._link.send(Joined())
         self._tell(f"joined the cluster at {head}")

@@ -20,6 +20,8 @@ from helmsman.rpc_server.guardian import TAG_VARIABLE, end_family, family, wait_
 
 _STARTED = "Ray runtime started."
 _POLL_S = 0.05
+_START_S = 60.0
+"""How long Ray may take to start; seconds, but on a node that does too much at once."""
 _END_S = 2.0
 """How long Ray may take to end in order."""
 _WATCHED = ("raylet", "gcs_server")
@@ -42,9 +44,9 @@ class RayProcess:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pidfds: list[int] = []
 
-    async def start(self, limit_s: float) -> None:
+    async def start(self) -> None:
         """Start it, and wait until it says that Ray is up. Raises: RayDiedError with the end of what it printed."""
-        deadline = Deadline(limit_s)
+        deadline = Deadline(_START_S)
         with self._log_path.open("wb") as log:
             self._process = await asyncio.to_thread(
                 subprocess.Popen,
@@ -60,7 +62,7 @@ class RayProcess:
             if self._ended.done():
                 raise RayDiedError(f"Ray did not start on this node: {self._ended.result()}", log=tail_of(str(self._log_path)))
             if deadline.passed:
-                raise RayDiedError(f"Ray did not start on this node within {limit_s:g} s", log=tail_of(str(self._log_path)))
+                raise RayDiedError(f"Ray did not start on this node within {_START_S:g} s", log=tail_of(str(self._log_path)))
             await asyncio.sleep(_POLL_S)
         for pid, name in self._members():
             self._watch(pid, name)
@@ -100,12 +102,9 @@ class RayProcess:
         return await asyncio.shield(self._ended)
 
     async def stop(self) -> None:
-        """End all of it: by a signal, and by force what has not gone after two seconds."""
+        """End all of it: the raylet in order, so that its head knows, and the rest, which keeps nothing, by force."""
         if self._process is None:
             return
-        for pid in [self._process.pid, *(pid for pid, _ in self._members())]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
         await asyncio.to_thread(self._finish, self._process)
         while self._pidfds:
             pidfd = self._pidfds.pop()
@@ -113,8 +112,11 @@ class RayProcess:
             os.close(pidfd)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        wait_until(lambda: process.poll() is not None and not family(process.pid, self._tag), _END_S, _POLL_S)
-        if process.poll() is None:
-            process.kill()
+        raylets = {pid for pid, name in self._members() if name == "raylet"}
+        for pid in raylets:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not raylets & family(process.pid, self._tag), _END_S, _POLL_S)
+        process.kill()
         end_family(process.pid, self._tag)
         process.wait()
