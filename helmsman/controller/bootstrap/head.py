@@ -119,7 +119,9 @@ class Head:
             self._plan = plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
-        self._ray = RayProcess(ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log)
+        self._ray = RayProcess(
+            ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log, plan.ray_start_s
+        )
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start())
         self._address = address

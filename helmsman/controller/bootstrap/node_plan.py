@@ -69,6 +69,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
+    ray_start_s: float = 60.0
+    """That Ray may take to start; it takes seconds, but on a node that does too much at once."""
     patience: Patience = Patience()
 
     @property
