@@ -102,12 +102,12 @@ class Member:
         attending = asyncio.ensure_future(self._attend())
         try:
             await first(died, attending, self._stop)
+            if not attending.done() and not self._stop.done() and not await self._link.is_heard():
+                await first(attending, self._stop)  # Ray ends by itself where its head is gone: what matters is the head
             if attending.done():
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            if not await self._link.is_heard():
-                return await attending  # Ray ends by itself where its head is gone: what matters is the head
             raise RayDiedError(f"Ray has died on this node: {died.result()}")
         finally:
             await cancelled(died, attending)
