@@ -82,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
         command = options.program[1:] if options.program[:1] == ["--"] else options.program
         if not command and not options.show_settings:
             raise UnfitNodeError("there is no program to run: helmsman up [options] -- python train.py")
+        if identity.attach_to and options.show_settings:
+            print(f"{identity.said_by['attach_to']}: the program runs on that cluster, and nothing is set here")
+            return 0
         if identity.attach_to:
             return asyncio.run(_on_cluster_there(identity, command, options.grace, tell))
         with run_folder(os.environ) as (run_id, folder):
