@@ -499,6 +499,19 @@ def test_another_runs_head_has_the_port(make_nodes: MakeNodes, make_cable: Calla
     other.ends(143)
 
 
+def test_a_node_whose_ray_dies_with_a_silent_head_can_be_told_to_stop(make_nodes: MakeNodes) -> None:
+    """It waits to learn whether its head has gone, which is why Ray would end by itself; but not when it is told to stop."""
+    nodes = make_nodes(2, grace_s=0.1)
+    head, member = nodes.start_all()
+    nodes.wait_running()
+    head.signal(signal.SIGSTOP)
+    ray = member.ray["pid"]
+    os.kill(ray, KILL)
+    wait_gone({"its Ray": ray})
+    member.signal(TERM)
+    member.ends(143)
+
+
 def test_a_member_that_is_killed_takes_its_ray_along_and_the_run_goes_on(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     head, member = nodes.start_all()

@@ -96,10 +96,12 @@ async def test_work_goes_with_who_waits_for_it(stop: asyncio.Future[StoppedError
 async def test_the_first_of_several(stop: asyncio.Future[StoppedError]) -> None:
     works = [Work(), Work()]
     tasks = [asyncio.ensure_future(work.run()) for work in works]
-    await first(*tasks, stop, limit_s=0.01)
-    assert not any(task.done() for task in tasks)
+    waiting = asyncio.ensure_future(first(*tasks, stop))
+    for work in works:
+        await work.begun.wait()
+    assert not waiting.done()
     works[1].let_go.set()
-    await first(*tasks, stop)
+    await waiting
     assert [task.done() for task in tasks] == [False, True]
     await cancelled(*tasks, stop)
     assert works[0].broken_off
