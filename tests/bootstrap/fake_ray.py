@@ -36,10 +36,10 @@ def main(cluster: str, arguments: list[str]) -> None:
         child = subprocess.Popen(["sleep", "1000"], executable=os.path.join(cluster, "raylet")).pid
     facts = {"flags": flags, "environ": dict(os.environ), "pid": os.getpid(), "raylet": child}
     write(node, "started", facts)
-    if "fails" in words:
-        sys.exit("no room for an object store")
     while "waits" in behaviour(node):
         time.sleep(0.01)
+    if "fails" in words:
+        sys.exit("no room for an object store")
     if "hangs" not in words:
         if "unlisted" not in words:
             resources = {"CPU": float(flags["--num-cpus"]), "GPU": float(flags.get("--num-gpus", 0))}

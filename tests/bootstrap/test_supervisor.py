@@ -134,11 +134,13 @@ def test_a_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
 
 
 def test_a_rank_that_never_comes(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(3, timeout_s=1.0)
-    head, member = nodes.start(0), nodes.start(1)
+    nodes = make_nodes(3)
+    member = nodes.start(1)
+    member.said("does not answer")
+    head = nodes.start(0, timeout_s=1.5)
     head.ends(
         91,
-        "NotJoinedError: 1 of 3 nodes are missing: rank 2, never heard of, after 1 s",
+        "NotJoinedError: 1 of 3 nodes are missing: rank 2, never heard of, after 1.5 s",
         "There are: rank 0 (127.0.0.1), rank 1 (127.0.0.1)",
         "Look at what the missing nodes have printed",
         "--timeout",
@@ -184,9 +186,10 @@ def test_news_is_a_line_for_each_change(make_nodes: MakeNodes) -> None:
 
 
 def test_devices_that_are_missing(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, timeout_s=1.0)
-    head = nodes.start(0)
+    nodes = make_nodes(2)
     member = nodes.start(1, num_devices=8, resources={"CPU": 2.0, "GPU": 6.0})
+    member.said("does not answer")
+    head = nodes.start(0, timeout_s=1.5)
     head.ends(91, "1 of 2 nodes are missing: rank 1 (", "127.0.0.1), 6 of 8 GPU")
     member.ends(91)
 
@@ -283,7 +286,9 @@ def test_a_first_connection_that_hangs(make_nodes: MakeNodes, make_cable: Callab
 def test_ray_that_does_not_start_on_a_member(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     nodes.behaviour(1, "fails")
-    head, member, other = nodes.start_all()
+    head, other = nodes.start(0), nodes.start(2)
+    other.said("joined the cluster")
+    member = nodes.start(1)
     member.ends(
         93, "RayDiedError: Ray did not start on this node: ray start has ended with exit code 1", "no room for an object"
     )
@@ -293,11 +298,12 @@ def test_ray_that_does_not_start_on_a_member(make_nodes: MakeNodes) -> None:
 
 def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
-    nodes.behaviour(0, "fails")
-    member = nodes.start(1)
-    head = nodes.start(0)
+    nodes.behaviour(0, "waits", "fails")
+    head, member = nodes.start_all()
+    member.said("knows this node")
+    nodes.behaviour(0, "")
     head.ends(93, "RayDiedError: Ray did not start on this node: ray start has ended with exit code 1", "no room for an object")
-    assert member.wait() == 91, member.output
+    member.ends(91, "NotJoinedError: the run did not begin: Ray did not start on this node")
 
 
 def test_ray_that_never_says_that_it_is_up(make_nodes: MakeNodes) -> None:
