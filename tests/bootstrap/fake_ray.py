@@ -43,8 +43,11 @@ def main(cluster: str, arguments: list[str]) -> None:
     if "hangs" not in words:
         if "unlisted" not in words:
             resources = {"CPU": float(flags["--num-cpus"]), "GPU": float(flags.get("--num-gpus", 0))}
-            row = {"run": labels["helmsman-run"], "address": flags["--node-ip-address"], "resources": resources}
-            write(node, "listed", {**row, "pid": os.getpid()})
+            write(
+                node,
+                "listed",
+                {"run": labels["helmsman-run"], "address": flags["--node-ip-address"], "resources": resources},
+            )
         print(STARTED, flush=True)
     while True:
         signal.pause()

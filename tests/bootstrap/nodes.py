@@ -198,6 +198,8 @@ class Cable:
         self.port: int = self._listener.getsockname()[1]
         self._silent = False
         self._deserted: set[socket.socket] = set()
+        self.is_given_up = threading.Event()
+        """Set when the far end has closed what it alone still had."""
         self._ends: list[tuple[socket.socket, socket.socket]] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -221,6 +223,8 @@ class Cable:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
                 sink.sendall(data)
+            if source in self._deserted:
+                self.is_given_up.set()
         for end in {source, sink} - self._deserted:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from helmsman.controller.bootstrap.waits import stop_signals, teller
 
 
 class Roll:
-    """Knows the nodes whose fake Ray has entered itself, and lives."""
+    """Knows the nodes whose fake Ray has entered itself; also when that has died, as Ray's head does for a while."""
 
     def __init__(self, cluster: Path) -> None:
         self._cluster = cluster
@@ -26,11 +25,7 @@ class Roll:
     async def nodes(self, run_id: str) -> dict[int, NodeSeen]:
         """Those of the run, by rank."""
         rows = {int(path.parent.name): json.loads(path.read_text()) for path in self._cluster.glob("*/listed")}
-        return {
-            rank: NodeSeen(row["address"], row["resources"])
-            for rank, row in rows.items()
-            if row["run"] == run_id and os.path.exists(f"/proc/{row['pid']}")
-        }
+        return {rank: NodeSeen(row["address"], row["resources"]) for rank, row in rows.items() if row["run"] == run_id}
 
 
 async def live(plan: NodePlan, cluster: Path) -> int:

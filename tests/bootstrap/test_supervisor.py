@@ -454,6 +454,7 @@ def test_a_connection_that_only_the_member_knows_to_be_lost(make_nodes: MakeNode
     nodes.wait_running()
     cable.desert()
     head.said("is back")
+    assert cable.is_given_up.wait(4.0), "before it would be lost by its silence; the end of the run would wait for it"
     nodes.release()
     head.ends(0)
     member.ends(0, "the script has ended with exit code 0")
