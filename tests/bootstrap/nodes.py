@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ while not os.path.exists(os.path.join(folder, "script-released")):
     time.sleep(0.01)
 """
 """A script that goes on until it is let go."""
+
+
+def script(source: str) -> list[str]:
+    """The command of a script."""
+    return [sys.executable, "-I", "-S", "-c", source]
 
 
 class Node:
@@ -254,3 +260,7 @@ class Cable:
         for pair in self._ends:
             for end in pair:
                 end.close()
+
+
+MakeNodes = Callable[..., Nodes]
+MakeCable = Callable[[int], Cable]
