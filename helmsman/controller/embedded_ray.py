@@ -216,6 +216,14 @@ async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float) -
     return await asyncio.wait_for(ended, limit_s)
 
 
+def has_started_its_cluster() -> bool:
+    """Whether the cluster to which this process is connected was started here, and ends with this process."""
+    from ray._private import worker
+
+    node: Any = worker._global_node  # private, as there is no public way to know
+    return node is not None and bool(node.is_head())
+
+
 async def end_embedded_ray(limit_s: float) -> None:
     """Shut the embedded cluster down; its processes are killed if that takes longer than ``limit_s`` seconds."""
     import ray

@@ -142,6 +142,29 @@ ROWS = [
         ("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX=3", "the number of nodes (--num-nodes)"),
         "Give it as a flag",
     ),
+    Row(errors.BootstrapError("Ray did not start", log="x\nboom"), ("Ray did not start", "x\nboom"), ""),
+    Row(
+        errors.UnfitNodeError("port 6379 is held by pid 7. Choose another port by --port"),
+        ("6379", "pid 7"),
+        "Choose another port by --port",
+    ),
+    Row(
+        errors.NotJoinedError("1 of 2 nodes are missing: rank 1. Look at what it has printed"),
+        ("1 of 2", "rank 1"),
+        "Look at what it has printed",
+    ),
+    Row(
+        errors.NodeRefusedError("the head does not take this node: versions differ. Install the same on every node"),
+        ("versions differ",),
+        "Install the same on every node",
+    ),
+    Row(
+        errors.RayDiedError("Ray has died on this node; its logs are in hm-1", log="out of memory"),
+        ("out of memory",),
+        "its logs are in hm-1",
+    ),
+    Row(errors.HeadLostError("the head at gpu-0:6380 cannot be reached"), ("gpu-0:6380",), ""),
+    Row(errors.StrangeClusterError("the cluster is not that of this run; start it anew"), ("not that",), "start it anew"),
     Row(errors.StartError("role 'train' did not start", role="train"), ("train",), ""),
     Row(
         errors.PlacementInfeasibleError(
@@ -384,6 +407,10 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("ClusterNotFoundError", ConnectionError),
         ("NodesMissingError", TimeoutError),
         ("LauncherError", ValueError),
+        ("UnfitNodeError", ValueError),
+        ("NotJoinedError", TimeoutError),
+        ("HeadLostError", ConnectionError),
+        ("StrangeClusterError", ConnectionError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),
@@ -400,6 +427,13 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
 def test_can_be_caught_as_the_builtin_it_is(name: str, builtin: type[Exception]) -> None:
     with pytest.raises(builtin, match=re.escape(str(BY_NAME[name].error)[:20])):
         raise BY_NAME[name].error
+
+
+def test_exit_codes_of_the_bootstrap_tell_errors_apart() -> None:
+    codes = {cls.__name__: cls.exit_code for cls in public_errors() if issubclass(cls, errors.BootstrapError)}
+    del codes["BootstrapError"]
+    assert len(set(codes.values())) == len(codes)
+    assert all(2 < code < 126 for code in codes.values()), "neither argparse's nor a shell's"
 
 
 def test_group_error_has_its_root_cause_as_cause() -> None:

@@ -28,7 +28,7 @@ from helmsman.controller.bootstrap.link import (
     accept,
     proof_key,
 )
-from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, node_environ, ray_start, ray_token
+from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, lease, node_environ, ray_start, ray_token
 from helmsman.controller.bootstrap.nodes_seen import NodeSeen, RayHead, SeesNodes
 from helmsman.controller.bootstrap.ray_process import RayProcess
 from helmsman.controller.bootstrap.script import Script
@@ -40,7 +40,6 @@ from helmsman.rpc_server.ports import PortLeases
 T = TypeVar("T")
 
 _POLL_S = 0.1
-_HELLO_S = 5.0
 _LEAVE_S = 3.0
 """How long the other nodes may take to leave."""
 _ORPHANED_SCRIPT_S = 3.0
@@ -117,10 +116,12 @@ class Head:
         if plan.identity.count > 1:
             self._listen()
         elif not plan.port:
-            self._plan = plan = msgspec.structs.replace(plan, port=self._leases.lease(1)[0])
+            self._plan = plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
-        self._ray = RayProcess(ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log)
+        self._ray = RayProcess(
+            ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log, plan.ray_start_s
+        )
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start())
         self._address = address
@@ -205,12 +206,12 @@ class Head:
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         try:
-            link = await accept(connection, proof_key(self._plan.secret, self._plan.job))
+            link = await accept(connection, proof_key(self._plan.secret, self._plan.job), self._plan.patience)
         except ProtocolError as error:
             self._tell(f"a process on {host} is not taken: it {error}")
             return
         try:
-            hello = await link.receive(_HELLO_S)
+            hello = await link.receive()
             if not isinstance(hello, Hello):
                 return
             if refusal := self._why_not(hello):
@@ -233,7 +234,7 @@ class Head:
         if not 0 < hello.rank < here.count:
             return Refused(f"its rank is {hello.rank}; the head, which has rank 0, waits for ranks 1 to {here.count - 1}")
         other = self._members.get(hello.rank)
-        if other is not None and other.state != "lost" and not hello.run_id:
+        if other is not None and other.state != "lost" and other.hello.process != hello.process:
             return Refused(f"{other} is here already; every node needs a rank of its own")
         differing = [
             f"{name} {hello.versions.get(name, 'none')} there, {version} on the head"
@@ -246,6 +247,8 @@ class Head:
 
     async def _attend(self, hello: Hello, link: Link) -> None:
         """Serve a node until it leaves or is lost."""
+        if (before := self._members.get(hello.rank)) is not None:
+            before.link.drop()  # the node has given that one up
         member = self._members[hello.rank] = Member(hello, link)
         token = "" if self._plan.secret else self._token
         link.send(Welcome(run_id=self._plan.run_id, variables=self._cluster, token=token))

@@ -11,7 +11,7 @@ import msgspec
 
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.controller.cluster_snapshot import NodeState
-from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray
+from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray, has_started_its_cluster
 from helmsman.controller.loop import submit
 from helmsman.controller.resources import ACCELERATORS
 from helmsman.controller.runs import default_log_dir
@@ -83,7 +83,7 @@ def initialize(
         connect(address, run_id, sizes, default_log_dir(run_id), preload)
         atexit.register(_close)
     return RayCluster(
-        address=ray.get_runtime_context().gcs_address, nodes=ray_state.snapshot().nodes, is_embedded=address == "local"
+        address=ray.get_runtime_context().gcs_address, nodes=ray_state.snapshot().nodes, is_embedded=has_started_its_cluster()
     )
 
 

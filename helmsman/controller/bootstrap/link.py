@@ -20,11 +20,23 @@ import msgspec
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server.proof import PROOF_LIMIT_S, connect_tcp, prove_as_server
 
-BEAT_S = 1.0
-SILENT_S = 12.0
-"""A peer that says nothing for so long cannot be reached."""
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long supervisors wait for each other, in seconds."""
+
+    connect_s: float = 2.0
+    """For a head to answer, and as long again for its proof."""
+    beat_s: float = 1.0
+    """Between two signs of life."""
+    silent_s: float = 12.0
+    """A peer that says nothing for so long cannot be reached."""
+    refused_s: float = 1.0
+    """A head's host that refuses connections for so long has no head any more."""
+    unreachable_s: float = 6.0
+    """How long a head that has fallen silent is still sought."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +50,8 @@ class Hello(Message, frozen=True, kw_only=True):
     count: int
     hostname: str
     address: str
+    process: str
+    """The id of its part of the run: by it a node that comes again is told from another of the same rank."""
     versions: Mapping[str, str]
     num_devices: int
     device_kind: str
@@ -111,8 +125,10 @@ class LinkLostError(Exception):
 class Link:
     """One connection, for one reader."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: Patience) -> None:
+        self._reader, self._writer, self._patience = reader, writer, patience
+        self._length: int | None = None
+        """Of the message whose beginning was read when a reader was cancelled."""
         self._beats = asyncio.ensure_future(self._beat())
         self._heard = asyncio.Event()
 
@@ -122,18 +138,20 @@ class Link:
         if not self._writer.is_closing():
             self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
-    async def receive(self, limit_s: float = SILENT_S) -> Message:
-        """The next message that is more than a beat. Raises: LinkLostError."""
+    async def receive(self) -> Message:
+        """The next message that is more than a beat; a cancelled call loses none. Raises: LinkLostError."""
         while True:
             try:
-                async with asyncio.timeout(limit_s):
-                    length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-                    if length > _MOST_BYTES:
-                        raise LinkLostError(f"a message of {length} bytes")
-                    data = await self._reader.readexactly(length)
+                async with asyncio.timeout(self._patience.silent_s):
+                    if self._length is None:
+                        self._length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+                    if self._length > _MOST_BYTES:
+                        raise LinkLostError(f"a message of {self._length} bytes, and at most {_MOST_BYTES} are taken")
+                    data = await self._reader.readexactly(self._length)
+                self._length = None
                 message: Message = _decoder.decode(data)
             except TimeoutError as error:
-                raise LinkLostError(f"nothing was heard for {limit_s:g} s") from error
+                raise LinkLostError(f"nothing was heard for {self._patience.silent_s:g} s") from error
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise LinkLostError("the connection was closed") from error
             except msgspec.MsgspecError as error:
@@ -142,11 +160,11 @@ class Link:
             if not isinstance(message, Beat):
                 return message
 
-    async def is_heard(self, limit_s: float = 2.0 * BEAT_S) -> bool:
-        """Whether the peer says anything within this time, while somebody receives."""
+    async def is_heard(self) -> bool:
+        """Whether the peer gives a sign of life in the time of two, while somebody receives."""
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(2.0 * self._patience.beat_s):
                 await self._heard.wait()
         return self._heard.is_set()
 
@@ -160,7 +178,11 @@ class Link:
             while not self._writer.is_closing():
                 self.send(Beat())
                 await self._writer.drain()
-                await asyncio.sleep(BEAT_S)
+                await asyncio.sleep(self._patience.beat_s)
+
+    def drop(self) -> None:
+        """Close at once, whatever is still to be sent; who reads from it finds it lost."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """Send what is to be sent, within a second, and close."""
@@ -176,30 +198,46 @@ def proof_key(secret: str, run: str) -> bytes:
     return hmac.new(secret.encode(), f"helmsman up {run}".encode(), hashlib.sha256).digest()
 
 
-async def connect(host: str, port: int, key: bytes, limit_s: float) -> Link:
-    """Connect to a head. Raises: OSError (nobody answers), ProtocolError (it is not the head of this run)."""
-    proved = await asyncio.to_thread(connect_tcp, (host, port), key, limit_s)
+async def connect(host: str, port: int, key: bytes, patience: Patience) -> Link:
+    """Connect to a head.
+
+    Raises: OSError (nobody answers), LinkLostError (somebody does, and then falls silent or closes, as a head does that is
+        overloaded or ends), ProtocolError (it is not the head of this run).
+    """
+    try:
+        proved = await asyncio.to_thread(connect_tcp, (host, port), key, patience.connect_s)
+    except ProtocolError as error:
+        if isinstance(error.__cause__, BlockingIOError):  # the kernel's word for its time-out
+            raise LinkLostError(f"connected, and then nothing was heard for {patience.connect_s:g} s") from error
+        if isinstance(error.__cause__, (EOFError, ConnectionError)):
+            raise LinkLostError("it closed the connection") from error
+        raise
     proved.setblocking(False)
-    return Link(*await asyncio.open_connection(sock=proved))
+    return Link(*await asyncio.open_connection(sock=proved), patience)
 
 
-async def accept(accepted: socket.socket, key: bytes) -> Link:
+async def accept(accepted: socket.socket, key: bytes, patience: Patience) -> Link:
     """Prove an accepted connection. Raises: ProtocolError, whose text says what is wrong with the peer."""
     accepted.settimeout(None)
-    duplicate = accepted.dup()
-    try:
-        async with asyncio.timeout(PROOF_LIMIT_S):
-            await asyncio.to_thread(_prove, accepted, key)
-    except AuthenticationError as error:
-        duplicate.close()
-        raise ProtocolError("has another token") from error
-    except (EOFError, OSError, ValueError, AssertionError, TimeoutError) as error:
-        with contextlib.suppress(OSError):
-            duplicate.shutdown(socket.SHUT_RDWR)  # which also ends the thread that still reads from it
-        duplicate.close()
-        raise ProtocolError("did not prove that it belongs to this run") from error
+    with contextlib.ExitStack() as undo:
+        duplicate = undo.enter_context(accepted.dup())
+        undo.callback(_hang_up, duplicate)
+        try:
+            async with asyncio.timeout(PROOF_LIMIT_S):
+                await asyncio.to_thread(_prove, accepted, key)
+        except AuthenticationError as error:
+            raise ProtocolError("has another token") from error
+        except (EOFError, OSError, ValueError, AssertionError, TimeoutError) as error:
+            raise ProtocolError("did not prove that it belongs to this run") from error
+        undo.pop_all()
     duplicate.setblocking(False)
-    return Link(*await asyncio.open_connection(sock=duplicate))
+    return Link(*await asyncio.open_connection(sock=duplicate), patience)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Which also ends the thread that still reads from it, and for which the end of the loop would wait."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _prove(accepted: socket.socket, key: bytes) -> None:

@@ -39,12 +39,7 @@ from helmsman.controller.deadline import Deadline
 from helmsman.rpc_server.guardian import guard
 from helmsman.rpc_server.ports import PortLeases
 
-_CONNECT_S = 2.0
 _RETRY_S = 0.2
-_REFUSED_S = 1.0
-"""A head's host that refuses connections for so long has no head any more."""
-_UNREACHABLE_S = 6.0
-"""How long a head that has fallen silent is still sought."""
 
 
 class Member:
@@ -75,7 +70,8 @@ class Member:
             ended = await self._live()
         except StoppedError as stopped:
             self._tell(f"{stopped}; it leaves")
-            await self._say_goodbye(Leaving(str(stopped), stopped.number), self._plan.grace_s)
+            # An elastic run goes on, so there is no end of it to wait for.
+            await self._say_goodbye(Leaving(str(stopped), stopped.number), 0.0 if self._plan.elastic else self._plan.grace_s)
             return stopped.exit_code
         except (RayDiedError, UnfitNodeError) as error:
             await self._say_goodbye(Leaving(str(error)), 0.0)
@@ -97,7 +93,7 @@ class Member:
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
         environ = node_environ(plan, welcome.variables, token, os.environ)
         command = ray_start(plan, welcome.run_id, self._leases, head)
-        self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log")
+        self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log", plan.ray_start_s)
         await unless(self._stop, self._or_died(self._ray.start()))
         assert self._link is not None
         self._link.send(Joined())
@@ -106,12 +102,12 @@ class Member:
         attending = asyncio.ensure_future(self._attend())
         try:
             await first(died, attending, self._stop)
+            if not attending.done() and not self._stop.done() and not await self._link.is_heard():
+                await first(attending, self._stop)  # Ray ends by itself where its head is gone: what matters is the head
             if attending.done():
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            if not await self._link.is_heard():
-                return await attending  # Ray ends by itself where its head is gone: what matters is the head
             raise RayDiedError(f"Ray has died on this node: {died.result()}")
         finally:
             await cancelled(died, attending)
@@ -123,7 +119,7 @@ class Member:
         told = ""
         while True:
             try:
-                welcome = await self._introduce(min(_CONNECT_S, max(deadline.remaining_s, 0.1)))
+                welcome = await self._introduce()
                 if self._run_id != welcome.run_id:
                     self._run_id = welcome.run_id
                     self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
@@ -147,16 +143,24 @@ class Member:
                     ) from error
             await asyncio.sleep(_RETRY_S)
 
-    async def _introduce(self, limit_s: float, run_id: str = "") -> Welcome:
-        """Connect and say who this is. Raises: OSError, LinkLostError, ProtocolError, NodeRefusedError."""
+    async def _introduce(self, run_id: str = "") -> Welcome:
+        """Connect and say who this is.
+
+        Args:
+            run_id: of the run to which it belongs; '' before it has joined.
+
+        Raises: OSError and LinkLostError (nobody answers), ProtocolError (another run's head, or no head, does),
+            NodeRefusedError.
+        """
         plan = self._plan
-        link = await connect(plan.identity.head, plan.control_port, self._key, limit_s)
+        link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience)
         link.send(
             Hello(
                 rank=plan.identity.rank,
                 count=plan.identity.count,
                 hostname=socket.gethostname(),
                 address=plan.address,
+                process=plan.run_id,
                 versions=plan.versions,
                 num_devices=plan.num_devices,
                 device_kind=plan.device_kind,
@@ -166,6 +170,8 @@ class Member:
         try:
             answer = await link.receive()
             if isinstance(answer, Refused):
+                if answer.ended:
+                    raise ProtocolError(f"the head at {self._where} is another run's: {answer.reason}")
                 raise NodeRefusedError(f"the head at {self._where} does not take this node: {answer.reason}")
             if not isinstance(answer, Welcome):
                 raise LinkLostError("the head says something else than it should")
@@ -231,21 +237,26 @@ class Member:
                     return ended
 
     async def _seek_again(self, why: str) -> Ended | None:
-        """Connect again; None once that is done, or how the run has ended when its head is no more."""
-        deadline = Deadline(_UNREACHABLE_S)
-        refusals = Deadline(_REFUSED_S)
+        """Connect again; None once that is done, or how the run has ended when its head is no more.
+
+        Raises: HeadLostError, NodeRefusedError (another has taken this rank meanwhile).
+        """
+        patience = self._plan.patience
+        deadline, refusals = Deadline(patience.unreachable_s), Deadline(patience.refused_s)
         while True:
             try:
-                await self._introduce(_CONNECT_S, self._run_id)
+                await self._introduce(self._run_id)
                 self._tell("the connection to the head was lost, and is back")
                 return None
+            except BootstrapError:
+                raise  # some of which are OSErrors
             except ConnectionRefusedError:
                 if refusals.passed:
                     return Ended(0, "its head is gone")
-            except (ProtocolError, NodeRefusedError):
+            except ProtocolError:
                 return Ended(0, "its head is gone, and another program has taken its port")
             except (OSError, LinkLostError) as error:
-                refusals = Deadline(_REFUSED_S)
+                refusals = Deadline(patience.refused_s)
                 if deadline.passed:
                     raise HeadLostError(
                         f"the head at {self._where} cannot be reached ({why}, then: {error}); whether the run goes on there is "

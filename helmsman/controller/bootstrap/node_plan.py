@@ -12,16 +12,19 @@ from pathlib import Path
 
 import msgspec
 
+from helmsman.api.errors import UnfitNodeError
+from helmsman.controller.bootstrap.link import Patience
 from helmsman.controller.bootstrap.settings import Setting, resource_arguments
 from helmsman.controller.launchers import NodeIdentity
-from helmsman.rpc_server.ports import PortLeases, port_range
+from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases, port_range
 
 RUN_VARIABLE = "HELMSMAN_UP_RUN"
 """In the script: id of the run whose cluster it is started on."""
 RUN_LABEL, RANK_LABEL = "helmsman-run", "helmsman-rank"
 """Ray labels of a node."""
 
-_FIRST_WORKER_PORT, _LAST_WORKER_PORT = 10_002, 19_999
+_WORKER_PORTS = (10_002, 19_999)
+_FEWEST_WORKER_PORTS = 100
 _AGENT_PORTS = (
     "--node-manager-port",
     "--object-manager-port",
@@ -66,6 +69,9 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
+    ray_start_s: float = 60.0
+    """That Ray may take to start; it takes seconds, but on a node that does too much at once."""
+    patience: Patience = Patience()
 
     @property
     def tag(self) -> str:
@@ -74,8 +80,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job(self) -> str:
-        """What tells this job from others where nobody has given a secret."""
-        return f"{self.identity.count} {self.control_port}"
+        """What tells this job from others where nobody has given a secret; with one, the head says itself what differs."""
+        return "" if self.secret else f"{self.identity.count} {self.control_port}"
 
 
 def ray_token(secret: str, run_id: str) -> str:
@@ -105,22 +111,49 @@ def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ
     }
 
 
+def lease(leases: PortLeases, count: int) -> list[int]:
+    """Ports that nobody has to know beforehand, below the ephemeral range. Raises: UnfitNodeError."""
+    try:
+        return leases.lease(count)
+    except (OSError, ValueError) as error:
+        raise UnfitNodeError(f"Ray has no ports on this node: {error}") from error
+
+
+def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """First and last of the ports for Ray's workers: the longest run that has none of these ranges in it.
+
+    Ray refuses to start with a port that two of its parts could use. Raises: UnfitNodeError.
+    """
+    runs = [_WORKER_PORTS]
+    for low, high in taken:
+        cut = [run for first, last in runs for run in ((first, min(last, low - 1)), (max(first, high + 1), last))]
+        runs = [(first, last) for first, last in cut if last - first >= _FEWEST_WORKER_PORTS]
+    if not runs:
+        raise UnfitNodeError(
+            f"Ray's workers have no ports on this node: of {_WORKER_PORTS[0]} to {_WORKER_PORTS[1]}, --port, --control-port "
+            f"and {RANGE_VARIABLE} leave no {_FEWEST_WORKER_PORTS} in a row; set {RANGE_VARIABLE} to a range outside"
+        )
+    return max(runs, key=lambda run: run[1] - run[0])
+
+
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
     """The command that starts Ray on this node.
 
     Args:
-        leases: from which all ports that nobody has to know beforehand are taken, below the ephemeral range.
+        leases: from which all ports that nobody has to know beforehand are taken.
         head: address of the cluster to join; '' to be its head.
+
+    Raises: UnfitNodeError when there are not enough ports.
     """
-    ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, leases.lease(len(_AGENT_PORTS)), strict=True)]
-    last = min(_LAST_WORKER_PORT, max(port_range({})[0] - 1, _FIRST_WORKER_PORT + 100))
+    ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)]
+    first, last = worker_ports([(plan.port, plan.port), (plan.control_port, plan.control_port), port_range(os.environ)])
     where = (
         [f"--address={head}"]
         if head
         else [
             "--head",
             f"--port={plan.port}",
-            *([f"--ray-client-server-port={leases.lease(1)[0]}"] if find_spec("grpc") else []),
+            *([f"--ray-client-server-port={lease(leases, 1)[0]}"] if find_spec("grpc") else []),
             f"--include-dashboard={'true' if plan.dashboard else 'false'}",
         ]
     )
@@ -132,7 +165,7 @@ def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -
         "--include-log-monitor=false",
         f"--node-ip-address={plan.address}",
         f"--temp-dir={plan.folder}/ray",  # or a node that joins would use the head's path
-        f"--min-worker-port={_FIRST_WORKER_PORT}",
+        f"--min-worker-port={first}",
         f"--max-worker-port={last}",
         *ports,
         f"--object-store-memory={plan.store_bytes}",

@@ -81,6 +81,12 @@ def _described_interfaces() -> str:
     return ", ".join(f"{name} {_address_of(name) or 'without address'}" for _, name in socket.if_nameindex()) or "none"
 
 
+def require_port(port: int, what: str, flag: str) -> None:
+    """Raise UnfitNodeError where a number is no port."""
+    if not 0 < port < 1 << 16:
+        raise UnfitNodeError(f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}")
+
+
 def require_free(port: int, what: str, flag: str) -> None:
     """Raise UnfitNodeError, saying who has it, where a port that this node is to listen on is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -20,8 +20,6 @@ from helmsman.rpc_server.guardian import TAG_VARIABLE, end_family, family, wait_
 
 _STARTED = "Ray runtime started."
 _POLL_S = 0.05
-_START_S = 60.0
-"""How long Ray may take to start; seconds, but on a node that does too much at once."""
 _END_S = 2.0
 """How long Ray may take to end in order."""
 _WATCHED = ("raylet", "gcs_server")
@@ -35,21 +33,22 @@ class RayProcess:
         environ: its environment.
         tag: by which all that it starts is recognised.
         log_path: for what it prints.
+        start_s: seconds that it may take to start.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], tag: str, log_path: Path) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], tag: str, log_path: Path, start_s: float) -> None:
         self._command, self._environ = list(command), {**environ, TAG_VARIABLE: tag}
-        self._tag, self._log_path = tag, log_path
+        self._tag, self._log_path, self._start_s = tag, log_path, start_s
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pidfds: list[int] = []
 
     async def start(self) -> None:
         """Start it, and wait until it says that Ray is up. Raises: RayDiedError with the end of what it printed."""
-        deadline = Deadline(_START_S)
+        deadline = Deadline(self._start_s)
         with self._log_path.open("wb") as log:
-            self._process = await asyncio.to_thread(
-                subprocess.Popen,
+            # Not in a thread: a start that is cancelled must know the process that it has to end.
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, once in a run
                 self._command,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
@@ -62,7 +61,9 @@ class RayProcess:
             if self._ended.done():
                 raise RayDiedError(f"Ray did not start on this node: {self._ended.result()}", log=tail_of(str(self._log_path)))
             if deadline.passed:
-                raise RayDiedError(f"Ray did not start on this node within {_START_S:g} s", log=tail_of(str(self._log_path)))
+                raise RayDiedError(
+                    f"Ray did not start on this node within {self._start_s:g} s", log=tail_of(str(self._log_path))
+                )
             await asyncio.sleep(_POLL_S)
         for pid, name in self._members():
             self._watch(pid, name)

@@ -18,7 +18,10 @@ _SHM_SHARE = 0.95
 STORE_LEAST = 80 << 20
 """What Ray's object store needs to start, and a little."""
 
-Source = Literal["default", "your environment", "--env", "the head"]
+_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
+"""Of ``ray start``, each with a whole number."""
+
+Source = Literal["default", "your environment", "--env"]
 
 
 class Default(msgspec.Struct, frozen=True):
@@ -59,9 +62,7 @@ class Setting(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def variables(
-    defaults: Iterable[Default], environ: Mapping[str, str], given: Mapping[str, str], source: Source = "default"
-) -> list[Setting]:
+def variables(defaults: Iterable[Default], environ: Mapping[str, str], given: Mapping[str, str]) -> list[Setting]:
     """These defaults as the user has them.
 
     Args:
@@ -73,10 +74,10 @@ def variables(
         name = default.name
         if name in given:
             found.append(Setting(name, given[name], "--env", default.reason))
-        elif name in environ and source == "default":
+        elif name in environ:
             found.append(Setting(name, environ[name], "your environment", default.reason))
         else:
-            found.append(Setting(name, default.value, source, default.reason))
+            found.append(Setting(name, default.value, "default", default.reason))
     return found
 
 
@@ -121,6 +122,8 @@ def parse_resources(text: str) -> dict[str, float]:
         ) from error
     if wrong := [name for name, amount in parsed.items() if amount < 0]:
         raise UnfitNodeError(f"--resources has a negative amount of {', '.join(wrong)}")
+    if wrong := [f"{parsed[name]:g} {name}" for name in _FLAGS if not parsed.get(name, 0.0).is_integer()]:
+        raise UnfitNodeError(f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down")
     return parsed
 
 
@@ -135,21 +138,20 @@ def object_store_bytes(asked: float | None, memory: int, shm_free: int) -> int:
     room = int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
     if asked is not None:
-        wanted = int(asked * GIB)
-        if wanted > room or wanted < STORE_LEAST:
+        wanted = asked * GIB
+        if not STORE_LEAST <= wanted <= room:  # which is so for nan, too
             raise UnfitNodeError(
                 f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and Ray needs {size(STORE_LEAST)}; "
                 f"ask for less, or {step}"
             )
-        return wanted
+        return int(wanted)
     if room < STORE_LEAST:
         raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
-    return min(int(memory * _STORE_SHARE), room, _STORE_MOST)
+    return min(max(int(memory * _STORE_SHARE), STORE_LEAST), room, _STORE_MOST)
 
 
 def resource_arguments(resources: Mapping[str, float]) -> list[str]:
     """These resources as arguments of ``ray start``."""
-    flags = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
-    arguments = [f"{flag}={resources[name]:g}" for name, flag in flags.items() if name in resources]
-    others = {name: amount for name, amount in resources.items() if name not in flags}
+    arguments = [f"{flag}={int(resources[name])}" for name, flag in _FLAGS.items() if name in resources]
+    others = {name: amount for name, amount in resources.items() if name not in _FLAGS}
     return [*arguments, f"--resources={json.dumps(others)}"] if others else arguments

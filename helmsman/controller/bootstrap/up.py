@@ -13,7 +13,7 @@ from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.controller.bootstrap.head import Head
 from helmsman.controller.bootstrap.member import Member
 from helmsman.controller.bootstrap.node_plan import NodePlan
-from helmsman.controller.bootstrap.preflight import node_address, require_free, versions
+from helmsman.controller.bootstrap.preflight import node_address, require_free, require_port, versions
 from helmsman.controller.bootstrap.run_folder import keep_logs, run_folder
 from helmsman.controller.bootstrap.script import Script
 from helmsman.controller.bootstrap.settings import (
@@ -82,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
         command = options.program[1:] if options.program[:1] == ["--"] else options.program
         if not command and not options.show_settings:
             raise UnfitNodeError("there is no program to run: helmsman up [options] -- python train.py")
+        if identity.attach_to and options.show_settings:
+            print(f"{identity.said_by['attach_to']}: the program runs on that cluster, and nothing is set here")
+            return 0
         if identity.attach_to:
             return asyncio.run(_on_cluster_there(identity, command, options.grace, tell))
         with run_folder(os.environ) as (run_id, folder):
@@ -134,11 +137,16 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
     alone = identity.count == 1
     port = options.port or (0 if alone else HEAD_PORTS[0])
     control_port = 0 if alone else options.control_port or port + 1
-    if identity.rank == 0:
-        if port:
-            require_free(port, "of the head's Ray", "--port")
-        if control_port:
-            require_free(control_port, "on which the nodes' supervisors meet", "--control-port")
+    if port and port == control_port:
+        raise UnfitNodeError(f"--port and --control-port are both {port}: the head listens on each, so name two")
+    for number, what, flag in (
+        (port, "of the head's Ray", "--port"),
+        (control_port, "on which the nodes' supervisors meet", "--control-port"),
+    ):
+        if number:
+            require_port(number, what, flag)
+            if identity.rank == 0:
+                require_free(number, what, flag)
     given = parse_variables(options.env)
     pool = detect_devices(None, None)
     resources = {"CPU": float(max(1, int(cpus_allowed(os.environ))))}

@@ -39,9 +39,9 @@ def stop_signals() -> asyncio.Future[StoppedError]:
     return stop
 
 
-async def first(*waited: asyncio.Future[Any], limit_s: float | None = None) -> None:
-    """Wait until one of them is done, or the time is over."""
-    await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+async def first(*waited: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:

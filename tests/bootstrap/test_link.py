@@ -1,0 +1,332 @@
+"""Connections between supervisors: who is let in, what is understood, and when one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from helmsman.api.errors import ProtocolError
+from helmsman.controller.bootstrap.link import (
+    Beat,
+    Ended,
+    Hello,
+    Join,
+    Joined,
+    Leaving,
+    Link,
+    LinkLostError,
+    Message,
+    Patience,
+    Refused,
+    Waiting,
+    Welcome,
+    accept,
+    connect,
+    proof_key,
+)
+from helmsman.rpc_server.proof import connect_tcp
+
+KEY = proof_key("a token of this test", "")
+USUAL = Patience()
+BRIEF = Patience(connect_s=0.2, silent_s=0.2)
+HELLO = Hello(
+    rank=3,
+    count=4,
+    hostname="gpu-3",
+    address="10.0.0.4",
+    process="run-of-3",
+    versions={"ray": "2.60.0"},
+    num_devices=8,
+    device_kind="GPU",
+)
+ALL = [
+    HELLO,
+    Refused("its rank is taken"),
+    Welcome(run_id="run-1", variables={"RAY_worker_niceness": "0"}, token="secret"),
+    Join("10.0.0.1:6379"),
+    Joined(),
+    Waiting("1 of 4 nodes is missing: rank 2, wo bleibt er? ☎"),
+    Ended(7, "the script has ended"),
+    Leaving("told to", signal=15),
+]
+
+Accept = Callable[[], Awaitable[Link]]
+
+
+class Listener:
+    """A head's port, and what it accepts there."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+
+    async def socket(self) -> socket.socket:
+        """The next connection."""
+        return (await asyncio.get_running_loop().sock_accept(self._socket))[0]
+
+    async def link(self, key: bytes = KEY, patience: Patience = USUAL) -> Link:
+        """The next connection, proved."""
+        return await accept(await self.socket(), key, patience)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+async def listener() -> AsyncIterator[Listener]:
+    made = Listener()
+    yield made
+    made.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(listener: Listener, patience: Patience = USUAL) -> AsyncIterator[tuple[Link, Link]]:
+    """The head's end, and a node's."""
+    accepting = asyncio.ensure_future(listener.link(patience=patience))
+    theirs = await connect("127.0.0.1", listener.port, KEY, patience)
+    ours = await accepting
+    try:
+        yield ours, theirs
+    finally:
+        await ours.close()
+        await theirs.close()
+
+
+@contextlib.asynccontextmanager
+async def raw(listener: Listener, patience: Patience = USUAL) -> AsyncIterator[tuple[Link, socket.socket]]:
+    """The head's end, and a peer that has proved itself and writes what it likes."""
+    accepting = asyncio.ensure_future(listener.link(patience=patience))
+    peer = await asyncio.to_thread(connect_tcp, ("127.0.0.1", listener.port), KEY, 5.0)
+    ours = await accepting
+    try:
+        yield ours, peer
+    finally:
+        peer.close()
+        await ours.close()
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+# --- messages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
+async def test_every_message_arrives_as_it_was_sent(listener: Listener, message: Message) -> None:
+    async with linked(listener) as (ours, theirs):
+        ours.send(message)
+        theirs.send(message)
+        assert await theirs.receive() == message
+        assert await ours.receive() == message
+
+
+def test_every_kind_of_message_is_tested() -> None:
+    assert {type(message) for message in ALL} | {Beat} == set(Message.__subclasses__())
+
+
+async def test_messages_arrive_in_order_and_until_the_other_end_closes(listener: Listener) -> None:
+    async with linked(listener) as (ours, theirs):
+        for message in ALL:
+            theirs.send(message)
+        await theirs.close()
+        heard = []
+        with pytest.raises(LinkLostError, match="the connection was closed"):  # noqa: PT012 - the loop ends by it
+            async for message in ours.messages():
+                heard.append(message)  # noqa: PERF401
+        assert heard == ALL
+
+
+async def test_a_cancelled_reader_loses_no_message(listener: Listener) -> None:
+    """As one is where something else than a message comes first; the next reads on in the middle of a message."""
+    message = framed(msgspec.msgpack.encode(Join("10.0.0.1:6379")))
+    async with raw(listener) as (ours, peer):
+        for part in (message[:2], message[2:6], message[6:9]):
+            peer.sendall(part)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ours.receive(), 0.05)
+        peer.sendall(message[9:])
+        assert await ours.receive() == Join("10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (framed(b"\xc1"), "a message of another version of Helmsman"),
+        (framed(msgspec.msgpack.encode({"type": "Dance", "step": 1})), "another version of Helmsman.*Dance"),
+        (framed(msgspec.msgpack.encode({"type": "Join"})), "another version of Helmsman.*address"),
+        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes, and at most 1048576 are taken"),
+        (b"\x00\x00\x00\x09abc", "the connection was closed"),
+    ],
+    ids=["no message", "of a later version", "without a field", "too long", "cut off"],
+)
+async def test_what_is_no_message_ends_the_link_and_nothing_else(listener: Listener, data: bytes, said: str) -> None:
+    async with raw(listener) as (ours, peer):
+        peer.sendall(data)
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(LinkLostError, match=said):
+            await ours.receive()
+
+
+# --- life ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_beats_keep_a_link_alive(listener: Listener) -> None:
+    """Several times the silence that would end it."""
+    patience = Patience(beat_s=0.02, silent_s=0.5)
+    async with linked(listener, patience) as (ours, theirs):
+        reading = asyncio.ensure_future(theirs.receive())
+        done, _ = await asyncio.wait({reading}, timeout=2.0 * patience.silent_s)
+        assert not done
+        assert await theirs.is_heard()
+        ours.send(Joined())
+        assert await reading == Joined()
+
+
+async def test_silence_ends_a_link(listener: Listener) -> None:
+    """The peer's process is stopped, or its cable is out: nothing closes the connection."""
+    async with raw(listener, BRIEF) as (ours, _):
+        with pytest.raises(LinkLostError, match=r"nothing was heard for 0\.2 s"):
+            await ours.receive()
+
+
+async def test_a_message_that_is_not_ended_is_silence(listener: Listener) -> None:
+    async with raw(listener, BRIEF) as (ours, peer):
+        peer.sendall(framed(b"x" * 100)[:50])
+        with pytest.raises(LinkLostError, match="nothing was heard"):
+            await ours.receive()
+
+
+async def test_who_is_silent_is_not_heard(listener: Listener) -> None:
+    async with raw(listener, Patience(beat_s=0.1)) as (ours, peer):
+        reading = asyncio.ensure_future(ours.receive())
+        assert not await ours.is_heard()
+        hearing = asyncio.ensure_future(ours.is_heard())
+        await asyncio.sleep(0)
+        peer.sendall(framed(msgspec.msgpack.encode(Beat())))
+        assert await hearing
+        reading.cancel()
+
+
+@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR], ids=["half", "whole"])
+async def test_a_closed_connection_is_noticed_at_once(listener: Listener, how: int) -> None:
+    async with raw(listener) as (ours, peer):
+        peer.shutdown(how)
+        with pytest.raises(LinkLostError, match="the connection was closed"):
+            await ours.receive()
+
+
+async def test_sending_to_a_peer_that_has_gone_hurts_nobody(listener: Listener) -> None:
+    async with raw(listener) as (ours, peer):
+        peer.close()
+        with pytest.raises(LinkLostError):
+            await ours.receive()
+        for _ in range(3):
+            ours.send(Joined())
+            await asyncio.sleep(0)
+        await ours.close()
+        ours.send(Joined())
+        await ours.close()
+
+
+async def test_a_dropped_link_is_lost_on_both_ends(listener: Listener) -> None:
+    async with linked(listener) as (ours, theirs):
+        ours.drop()
+        for link in (ours, theirs):
+            with pytest.raises(LinkLostError, match="the connection was closed"):
+                await link.receive()
+
+
+async def test_closing_does_not_wait_for_a_peer_that_reads_nothing(listener: Listener) -> None:
+    async with raw(listener) as (ours, _):
+        for _ in range(200):
+            ours.send(Waiting("x" * 100_000))
+        async with asyncio.timeout(10.0):
+            await ours.close()
+
+
+# --- proof --------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_other_secrets_and_of_other_jobs_differ() -> None:
+    assert len({proof_key(secret, job) for secret in ("", "a", "b") for job in ("", "2 6380", "3 6380")}) == 9
+
+
+async def test_another_token_is_told_on_both_ends(listener: Listener) -> None:
+    accepting = asyncio.ensure_future(listener.link(proof_key("another", "")))
+    with pytest.raises(ProtocolError, match=f"127.0.0.1:{listener.port} has another key than this run"):
+        await connect("127.0.0.1", listener.port, KEY, USUAL)
+    with pytest.raises(ProtocolError, match="^has another token$"):
+        await accepting
+
+
+async def test_nobody_listens(listener: Listener) -> None:
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        await connect("127.0.0.1", listener.port, KEY, USUAL)
+
+
+async def test_a_head_that_says_nothing_is_there_and_silent(listener: Listener) -> None:
+    """As one is that is stopped or overloaded: the kernel takes connections for it."""
+    with pytest.raises(LinkLostError, match=r"connected, and then nothing was heard for 0\.2 s"):
+        await connect("127.0.0.1", listener.port, KEY, BRIEF)
+
+
+async def test_a_head_that_ends_while_a_node_comes(listener: Listener) -> None:
+    async def hang_up() -> None:
+        (await listener.socket()).close()
+
+    ending = asyncio.ensure_future(hang_up())
+    with pytest.raises(LinkLostError, match="it closed the connection"):
+        await connect("127.0.0.1", listener.port, KEY, USUAL)
+    await ending
+
+
+@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x04what"])
+async def test_another_program_on_the_heads_port(listener: Listener, said: bytes) -> None:
+    connecting = asyncio.ensure_future(connect("127.0.0.1", listener.port, KEY, USUAL))
+    with await listener.socket() as peer:
+        peer.sendall(said)
+        with pytest.raises(ProtocolError, match=f"127.0.0.1:{listener.port} did not prove that it belongs to this run"):
+            await connecting
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"])
+async def test_a_stranger_at_the_heads_door(listener: Listener, said: bytes) -> None:
+    """A port scanner, a browser, a peer that closes in the middle of a word."""
+    accepting = asyncio.ensure_future(listener.link())
+    with socket.create_connection(("127.0.0.1", listener.port)) as peer:
+        peer.sendall(said)
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(ProtocolError, match="^did not prove that it belongs to this run$"):
+            await accepting
+        assert ended(peer)
+
+
+async def test_whoever_waits_for_a_stranger_may_stop_and_leaves_nothing_behind(listener: Listener) -> None:
+    """The end of a head must not wait for one that connects and says nothing: its thread is woken."""
+    with socket.create_connection(("127.0.0.1", listener.port)) as peer:
+        accepting = asyncio.ensure_future(listener.link())
+        await asyncio.to_thread(peer.recv, 8)  # the challenge, so the thread is there
+        accepting.cancel()
+        await asyncio.wait({accepting})
+        assert accepting.cancelled()
+        assert await asyncio.to_thread(ended, peer)
+        async with asyncio.timeout(10.0):
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def ended(peer: Any) -> bool:
+    """Whether the other end closes it, within a generous time."""
+    peer.settimeout(10.0)
+    with contextlib.suppress(ConnectionError):
+        while peer.recv(4096):
+            continue
+    return True

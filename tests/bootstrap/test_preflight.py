@@ -1,0 +1,234 @@
+"""What is told of a node before anything is started."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import cloudpickle
+import msgspec
+import pytest
+
+from helmsman.api.errors import UnfitNodeError
+from helmsman.controller.bootstrap.preflight import node_address, require_free, require_port, versions
+from helmsman.controller.launchers import NodeIdentity
+from helmsman.controller.node_checks import address_towards
+from tests.contract.helpers import ROOT
+
+ALONE = NodeIdentity(launcher="flags", rank=0, count=1)
+HEAD = NodeIdentity(launcher="flags", rank=0, count=3)
+WHAT = ("of the head's Ray", "--port")
+
+LISTENS = """
+import socket, sys
+listener = socket.create_server(("", 0))
+print(listener.getsockname()[1], flush=True)
+"""
+WAITS = LISTENS + "listener.accept()[0].recv(1)\nsys.stdin.read()"
+SPEAKS_HTTP2 = LISTENS + "peer = listener.accept()[0]\npeer.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))\nsys.stdin.read()"
+SPEAKS_HTTP1 = LISTENS + "peer = listener.accept()[0]\npeer.sendall(b'HTTP/1.1 400 Bad Request')\nsys.stdin.read()"
+
+AS_NOBODY = """
+import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
+from helmsman.controller.bootstrap.preflight import require_free
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    require_free(int(sys.argv[1]), "of the head", "--port")
+except ValueError as error:
+    print(error)
+"""
+WITHOUT_RAY = """
+from helmsman.controller.bootstrap.preflight import versions
+try:
+    versions()
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., tuple[int, int]]]:
+    """Start a program that listens; returns its port and its pid."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(source: str, *arguments: str) -> tuple[int, int]:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", source, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return int(process.stdout.readline()), process.pid
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# --- ports --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_nobody_has() -> None:
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+    require_free(port, *WHAT)
+    require_free(port, *WHAT)  # which has not taken it
+
+
+def test_a_port_whose_last_connection_has_just_ended() -> None:
+    """The kernel keeps such a port for a minute from those who do not ask to reuse it, as Ray does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as peer:
+        port = listener.getsockname()[1]
+        listener.accept()[0].close()
+        peer.recv(1)
+    require_free(port, *WHAT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "who"),
+    [
+        ((), "a foreign program"),
+        (("helmsman", "up", "--port", "6379"), "another run of helmsman up"),
+    ],
+)
+def test_who_holds_a_port_is_told(listen: Callable[..., tuple[int, int]], arguments: tuple[str, ...], who: str) -> None:
+    port, pid = listen(f"'{who}'\n{WAITS}", *arguments)
+    with pytest.raises(UnfitNodeError) as caught:
+        require_free(port, *WHAT)
+    for fact in (f"port {port}, of the head's Ray", f"held by {who} (pid {pid}: ", "by --port, the same on all nodes"):
+        assert fact in str(caught.value)
+
+
+def test_another_ray_on_a_port_is_told(listen: Callable[..., tuple[int, int]], tmp_path: Path) -> None:
+    """Its head is known by its program, of which the process table has the name."""
+    gcs = tmp_path / "gcs_server"
+    gcs.symlink_to(sys.executable)
+    process = subprocess.Popen([gcs, "-I", "-S", "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pytest.raises(
+            UnfitNodeError, match=f"port {port}.*held by another Ray cluster \\(pid {process.pid}: .*gcs_server"
+        ):
+            require_free(port, *WHAT)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as another user, who may not see whose port it is")
+@pytest.mark.parametrize(
+    ("source", "who"),
+    [
+        (SPEAKS_HTTP2, "a program that speaks gRPC, most likely the head of another Ray cluster, of another user or container"),
+        (SPEAKS_HTTP1, "held by a program, of another user or container"),
+        (WAITS, "held by a program, of another user or container"),
+    ],
+    ids=["HTTP/2", "HTTP/1", "says nothing"],
+)
+def test_the_holder_of_a_port_is_another_user(listen: Callable[..., tuple[int, int]], source: str, who: str) -> None:
+    port, pid = listen(source)
+    told = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(port)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert who in told
+    assert str(pid) not in told
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
+def test_numbers_that_are_no_port(port: int) -> None:
+    with pytest.raises(UnfitNodeError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
+        require_port(port, *WHAT)
+
+
+def test_numbers_that_are_ports() -> None:
+    require_port(1, *WHAT)
+    require_port(65_535, *WHAT)
+
+
+# --- the address --------------------------------------------------------------------------------------------------------
+
+
+def rank_one(head: str) -> NodeIdentity:
+    return NodeIdentity(launcher="flags", rank=1, count=2, head=head)
+
+
+def here() -> str:
+    """The address of this machine that others reach."""
+    address = address_towards("")
+    if not address or address.startswith("127."):
+        pytest.skip("this machine has no route to anywhere")
+    return address
+
+
+def test_one_node_needs_no_network() -> None:
+    assert node_address(ALONE, "lo") == ("127.0.0.1", "lo")
+    address, interface = node_address(ALONE, "")
+    assert address == (address_towards("") or "127.0.0.1")
+    assert interface in {name for _, name in socket.if_nameindex()}
+
+
+def test_by_the_route_and_by_the_name_of_its_interface() -> None:
+    address, interface = node_address(HEAD, "")
+    assert address == here()
+    assert node_address(HEAD, interface) == (address, interface)
+    assert node_address(rank_one(address), "") == (address, interface)
+
+
+def test_the_head_may_have_a_name_that_is_not_known_yet() -> None:
+    """As in Kubernetes, where names come with their pods: the member seeks it, and tells that."""
+    assert node_address(rank_one("head.invalid"), "")[0] == here()
+
+
+def test_an_interface_that_is_none() -> None:
+    with pytest.raises(
+        UnfitNodeError, match="--interface 'ib7' is no interface of this node with an IPv4 address; it has .*lo 127"
+    ):
+        node_address(HEAD, "ib7")
+
+
+def test_loopback_is_refused_where_others_must_reach_it() -> None:
+    with pytest.raises(UnfitNodeError) as caught:
+        node_address(HEAD, "lo")
+    for fact in ("would be 127.0.0.1", "no other host can reach", "lo 127.0.0.1", "--interface", "--head"):
+        assert fact in str(caught.value)
+    assert "very host" not in str(caught.value)
+
+
+def test_a_heads_name_that_means_this_host() -> None:
+    with pytest.raises(UnfitNodeError, match=r"the head's name 'localhost' means this very host here.*--head"):
+        node_address(rank_one("localhost"), "")
+
+
+# --- versions -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_must_be_the_same_everywhere() -> None:
+    pytest.importorskip("ray")
+    assert versions() == {"python": platform.python_version(), "ray": version("ray"), "helmsman": version("helmsman")}
+
+
+def test_a_node_without_ray(tmp_path: Path) -> None:
+    for package in (msgspec, cloudpickle):
+        (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)
+    told = subprocess.run(
+        [sys.executable, "-S", "-c", WITHOUT_RAY],  # which leaves the installed packages out
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert told == "Ray is not installed on this node: pip install 'helmsman[ray]'\n"

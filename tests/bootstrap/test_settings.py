@@ -1,0 +1,196 @@
+"""What ``helmsman up`` sets: its defaults, who overrides whom, and sizes that fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from helmsman.api.errors import UnfitNodeError
+from helmsman.controller.bootstrap.settings import (
+    CLUSTER_DEFAULTS,
+    GIB,
+    NODE_DEFAULTS,
+    STORE_LEAST,
+    Default,
+    Setting,
+    object_store_bytes,
+    of_address,
+    parse_resources,
+    parse_variables,
+    resource_arguments,
+    shown,
+    variables,
+)
+from helmsman.controller.node_checks import cpus_allowed
+
+TABLE = (Default("A", "1", "of A"), Default("B", "2", "of B"), Default("C", "3", "of C"))
+
+
+# --- variables ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_default_is_named_once_and_has_a_reason() -> None:
+    table = [*CLUSTER_DEFAULTS, *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
+    names = [default.name for default in table]
+    assert len(set(names)) == len(names)
+    assert all(default.value and default.reason for default in table)
+
+
+def test_what_is_the_same_on_all_nodes_is_rays_and_what_is_not_is_for_others() -> None:
+    assert all(default.name.startswith("RAY_") for default in CLUSTER_DEFAULTS)
+    assert not any(default.name.startswith("RAY_") for default in NODE_DEFAULTS)
+
+
+@pytest.mark.parametrize("name", [default.name for default in CLUSTER_DEFAULTS])
+def test_ray_knows_the_variables_of_the_table(name: str) -> None:
+    """A name that Ray does not read would be a promise without effect."""
+    ray = pytest.importorskip("ray")
+    home = Path(ray.__file__).parent
+    key = name.removeprefix("RAY_").encode()
+    binaries = [home / "_raylet.so", home / "core" / "src" / "ray" / "raylet" / "raylet"]
+    sources = [path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py")]
+    assert any(key in path.read_bytes() for path in (*binaries, *sources))
+
+
+def test_a_users_values_come_before_defaults_and_flags_before_all() -> None:
+    environ = {"B": "from outside", "C": "from outside", "D": "nobody's default"}
+    assert variables(TABLE, environ, {"C": "by flag", "E": "nobody's default"}) == [
+        Setting("A", "1", "default", "of A"),
+        Setting("B", "from outside", "your environment", "of B"),
+        Setting("C", "by flag", "--env", "of C"),
+    ]
+
+
+def test_an_empty_value_is_a_value() -> None:
+    assert [each.value for each in variables(TABLE, {"A": ""}, {"B": ""})] == ["", "", "3"]
+
+
+def test_libraries_are_told_the_address_and_are_held_to_an_interface_only_where_the_user_names_one() -> None:
+    assert {each.name: each.value for each in of_address("10.0.0.1", "", chosen=False)} == {"VLLM_HOST_IP": "10.0.0.1"}
+    found = {each.name: each.value for each in of_address("10.0.0.1", "eth0", chosen=False)}
+    assert found == {"VLLM_HOST_IP": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+    chosen = {each.name: each.value for each in of_address("10.0.0.1", "eth0", chosen=True)}
+    assert chosen == {**found, "NCCL_SOCKET_IFNAME": "eth0", "HCCL_SOCKET_IFNAME": "eth0"}
+
+
+def test_what_is_set_is_shown_with_its_source_and_reason() -> None:
+    lines = shown(variables(TABLE, {"B": "a long value"}, {"C": "4"})).splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["A=1", "B=a long value", "C=4"]
+    assert [re.split(r"\s{2,}", line.strip())[1:] for line in lines] == [
+        ["default", "of A"],
+        ["your environment", "of B"],
+        ["--env", "of C"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ([], {}),
+        (["A=1", "B=x=y", "C="], {"A": "1", "B": "x=y", "C": ""}),
+        (["A=1", "A=2"], {"A": "2"}),
+    ],
+)
+def test_variables_of_flags(given: list[str], parsed: dict[str, str]) -> None:
+    assert parse_variables(given) == parsed
+
+
+@pytest.mark.parametrize("given", ["A", "=1", "", "A B=1", "1A=2", "-A=1"])
+def test_what_is_no_variable(given: str) -> None:
+    with pytest.raises(UnfitNodeError, match=re.escape(f"--env {given!r} is not NAME=VALUE")):
+        parse_variables(["GOOD=1", given])
+
+
+# --- resources ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("{}", []),
+        ('{"CPU": 8, "GPU": 2}', ["--num-cpus=8", "--num-gpus=2"]),
+        ('{"CPU": 0}', ["--num-cpus=0"]),
+        ('{"memory": 68719476737}', ["--memory=68719476737"]),
+        ('{"CPU": 12345678}', ["--num-cpus=12345678"]),
+        ('{"NPU": 8, "CPU": 4, "fast_disk": 0.5}', ["--num-cpus=4", '--resources={"NPU": 8.0, "fast_disk": 0.5}']),
+    ],
+)
+def test_resources_reach_ray_start_as_they_are(text: str, arguments: list[str]) -> None:
+    assert resource_arguments(parse_resources(text)) == arguments
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "[1]", '{"GPU": "two"}', '{"GPU": null}', '{"GPU": true}', "{GPU: 2}", '{"GPU": 1e999}']
+)
+def test_resources_that_are_none(text: str) -> None:
+    with pytest.raises(UnfitNodeError) as caught:
+        parse_resources(text)
+    for fact in (repr(text), "not a JSON object of numbers", "'{\"NPU\": 8}'"):
+        assert fact in str(caught.value)
+
+
+def test_negative_amounts_are_named() -> None:
+    with pytest.raises(UnfitNodeError, match="negative amount of GPU, disk"):
+        parse_resources(json.dumps({"CPU": 1, "GPU": -1, "disk": -0.5}))
+
+
+def test_parts_of_what_ray_counts_in_whole_numbers_are_refused() -> None:
+    with pytest.raises(
+        UnfitNodeError, match=re.escape("has 7.5 CPU, 0.5 GPU, of which a node has a whole number; round it down")
+    ):
+        parse_resources(json.dumps({"CPU": 7.5, "GPU": 0.5, "disk": 0.5}))
+
+
+# --- the object store ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "shm_free", "expected"),
+    [
+        (100 * GIB, 100 * GIB, 30 * GIB),
+        (100 * GIB, 10 * GIB, int(9.5 * GIB)),
+        (2000 * GIB, 2000 * GIB, 200 * GIB),
+        (1 << 28, GIB, STORE_LEAST),
+    ],
+    ids=["a share of the memory", "at most what /dev/shm has", "never more than 200 GiB", "never less than Ray takes"],
+)
+def test_size_of_the_object_store(memory: int, shm_free: int, expected: int) -> None:
+    assert object_store_bytes(None, memory, shm_free) == expected
+
+
+def test_the_size_that_is_asked_for_is_taken() -> None:
+    assert object_store_bytes(9.5, GIB, 10 * GIB) == int(9.5 * GIB), "also more than a share of the memory"
+
+
+@pytest.mark.parametrize("asked", [9.6, 0.01, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_size_that_cannot_be(asked: float) -> None:
+    with pytest.raises(UnfitNodeError) as caught:
+        object_store_bytes(asked, 100 * GIB, 10 * GIB)
+    for fact in (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "ask for less", "--shm-size", "emptyDir"):
+        assert fact in str(caught.value)
+
+
+def test_a_dev_shm_without_room_is_told_before_anything_is_started() -> None:
+    with pytest.raises(UnfitNodeError) as caught:
+        object_store_bytes(None, 100 * GIB, 64 << 20)
+    for fact in ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir"):
+        assert fact in str(caught.value)
+
+
+# --- CPUs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_cpus_are_those_of_the_allocation() -> None:
+    here = cpus_allowed({})
+    assert 0 < here <= len(os.sched_getaffinity(0))
+    assert cpus_allowed({"SLURM_CPUS_ON_NODE": "1"}) == min(1.0, here)
+    assert cpus_allowed({"SLURM_CPUS_ON_NODE": "100000"}) == here, "a step may be bound to fewer than its job has"
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "2(x3)"])
+def test_what_slurm_would_not_say_counts_for_nothing(text: str) -> None:
+    assert cpus_allowed({"SLURM_CPUS_ON_NODE": text}) == cpus_allowed({})

@@ -1,0 +1,201 @@
+"""``helmsman up`` as a user runs it, without a Ray of its own: what it refuses and shows, and a cluster that is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helmsman.controller.bootstrap.settings import CLUSTER_DEFAULTS, NODE_DEFAULTS
+from helmsman.controller.node_checks import address_towards
+from tests.contract.helpers import ROOT, wait_until
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start it with these arguments, in an environment where no launcher is."""
+    started: list[subprocess.Popen[str]] = []
+    temporary = tempfile.mkdtemp(prefix="hu-")  # short, or the run's folder would not be there
+
+    def up(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "helmsman.controller.cli", "up", *arguments],
+                env={
+                    "PATH": os.environ["PATH"],
+                    "HOME": str(tmp_path),
+                    "TMPDIR": temporary,
+                    "PYTHONPATH": str(ROOT),
+                    **environ,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield up
+    for process in started:
+        process.kill()
+        process.communicate()
+    left = [path for path in Path(temporary).rglob("*") if not path.is_dir() or path.name.startswith("hm-")]
+    shutil.rmtree(temporary)
+    assert not left, "the run's folder, or its record"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Something that listens."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, what was printed, and what was told."""
+    out, told = process.communicate(timeout=60)
+    assert "Traceback" not in told, told
+    return process.returncode, out, told
+
+
+PROGRAM = ("--", sys.executable, "-I", "-S", "-c")
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ((), ("there is no program to run", "helmsman up [options] -- python train.py")),
+        (("--",), ("there is no program to run",)),
+        (("--env", "A", "--", "true"), ("--env 'A' is not NAME=VALUE",)),
+        (("--env", "A B=1", "--", "true"), ("--env 'A B=1' is not NAME=VALUE",)),
+        (("--resources", "{", "--", "true"), ("--resources '{' is not a JSON object",)),
+        (("--object-store", "99999", "--", "true"), ("--object-store 99999 GiB", "ask for less")),
+        (("--gpus", "77", "--", "true"), ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi")),
+        (("--interface", "ib7", "--", "true"), ("--interface 'ib7' is no interface of this node",)),
+        (("--port", "70000", "--", "true"), ("port 70000, of the head's Ray, is none",)),
+        (("--token-file", "/no/such/file", "--", "true"), ("--token-file /no/such/file", "No such file")),
+        (("--token-file", "/dev/null", "--", "true"), ("--token-file /dev/null is empty", "openssl rand -hex 32 > /dev/null")),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_started(
+    start: Start, arguments: tuple[str, ...], facts: tuple[str, ...]
+) -> None:
+    code, _, told = ended(start(*arguments))
+    assert code == 90
+    for fact in ("[helmsman up, rank 0, ", *facts):
+        assert fact in told
+
+
+def test_a_port_that_is_held(start: Start, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    code, _, told = ended(start("--port", str(port), "--", "true"))
+    assert code == 90
+    assert f"port {port}, of the head's Ray, is held by a foreign program (pid {os.getpid()}: " in told
+
+
+def test_one_port_for_two_things(start: Start) -> None:
+    if address_towards("").startswith("127.") or not address_towards(""):
+        pytest.skip("this machine has no route, and several nodes need one")
+    arguments = ("--node-rank", "0", "--num-nodes", "2", "--port", "7000", "--control-port", "7000", "--", "true")
+    code, _, told = ended(start(*arguments))
+    assert code == 90
+    assert "--port and --control-port are both 7000" in told
+
+
+def test_launchers_that_disagree(start: Start) -> None:
+    beaker = {"BEAKER_REPLICA_RANK": "1", "BEAKER_REPLICA_COUNT": "2", "BEAKER_LEADER_REPLICA_HOSTNAME": "a"}
+    code, _, told = ended(start("--", "true", **beaker, DSTACK_NODE_RANK="0", DSTACK_NODES_NUM="2", DSTACK_MASTER_NODE_IP="a"))
+    assert code == 2
+    for fact in ("node rank", "BEAKER_REPLICA_RANK=1", "DSTACK_NODE_RANK=0", "--node-rank"):
+        assert fact in told
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_shown_and_nothing_is_started(start: Start, tmp_path: Path) -> None:
+    arguments = ("--show-settings", "--env", "NCCL_DEBUG=INFO", "--env", "MINE=1", "--resources", '{"NPU": 8}')
+    code, out, told = ended(start(*arguments, RAY_worker_niceness="5"))
+    assert (code, told) == (0, "")
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    sources = {setting: source for setting, source, *_ in (line for line in lines if len(line) > 1 and "=" in line[0])}
+    assert sources["RAY_worker_niceness=5"] == "your environment"
+    assert sources["NCCL_DEBUG=INFO"] == "--env"
+    assert sources["MINE=1"] == "--env"
+    assert sources["NCCL_CUMEM_ENABLE=0"] == "default"
+    names = {setting.partition("=")[0] for setting in sources}
+    assert names >= {default.name for default in (*CLUSTER_DEFAULTS, *NODE_DEFAULTS)}
+    assert "node 0 of 1 (this machine alone)" in out
+    assert "8 NPU" in out
+    assert "object store" in out
+
+
+def test_the_allocation_counts_and_not_the_machine(start: Start) -> None:
+    code, out, _ = ended(start("--show-settings", SLURM_CPUS_ON_NODE="1"))
+    assert code == 0
+    assert "Ray is told of 1 CPU" in out
+
+
+# --- a cluster that is there --------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_there_is_only_used(start: Start, listener: socket.socket) -> None:
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    source = "import os, sys; print(os.environ['RAY_ADDRESS'], 'HELMSMAN_UP_RUN' in os.environ); sys.exit(7)"
+    code, out, told = ended(start(*PROGRAM, source, RAY_ADDRESS=address))
+    assert (code, out) == (7, f"{address} False\n")
+    assert f"RAY_ADDRESS={address}: the program runs on that cluster" in told
+
+
+def test_a_program_on_a_cluster_that_is_there_is_told_to_stop(start: Start, listener: socket.socket, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    source = (
+        "import pathlib, signal, sys\n"
+        "def stop(*_):\n    pathlib.Path(sys.argv[2]).touch()\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "while True: signal.pause()"
+    )
+    process = start(*PROGRAM, source, str(tmp_path / "runs"), str(tmp_path / "told"), RAY_ADDRESS=address)
+    wait_until((tmp_path / "runs").exists, "the program runs")
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = ended(process)
+    assert code == 143
+    assert (tmp_path / "told").exists()
+
+
+def test_nobody_answers_at_the_address(start: Start, listener: socket.socket, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    code, _, told = ended(start("--", "touch", str(tmp_path / "ran"), RAY_ADDRESS=address))
+    assert code == 2
+    assert f"there is no Ray cluster at '{address}': nobody answers there" in told
+    assert not (tmp_path / "ran").exists()
+
+
+def test_settings_of_a_cluster_that_is_there_are_not_ours(start: Start, tmp_path: Path) -> None:
+    code, out, _ = ended(start("--show-settings", "--", "touch", str(tmp_path / "ran"), RAY_ADDRESS="10.255.0.1:6379"))
+    assert code == 0
+    assert "RAY_ADDRESS=10.255.0.1:6379: the program runs on that cluster, and nothing is set here" in out
+    assert not (tmp_path / "ran").exists()
+
+
+def test_flags_come_before_the_address(start: Start) -> None:
+    code, out, _ = ended(start("--num-nodes", "1", "--show-settings", RAY_ADDRESS="10.255.0.1:6379"))
+    assert code == 0
+    assert "node 0 of 1 (flags)" in out
