@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from helmsman.api.errors import GroupCallError, HelmsmanError, SchedulerClosedError, WorkerFailedError
+from helmsman.api.errors import GroupCallError, HelmsmanError, InstanceLostError, SchedulerClosedError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller.generation.request import RequestOptions, Ticket
+from helmsman.controller.generation.routing import RoutingPolicy
+from helmsman.controller.generation.scheduler import GenerateScheduler, RetryPolicy
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
-from helmsman.controller.instances import Instance, InstanceState, RolloutLoad
 from helmsman.controller.loop import run_async, run_sync
-from helmsman.controller.request_queue import RequestQueue, Ticket
 from helmsman.controller.role import RoleController
 
 Prompt: TypeAlias = Sequence[int] | GenerationRequest
@@ -24,9 +27,9 @@ Prompt: TypeAlias = Sequence[int] | GenerationRequest
 class RolloutController(RoleController):
     """The rollout instances of one role.
 
-    A request is sent once, to one worker. When that worker dies, its requests fail with WorkerFailedError, it takes no more,
-    and the others go on; when none is left, every request fails. Methods whose names begin with ``a`` are awaited, from any
-    event loop; the others block.
+    A request has one end, whatever happens. When its worker dies, it fails with WorkerFailedError or, with
+    ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
+    Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
     """
 
     def __init__(
@@ -40,24 +43,34 @@ class RolloutController(RoleController):
         *,
         max_in_flight_per_worker: int = 64,
         max_queue: int = 1024,
+        max_in_flight: int | None = None,
         request_timeout_s: float | None = None,
+        policy: RoutingPolicy | None = None,
+        retries: RetryPolicy | None = None,
     ) -> None:
         """As RoleController.
 
         Args:
             max_in_flight_per_worker: requests that a worker has at most; the rest waits here.
             max_queue: requests given to submit that wait here at most; submit blocks beyond it.
+            max_in_flight: requests that all workers together have at most.
+            policy: which worker takes a request; LeastOutstandingTokens when None.
+            retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
+                None.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
-        for name, value in (("max_in_flight_per_worker", max_in_flight_per_worker), ("max_queue", max_queue)):
-            if value < 1:
+        bounds = {"max_in_flight_per_worker": max_in_flight_per_worker, "max_queue": max_queue, "max_in_flight": max_in_flight}
+        for name, value in bounds.items():
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         self._max_in_flight_per_worker = max_in_flight_per_worker
         self._max_queue = max_queue
+        self._max_in_flight = max_in_flight
+        self._policy, self._retries = policy, retries
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
-        self._requests: RequestQueue | None = None
+        self._requests: GenerateScheduler | None = None
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -74,21 +87,27 @@ class RolloutController(RoleController):
         """
         return run_sync(self._generate(self._make_requests(prompts, sampling)))
 
-    async def agenerate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> GenerationResult:
+    async def agenerate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> GenerationResult:
         """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the await is cancelled."""
-        return await run_async(self._generate_one(self._make_request(prompt, sampling)))
+        return await run_async(self._generate_one(self._make_request(prompt, sampling), options))
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Future[GenerationResult]:
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Future[GenerationResult]:
         """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests wait.
 
         The future can be cancelled while the request waits; abort ends one that is in flight. Its callbacks run on Helmsman's
         event loop.
         """
-        return run_sync(self._submit(self._make_request(prompt, sampling)))
+        return run_sync(self._submit(self._make_request(prompt, sampling), options))
 
-    async def asubmit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Future[GenerationResult]:
+    async def asubmit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Future[GenerationResult]:
         """As submit, awaited."""
-        return await run_async(self._submit(self._make_request(prompt, sampling)))
+        return await run_async(self._submit(self._make_request(prompt, sampling), options))
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +126,7 @@ class RolloutController(RoleController):
         """
 
         async def pause() -> None:
-            self._queue().pause()
+            self._queue().suspend()
 
         run_sync(pause())
 
@@ -146,7 +165,17 @@ class RolloutController(RoleController):
         """What waits, what is in flight and which workers serve."""
 
         async def load() -> RolloutLoad:
-            return self._queue().load()
+            requests = self._queue()
+            return RolloutLoad(
+                num_queued=requests.num_queued,
+                paused=requests.is_suspended,
+                instances={
+                    id_: InstanceLoad(
+                        state=each.health, num_in_flight=each.num_in_flight, outstanding_tokens=each.outstanding_tokens
+                    )
+                    for id_, each in requests.instances.items()
+                },
+            )
 
         return run_sync(load())
 
@@ -175,11 +204,11 @@ class RolloutController(RoleController):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
         return [self._make_request(p, s, f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
 
-    async def _submit(self, request: GenerationRequest) -> Future[GenerationResult]:
-        return (await self._queue().put_bounded(request)).future
+    async def _submit(self, request: GenerationRequest, options: RequestOptions | None) -> Future[GenerationResult]:
+        return (await self._queue().submit(request, options)).future
 
-    async def _generate_one(self, request: GenerationRequest) -> GenerationResult:
-        (ticket,) = self._queue().put([request])
+    async def _generate_one(self, request: GenerationRequest, options: RequestOptions | None) -> GenerationResult:
+        (ticket,) = self._queue().put([request], options)
         future = asyncio.wrap_future(ticket.future)
         try:
             return await future
@@ -207,7 +236,7 @@ class RolloutController(RoleController):
         for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
             error = None if future.cancelled() else future.exception()
             if isinstance(error, Exception):
-                failures.setdefault(ticket.instance.worker_id if ticket.instance else "", error)
+                failures.setdefault(ticket.sent_to, error)
         if failures:
             # Requests that were never sent fail because of a worker whose own error, if it is here, says more.
             sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
@@ -235,90 +264,114 @@ class RolloutController(RoleController):
     # --- workers ----------------------------------------------------------------------------------------------------
 
     async def _abort(self, request_ids: Collection[str] | None) -> int:
-        queue = self._queue()
-        chosen = None if request_ids is None else frozenset(request_ids)
-        num_dropped = queue.drop(chosen)
-        # Ids, and not all: what is sent from now on was not meant.
-        running = queue.running(chosen)
-        instances = [instance for instance in queue.instances if instance.worker_id in running]
-        counts = await self._ask_all("abort", {i: self._ask(i, "abort", running[i.worker_id]) for i in instances})
-        return num_dropped + sum(int(count) for count in counts)
+        return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
+        requests = self._queue()
+
         async def update(instance: Instance) -> None:
+            worker_id = instance.instance_id
             try:
-                served = await self._ask(instance, "update_weights", weights, version, timeout=timeout)
+                served = await self._ask(worker_id, "update_weights", weights, version, timeout=timeout)
                 if served != version:
                     raise HelmsmanError(
-                        f"{instance.worker_id} serves weight version {served} after an update to {version}; it takes no "
-                        "requests until an update succeeds.",
-                        worker_id=instance.worker_id,
+                        f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until "
+                        "an update succeeds.",
+                        worker_id=worker_id,
                     )
             except BaseException as error:
-                cancelled = HelmsmanError(f"{instance.worker_id}: update_weights was cancelled; its outcome is not known.")
-                instance.exclude(InstanceState.STALE, error if isinstance(error, Exception) else cancelled)
+                cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
+                if instance.health is not Health.DEAD:
+                    requests.set_health(worker_id, Health.STALE, error if isinstance(error, Exception) else cancelled)
                 raise
-            instance.admit()
+            if instance.health is not Health.DEAD:
+                requests.set_health(worker_id, Health.HEALTHY)
 
-        try:
-            await self._ask_all("update_weights", {i: update(i) for i in self._living()})
-        finally:
-            self._queue().pump()
+        await self._ask_all("update_weights", {i.instance_id: update(i) for i in self._living()})
         return version
 
     async def _versions(self) -> dict[str, int]:
-        living = self._living()
-        versions = await self._ask_all("get_version", {i: self._ask(i, "get_version") for i in living})
-        return {instance.worker_id: version for instance, version in zip(living, versions, strict=True)}
+        living = [instance.instance_id for instance in self._living()]
+        versions = await self._ask_all("get_version", {id_: self._ask(id_, "get_version") for id_ in living})
+        return dict(zip(living, versions, strict=True))
 
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""
-        instances = self._queue().instances
-        living = [instance for instance in instances if instance.state is not InstanceState.DEAD]
+        instances = self._queue().instances.values()
+        living = [instance for instance in instances if instance.health is not Health.DEAD]
         if not living:
-            raise group_error(self.role, "any call", {i.worker_id: i.error for i in instances if i.error}, len(instances))
+            raise self._all_reasons("any call")
         return living
 
-    async def _ask_all(self, method: str, work: Mapping[Instance, Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
-        return await gather_all(self.role, method, {i.worker_id: coroutine for i, coroutine in work.items()}, grace_s=None)
+    def _all_reasons(self, method: str) -> Exception:
+        assert self._requests is not None
+        errors = {i.instance_id: i.error for i in self._requests.instances.values() if i.error}
+        return group_error(self.role, method, errors, len(self._requests.instances))
 
-    async def _ask(self, instance: Instance, method: str, *args: Any, timeout: float | None = None) -> Any:
+    async def _ask_all(self, method: str, work: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
+        return await gather_all(self.role, method, work, grace_s=None)
+
+    async def _ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
         try:
-            return await self.scheduler.async_call_engine(instance.worker_id, method, self.engine_name, *args, timeout=timeout)
+            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout)
         except WorkerFailedError as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
-            instance.exclude(InstanceState.DEAD, error)
             if self._requests is not None:
-                self._requests.pump()
+                self._requests.set_health(worker_id, Health.DEAD, error)
             raise
-
-    async def _send(self, instance: Instance, request: GenerationRequest) -> GenerationResult:
-        result: GenerationResult = await self._ask(instance, "agenerate", request, timeout=self._request_timeout_s)
-        return result
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _queue(self) -> RequestQueue:
+    def _queue(self) -> GenerateScheduler:
         self._check_started()
         assert self._requests is not None
         return self._requests
 
     def _on_started(self) -> None:
-        self._requests = RequestQueue(
-            self.role,
-            [Instance(worker.id) for worker in self.workers],
-            self._send,
-            max_in_flight_per_worker=self._max_in_flight_per_worker,
-            max_queue=self._max_queue,
-        )
+        async def start() -> GenerateScheduler:
+            requests = GenerateScheduler(
+                _Workers(self._ask, self._request_timeout_s),
+                policy=self._policy,
+                retries=self._retries,
+                max_in_flight=self._max_in_flight,
+                max_queue=self._max_queue,
+                why_hopeless=lambda: self._all_reasons("agenerate"),
+            )
+            for worker in self.workers:
+                requests.add(worker.id, self._max_in_flight_per_worker)
+            return requests
+
+        self._requests = run_sync(start())
 
     def _on_closing(self) -> None:
         requests = self._requests
         assert requests is not None
 
         async def close() -> None:
-            requests.close()
+            requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
+
+
+class _Workers:
+    """The workers of a role as the backend of a GenerateScheduler."""
+
+    def __init__(self, ask: Callable[..., Coroutine[Any, Any, Any]], timeout_s: float | None) -> None:
+        self._ask, self._timeout_s = ask, timeout_s
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        result: GenerationResult = await self._lost(
+            instance_id, self._ask(instance_id, "agenerate", request, timeout=self._timeout_s)
+        )
+        return result
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        await self._lost(instance_id, self._ask(instance_id, "abort", list(request_ids)))
+
+    async def _lost(self, instance_id: str, call: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await call
+        except WorkerFailedError as error:
+            raise InstanceLostError(instance_id=instance_id, reason=str(error), may_have_begun=True) from error

@@ -108,7 +108,8 @@ class GenerateScheduler:
         self._watchers: list[asyncio.Future[None]] = []
         """Woken whenever an instance has one request less."""
         self._suspended = False
-        self._closed = False
+        self._closed = ""
+        """Why it takes no requests."""
 
     # --- submission -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class GenerateScheduler:
         Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will ever serve.
         """
         if self._closed:
-            raise HelmsmanError("the generation scheduler is closed and takes no requests.")
+            raise HelmsmanError(f"no request is taken: {self._closed}.")
         if not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
             raise reason
         tickets = [Ticket(request, options or RequestOptions()) for request in requests]
@@ -222,6 +223,7 @@ class GenerateScheduler:
             self._cancelled(ticket)
             return
         ticket.to(RequestState.RUNNING)
+        ticket.sent_to = instance.instance_id
         ticket.num_attempts += 1
         attempt = ticket.num_attempts
         outcome: GenerationResult | BaseException
@@ -241,7 +243,7 @@ class GenerateScheduler:
             elif self._retries.may_retry(ticket, outcome):
                 self._requeue(ticket)
             else:
-                self._end(ticket, RequestState.FAILED, outcome)
+                self._end(ticket, RequestState.FAILED, outcome.__cause__ or outcome)  # what the instance died of says more
         elif isinstance(outcome, BaseException):
             self._end(ticket, RequestState.FAILED, outcome)
         elif outcome.stop_reason != "abort":
@@ -418,11 +420,10 @@ class GenerateScheduler:
         instance.error = None if health.serves else error or instance.error
         if health is Health.DEAD:
             for ticket in list(instance.tickets):
-                begun = ticket.state is RequestState.RUNNING
-                if begun:
-                    lost = InstanceLostError(
-                        instance_id=instance_id, reason=str(instance.error or "it is dead"), may_have_begun=True
-                    )
+                if ticket.is_running:
+                    reason = str(instance.error or "it is dead")
+                    lost = InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
+                    lost.__cause__ = instance.error
                     self._settle(ticket, lost)
                 else:
                     self._requeue(ticket)
@@ -490,7 +491,7 @@ class GenerateScheduler:
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
-        self._closed = True
+        self._closed = self._closed or reason
         for ticket in list(self._waiting):
             error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
             self._end(ticket, RequestState.FAILED, error)
