@@ -45,6 +45,9 @@ HelmsmanError
 │   ├── ResultNotSerializableError (TypeError)
 │   ├── PeerNotReadyError
 │   └── HandleLostError (LookupError)
+├── GenerationError                       one generation request
+│   ├── InstanceLostError (ConnectionError)  its instance has gone
+│   └── RequestDeadlineError (TimeoutError)
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
@@ -768,6 +771,43 @@ class HandleLostError(CallError, LookupError):
             method="",
             handle_id=handle_id,
             reason=reason,
+        )
+
+
+class GenerationError(HelmsmanError):
+    """A generation request that failed."""
+
+
+class InstanceLostError(GenerationError, ConnectionError):
+    """The rollout instance that had the request has gone, or could not be reached."""
+
+    instance_id: str
+    may_have_begun: bool
+    """Whether it may have worked on the request."""
+
+    def __init__(self, *, instance_id: str, reason: str, may_have_begun: bool) -> None:
+        begun = "may have begun the request" if may_have_begun else "had not begun the request"
+        super().__init__(
+            f"rollout instance {instance_id} was lost and {begun}: {reason}. Give the generation scheduler a RetryGeneration "
+            "policy to have such requests continued on other instances.",
+            instance_id=instance_id,
+            may_have_begun=may_have_begun,
+        )
+
+
+class RequestDeadlineError(GenerationError, TimeoutError):
+    """A request did not end within its own deadline; it was aborted."""
+
+    request_id: str
+    limit_s: float
+
+    def __init__(self, *, request_id: str, state: str, instance: str, limit_s: float) -> None:
+        where = f" on {instance}" if instance else ""
+        super().__init__(
+            f"request {request_id!r} did not end within {limit_s:g} s (RequestOptions.deadline_s); it was {state}{where}. "
+            "Raise the deadline, lower max_new_tokens, or add instances if requests wait long.",
+            request_id=request_id,
+            limit_s=limit_s,
         )
 
 

@@ -1,0 +1,1 @@
+"""Requests between their submission and their one end: queued, routed, followed, aborted, tried again."""

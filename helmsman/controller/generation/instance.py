@@ -1,0 +1,52 @@
+"""What is known of a rollout instance: its health, its place in routing, and the work it has been given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.request import Ticket
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One rollout instance."""
+
+    instance_id: str
+    capacity: int
+    """Requests that it is given at once, at most."""
+    health: Health = Health.HEALTHY
+    error: Exception | None = None
+    """Why it does not serve."""
+    is_draining: bool = False
+    """Whether it gets nothing more, as it is to leave."""
+    outstanding_tokens: int = 0
+    """Of the requests that it has."""
+    tickets: set[Ticket] = field(default_factory=set)
+    """Requests that it has, admitted or running."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many requests it has."""
+        return len(self.tickets)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be given requests."""
+        return self.health.serves and not self.is_draining
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it serves, and may be given one more."""
+        return self.serves and self.num_in_flight < self.capacity
+
+    def take(self, ticket: Ticket) -> None:
+        """Count a request that it is given."""
+        self.tickets.add(ticket)
+        self.outstanding_tokens += ticket.num_tokens
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Count a request that it no longer has; nothing when it had none such."""
+        if ticket in self.tickets:
+            self.tickets.remove(ticket)
+            self.outstanding_tokens -= ticket.num_tokens

@@ -1,0 +1,496 @@
+"""GenerateScheduler: owns every generation request from its submission to its one end.
+
+Everything here runs on one event loop, so nothing is locked; but whatever was true before an ``await`` is looked at again after
+it. Time is the loop's, so that the same code runs on a virtual clock (virtual_time.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import heapq
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.instance import Instance
+from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller.generation.routing import LeastOutstandingTokens, RoutingPolicy
+
+
+class Backend(Protocol):
+    """What reaches the instances."""
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached."""
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        """End these requests there early; ``generate`` then returns what each has."""
+
+
+class RetryPolicy(Protocol):
+    """Whether a request that was lost with its instance is tried on another."""
+
+    def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
+        """Asked after each attempt that ended so."""
+
+
+class RetryUnbegun:
+    """Only what no instance has begun: the default for requests with effects outside, such as tools."""
+
+    def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
+        """See RetryPolicy."""
+        return not error.may_have_begun
+
+
+class RetryGeneration:
+    """Anything, so many times: generation has no effect but its result, and only one result is ever delivered.
+
+    Args:
+        max_attempts: of one request.
+    """
+
+    def __init__(self, max_attempts: int = 5) -> None:
+        if max_attempts < 1:
+            raise ValueError(f"max_attempts is {max_attempts}; expected 1 or more")
+        self._max_attempts = max_attempts
+
+    def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
+        """See RetryPolicy."""
+        return not error.may_have_begun or ticket.num_attempts < self._max_attempts
+
+
+class GenerateScheduler:
+    """Requests of one role: queued, routed to its instances, followed to their end.
+
+    A request that waits is given to an instance only when that can take it, so a slow instance holds up what it has and nothing
+    else. When an instance is lost, its requests are tried elsewhere if ``retries`` allows, and fail with the reason if not.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        policy: RoutingPolicy | None = None,
+        retries: RetryPolicy | None = None,
+        max_in_flight: int | None = None,
+        max_queue: int | None = None,
+        why_hopeless: Callable[[], Exception | None] = lambda: None,
+    ) -> None:
+        """Serve no instance yet; see add.
+
+        Args:
+            policy: LeastOutstandingTokens when None.
+            retries: RetryUnbegun when None.
+            max_in_flight: requests that all instances together have, at most.
+            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does not.
+            why_hopeless: asked while requests wait and no instance serves: why none ever will, with which they fail.
+        """
+        self._backend = backend
+        self._policy = policy or LeastOutstandingTokens()
+        self._retries = retries or RetryUnbegun()
+        self._max_in_flight = max_in_flight
+        self._why_hopeless = why_hopeless
+        self.instances: dict[str, Instance] = {}
+        self._queue: list[tuple[tuple[int, int], Ticket]] = []
+        """A heap of those that wait, and of some that no longer do."""
+        self._waiting: set[Ticket] = set()
+        self._open: dict[str, Ticket] = {}
+        """All that have not ended, by id."""
+        self._num_in_flight = 0
+        self._slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
+        self._holds_slot: set[Ticket] = set()
+        self._timers: dict[Ticket, asyncio.TimerHandle] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.Future[None]] = []
+        """Woken whenever an instance has one request less."""
+        self._suspended = False
+        self._closed = False
+
+    # --- submission -------------------------------------------------------------------------------------------------------
+
+    def put(self, requests: Iterable[GenerationRequest], options: RequestOptions | None = None) -> list[Ticket]:
+        """Queue all of these requests or, on an error, none.
+
+        Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will ever serve.
+        """
+        if self._closed:
+            raise HelmsmanError("the generation scheduler is closed and takes no requests.")
+        if not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
+            raise reason
+        tickets = [Ticket(request, options or RequestOptions()) for request in requests]
+        known: set[str] = set()
+        for ticket in tickets:
+            if ticket.request_id in self._open or ticket.request_id in known:
+                raise ValueError(
+                    f"request id {ticket.request_id!r} is in use already; ids must be unique among the requests that have "
+                    "not ended"
+                )
+            known.add(ticket.request_id)
+        loop = asyncio.get_running_loop()
+        for ticket in tickets:
+            self._open[ticket.request_id] = ticket
+            self._enqueue(ticket)
+            if ticket.options.deadline_s is not None:
+                self._timers[ticket] = loop.call_later(ticket.options.deadline_s, self._expire, ticket)
+            ticket.future.add_done_callback(lambda _, t=ticket: self._on_done(t, loop))  # type: ignore[misc]
+        self.pump()
+        return tickets
+
+    async def submit(self, request: GenerationRequest, options: RequestOptions | None = None) -> Ticket:
+        """As put for one request, once fewer than ``max_queue`` of this kind wait."""
+        if self._slots is None:
+            return self.put([request], options)[0]
+        await self._slots.acquire()
+        try:
+            ticket = self.put([request], options)[0]
+        except BaseException:
+            self._slots.release()
+            raise
+        if ticket.state is RequestState.QUEUED:
+            self._holds_slot.add(ticket)
+        else:
+            self._slots.release()
+        return ticket
+
+    async def stream(self, tickets: Iterable[Ticket]) -> AsyncIterator[Ticket]:
+        """These tickets as they end, whichever way."""
+        loop, ended, num_waiting = asyncio.get_running_loop(), asyncio.Queue[Ticket](), 0
+        for ticket in tickets:
+            num_waiting += 1
+            tell = functools.partial(loop.call_soon_threadsafe, ended.put_nowait, ticket)
+            ticket.future.add_done_callback(lambda _, tell=tell: tell())  # type: ignore[misc]
+        for _ in range(num_waiting):
+            yield await ended.get()
+
+    # --- flow -------------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Give out what can be given out now; to be called whenever an instance has changed."""
+        if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
+            for ticket in list(self._waiting):
+                self._end(ticket, RequestState.FAILED, reason)
+        while self._waiting and not self._suspended and self._has_room():
+            able = [instance for instance in self.instances.values() if instance.has_room]
+            if not able:
+                break
+            ticket = self._next()
+            if ticket.future.cancelled():
+                self._cancelled(ticket)
+            else:
+                self._admit(ticket, self._policy.choose(ticket, able))
+
+    def _has_room(self) -> bool:
+        return self._max_in_flight is None or self._num_in_flight < self._max_in_flight
+
+    def _anybody_serves(self) -> bool:
+        return any(instance.health.serves for instance in self.instances.values())
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._waiting.add(ticket)
+        heapq.heappush(self._queue, (ticket.order, ticket))
+
+    def _next(self) -> Ticket:
+        """The first that waits; there is one."""
+        while True:
+            _, ticket = heapq.heappop(self._queue)
+            if ticket in self._waiting:
+                return ticket
+
+    def _admit(self, ticket: Ticket, instance: Instance) -> None:
+        ticket.to(RequestState.ADMITTED)
+        self._waiting.discard(ticket)
+        self._free_slot(ticket)
+        ticket.instance = instance
+        instance.take(ticket)
+        self._num_in_flight += 1
+        call = asyncio.get_running_loop().create_task(self._run(ticket, instance))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _run(self, ticket: Ticket, instance: Instance) -> None:
+        # A turn of the loop later: the request may have ended, or the instance been left, or everything been suspended.
+        if ticket.instance is not instance or ticket.state is not RequestState.ADMITTED:
+            return
+        if self._suspended or not instance.serves:
+            self._requeue(ticket)
+            return
+        if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
+            self._cancelled(ticket)
+            return
+        ticket.to(RequestState.RUNNING)
+        ticket.num_attempts += 1
+        attempt = ticket.num_attempts
+        outcome: GenerationResult | BaseException
+        try:
+            outcome = await self._backend.generate(instance.instance_id, ticket.to_send())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to this request, and others must go on
+            outcome = error
+        if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
+            self._settle(ticket, outcome)
+        self.pump()
+
+    def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
+        """Take in how an attempt ended."""
+        if isinstance(outcome, InstanceLostError):
+            if ticket.is_aborted:
+                self._end_aborted(ticket, None)
+            elif self._retries.may_retry(ticket, outcome):
+                self._requeue(ticket)
+            else:
+                self._end(ticket, RequestState.FAILED, outcome)
+        elif isinstance(outcome, BaseException):
+            self._end(ticket, RequestState.FAILED, outcome)
+        elif outcome.stop_reason != "abort":
+            self._end(ticket, RequestState.DONE, ticket.merged(outcome))
+        elif ticket.is_recalled and not ticket.is_aborted:
+            ticket.keep(outcome)
+            if ticket.num_kept >= ticket.request.sampling.max_new_tokens:
+                self._end(ticket, RequestState.DONE, ticket.merged(None, "length"))
+            else:
+                self._requeue(ticket)
+        else:
+            self._end_aborted(ticket, outcome)
+
+    def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
+        result = ticket.merged(last, "abort")
+        partial = bool(result.token_ids) and ticket.state is RequestState.RUNNING
+        self._end(ticket, RequestState.PARTIAL if partial else RequestState.ABORTED, result)
+
+    def _requeue(self, ticket: Ticket) -> None:
+        """Back to the queue, to the place that its age gives it."""
+        self._release(ticket)
+        ticket.to(RequestState.QUEUED)
+        ticket.is_recalled = False
+        self._enqueue(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        if ticket.instance is not None:
+            ticket.instance.give_back(ticket)
+            ticket.instance = None
+            self._num_in_flight -= 1
+            watchers, self._watchers = self._watchers, []
+            for watcher in watchers:
+                if not watcher.done():
+                    watcher.set_result(None)
+
+    def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
+        """Give a request its one outcome."""
+        ticket.to(state)
+        self._forget(ticket)
+        if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, BaseException):
+            ticket.future.set_exception(outcome)
+        else:
+            ticket.future.set_result(outcome)
+
+    def _on_done(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
+        """Called in whichever thread ended the future; only a cancellation is not known here yet."""
+        if ticket.future.cancelled():
+            loop.call_soon_threadsafe(self._cancelled, ticket)
+
+    def _cancelled(self, ticket: Ticket) -> None:
+        """Its future was cancelled before it was sent."""
+        if not ticket.state.is_end:
+            ticket.to(RequestState.ABORTED)
+            self._forget(ticket)
+            self.pump()
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._waiting.discard(ticket)
+        self._release(ticket)
+        self._open.pop(ticket.request_id, None)
+        self._free_slot(ticket)
+        if (timer := self._timers.pop(ticket, None)) is not None:
+            timer.cancel()
+
+    def _free_slot(self, ticket: Ticket) -> None:
+        if ticket in self._holds_slot and self._slots is not None:
+            self._holds_slot.remove(ticket)
+            self._slots.release()
+
+    def _expire(self, ticket: Ticket) -> None:
+        """Its deadline has passed: it ends now, whatever its instance does."""
+        self._timers.pop(ticket, None)
+        instance = ticket.instance
+        error = RequestDeadlineError(
+            request_id=ticket.request_id,
+            state=ticket.state.value,
+            instance=instance.instance_id if instance else "",
+            limit_s=ticket.options.deadline_s or 0.0,
+        )
+        was_running = ticket.state is RequestState.RUNNING
+        self._end(ticket, RequestState.FAILED, error)
+        if was_running and instance is not None:
+            self._abort_unheeded(instance.instance_id, [ticket.request_id])
+        self.pump()
+
+    # --- early ends -------------------------------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests (None: all that are open now) early, with what they have; returns how many.
+
+        What waits ends at once. What runs ends when its instance has given it back, which is not waited for.
+        """
+        chosen = [ticket for ticket in list(self._open.values()) if request_ids is None or ticket.request_id in request_ids]
+        running: dict[str, list[str]] = {}
+        for ticket in chosen:
+            ticket.is_aborted = True
+            if ticket.state is RequestState.RUNNING and ticket.instance is not None:
+                running.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
+            else:
+                self._end_aborted(ticket, None)
+        await self._tell_all(running)
+        self.pump()
+        return len(chosen)
+
+    async def _tell_all(self, running: dict[str, list[str]]) -> None:
+        """Have instances end these requests; what a lost instance had ends by its loss."""
+        outcomes = await asyncio.gather(
+            *(self._backend.abort(instance_id, ids) for instance_id, ids in running.items()), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
+                raise outcome
+
+    def _abort_unheeded(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        async def tell() -> None:
+            with contextlib.suppress(Exception):  # nobody waits for it, and the request has ended
+                await self._backend.abort(instance_id, request_ids)
+
+        call = asyncio.get_running_loop().create_task(tell())
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    def suspend(self) -> None:
+        """Once this has returned, no request starts until resume, whatever it was waiting for. What runs goes on, and
+        submission stays open."""
+        self._suspended = True
+        for ticket in list(self._open.values()):
+            if ticket.state is RequestState.ADMITTED:
+                self._requeue(ticket)
+
+    def resume(self) -> None:
+        """Start requests again."""
+        self._suspended = False
+        self.pump()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it is."""
+        return self._suspended
+
+    async def wait_idle(self) -> None:
+        """Wait until no instance has a request."""
+        await self._until(lambda: self._num_in_flight == 0)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            await watcher
+
+    # --- instances --------------------------------------------------------------------------------------------------------
+
+    def add(self, instance_id: str, capacity: int, health: Health = Health.HEALTHY) -> Instance:
+        """Serve by one more instance.
+
+        Args:
+            capacity: requests that it is given at once, at most.
+            health: STALE where it has to get the weights first.
+        """
+        if instance_id in self.instances:
+            raise ValueError(f"instance {instance_id!r} is here already")
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; expected 1 or more")
+        instance = self.instances[instance_id] = Instance(instance_id, capacity, health)
+        self.pump()
+        return instance
+
+    def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
+        """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""
+        instance = self.instances[instance_id]
+        instance.health = health
+        instance.error = None if health.serves else error or instance.error
+        if health is Health.DEAD:
+            for ticket in list(instance.tickets):
+                begun = ticket.state is RequestState.RUNNING
+                if begun:
+                    lost = InstanceLostError(
+                        instance_id=instance_id, reason=str(instance.error or "it is dead"), may_have_begun=True
+                    )
+                    self._settle(ticket, lost)
+                else:
+                    self._requeue(ticket)
+        self.pump()
+
+    async def drain(self, instance_id: str, *, migrate: bool = False) -> None:
+        """Give an instance nothing more, and wait until it has nothing; then remove may follow.
+
+        Args:
+            migrate: take back what it has, to be continued elsewhere with the tokens so far, instead of waiting for its end.
+
+        When the wait is cancelled the instance serves again.
+        """
+        instance = self.instances[instance_id]
+        instance.is_draining = True
+        try:
+            for ticket in list(instance.tickets):
+                if ticket.state is RequestState.ADMITTED:
+                    self._requeue(ticket)
+            self.pump()
+            if migrate:
+                await self._recall(instance)
+            await self._until(lambda: not instance.tickets)
+        except BaseException:
+            instance.is_draining = False
+            self.pump()
+            raise
+
+    async def _recall(self, instance: Instance) -> None:
+        ids = []
+        for ticket in instance.tickets:
+            ticket.is_recalled = True
+            ids.append(ticket.request_id)
+        if ids:
+            await self._tell_all({instance.instance_id: ids})
+
+    def remove(self, instance_id: str) -> None:
+        """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""
+        instance = self.instances[instance_id]
+        if instance.tickets:
+            raise ValueError(f"instance {instance_id!r} still has {len(instance.tickets)} requests; drain it first")
+        del self.instances[instance_id]
+        self.pump()
+
+    # --- figures and end --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that instances have."""
+        return self._num_in_flight
+
+    def running(self, request_ids: Collection[str] | None = None) -> dict[str, list[str]]:
+        """Instance id -> ids of these requests (None: all) that it has been sent."""
+        found: dict[str, list[str]] = {}
+        for request_id, ticket in self._open.items():
+            chosen = request_ids is None or request_id in request_ids
+            if chosen and ticket.state is RequestState.RUNNING and ticket.instance is not None:
+                found.setdefault(ticket.instance.instance_id, []).append(request_id)
+        return found
+
+    def close(self, reason: str = "the generation scheduler was closed") -> None:
+        """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
+        self._closed = True
+        for ticket in list(self._waiting):
+            error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
+            self._end(ticket, RequestState.FAILED, error)
