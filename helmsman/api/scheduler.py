@@ -392,6 +392,15 @@ class Scheduler(abc.ABC):
         """Set environment variables in a worker, before its engines are created."""
 
     @abc.abstractmethod
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
+        """Ask a worker whether it is there; it answers beside a call that runs.
+
+        Args:
+            timeout: seconds; ``timeouts.health_s`` when None.
+        Raises: WorkerFailedError when it has died, CallTimeoutError when it does not answer, WorkerNotFoundError.
+        """
+
+    @abc.abstractmethod
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         """Try whether a process group of the role can meet: rank 0 listens on ``port``, every rank connects to ``address``.
 

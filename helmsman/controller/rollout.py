@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from helmsman.api.errors import GroupCallError, HelmsmanError, InstanceLostError, SchedulerClosedError, WorkerFailedError
+from helmsman.api.errors import (
+    GroupCallError,
+    HandleLostError,
+    HelmsmanError,
+    InstanceLostError,
+    NotFoundError,
+    SchedulerClosedError,
+    WorkerFailedError,
+)
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
-from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller.generation.request import RequestOptions, Ticket
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler, RetryPolicy
+from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.role import RoleController
@@ -47,6 +57,7 @@ class RolloutController(RoleController):
         request_timeout_s: float | None = None,
         policy: RoutingPolicy | None = None,
         retries: RetryPolicy | None = None,
+        supervision: SupervisionPolicy | None = None,
     ) -> None:
         """As RoleController.
 
@@ -57,6 +68,8 @@ class RolloutController(RoleController):
             policy: which worker takes a request; LeastOutstandingTokens when None.
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
+            supervision: probe the workers, and build dead ones anew, which serve again once they have the weights of the last
+                update (kept for that until the next one). With None a worker's death is noticed by its calls, and final.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
@@ -67,7 +80,12 @@ class RolloutController(RoleController):
         self._max_in_flight_per_worker = max_in_flight_per_worker
         self._max_queue = max_queue
         self._max_in_flight = max_in_flight
-        self._policy, self._retries = policy, retries
+        self._policy, self._retries, self._supervision = policy, retries, supervision
+        self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
+        """Longer than the supervisor waits, whose limits count."""
+        self._supervisor: Supervisor | None = None
+        self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
+        """Weights of the last update, where there is supervision, and their version."""
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
         self._requests: GenerateScheduler | None = None
@@ -267,10 +285,10 @@ class RolloutController(RoleController):
         return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
-        requests = self._queue()
+        supervisor = self._supervisor
+        assert supervisor is not None
 
-        async def update(instance: Instance) -> None:
-            worker_id = instance.instance_id
+        async def update(worker_id: str) -> None:
             try:
                 served = await self._ask(worker_id, "update_weights", weights, version, timeout=timeout)
                 if served != version:
@@ -281,14 +299,45 @@ class RolloutController(RoleController):
                     )
             except BaseException as error:
                 cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
-                if instance.health is not Health.DEAD:
-                    requests.set_health(worker_id, Health.STALE, error if isinstance(error, Exception) else cancelled)
+                supervisor.note(worker_id, Event.UPDATE_FAILED, error if isinstance(error, Exception) else cancelled)
                 raise
-            if instance.health is not Health.DEAD:
-                requests.set_health(worker_id, Health.HEALTHY)
+            supervisor.note(worker_id, Event.UPDATED)
 
-        await self._ask_all("update_weights", {i.instance_id: update(i) for i in self._living()})
+        try:
+            await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
+        finally:
+            await self._keep_weights(weights, version)
         return version
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps the weights of an update, and releases them at the next one."""
+        return self._supervision is not None
+
+    async def _keep_weights(self, weights: ResultHandle | Mapping[str, Any] | None, version: int) -> None:
+        if not self.keeps_weights:
+            return
+        old, self._served = self._served, None if weights is None else (weights, version)
+        if old is not None and isinstance(old[0], ResultHandle) and old[0] is not weights:
+            await asyncio.to_thread(self._release, old[0])
+
+    def _release(self, handle: ResultHandle) -> None:
+        with contextlib.suppress(NotFoundError, SchedulerClosedError):
+            self.scheduler.release(handle)
+
+    async def _rebuild(self, worker_id: str) -> bool:
+        """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
+        await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
+        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        rank = [worker.id for worker in self._workers].index(worker_id)
+        await self._make_ready(self._workers, [rank])
+        if self._served is None:
+            return True  # there was no update: it serves what all serve, the weights that it was built with
+        weights, version = self._served
+        try:
+            return bool(await self._ask(worker_id, "update_weights", weights, version) == version)
+        except HandleLostError:
+            return False  # their trainer has gone
 
     async def _versions(self) -> dict[str, int]:
         living = [instance.instance_id for instance in self._living()]
@@ -298,7 +347,7 @@ class RolloutController(RoleController):
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""
         instances = self._queue().instances.values()
-        living = [instance for instance in instances if instance.health is not Health.DEAD]
+        living = [each for each in instances if each.health not in (Health.DEAD, Health.RESTARTING)]
         if not living:
             raise self._all_reasons("any call")
         return living
@@ -318,9 +367,15 @@ class RolloutController(RoleController):
             return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout)
         except WorkerFailedError as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
-            if self._requests is not None:
-                self._requests.set_health(worker_id, Health.DEAD, error)
+            if self._supervisor is not None:
+                self._supervisor.note(worker_id, Event.LOST, error)
             raise
+
+    async def _probe(self, worker_id: str) -> None:
+        try:
+            await self.scheduler.check_health(worker_id, self._probe_limit_s)
+        except WorkerFailedError as error:
+            raise InstanceLostError(instance_id=worker_id, reason=str(error), may_have_begun=True) from error
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -337,19 +392,34 @@ class RolloutController(RoleController):
                 retries=self._retries,
                 max_in_flight=self._max_in_flight,
                 max_queue=self._max_queue,
-                why_hopeless=lambda: self._all_reasons("agenerate"),
+                why_hopeless=self._why_hopeless,
             )
+            self._supervisor = Supervisor(requests, self._supervision or SupervisionPolicy(), self._probe, self._rebuild)
             for worker in self.workers:
                 requests.add(worker.id, self._max_in_flight_per_worker)
+                self._supervisor.watch(worker.id)
+            if self._supervision is not None:
+                self._supervisor.start()
             return requests
 
         self._requests = run_sync(start())
 
+    def _why_hopeless(self) -> Exception | None:
+        """Why no worker serves or will; None while one is on its way back."""
+        assert self._requests is not None
+        assert self._supervisor is not None
+        if any(map(self._supervisor.is_coming_back, self._requests.instances)):
+            return None
+        return self._all_reasons("agenerate")
+
     def _on_closing(self) -> None:
-        requests = self._requests
+        requests, supervisor = self._requests, self._supervisor
         assert requests is not None
+        assert supervisor is not None
 
         async def close() -> None:
+            supervisor.stop()
+            await self._keep_weights(None, 0)
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
