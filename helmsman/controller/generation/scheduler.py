@@ -259,8 +259,7 @@ class GenerateScheduler:
 
     def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
         result = ticket.merged(last, "abort")
-        partial = bool(result.token_ids) and ticket.state is RequestState.RUNNING
-        self._end(ticket, RequestState.PARTIAL if partial else RequestState.ABORTED, result)
+        self._end(ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result)
 
     def _requeue(self, ticket: Ticket) -> None:
         """Back to the queue, to the place that its age gives it."""
