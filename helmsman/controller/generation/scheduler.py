@@ -240,7 +240,7 @@ class GenerateScheduler:
         if isinstance(outcome, InstanceLostError):
             if ticket.is_aborted:
                 self._end_aborted(ticket, None)
-            elif self._retries.may_retry(ticket, outcome):
+            elif not self._closed and self._retries.may_retry(ticket, outcome):
                 self._requeue(ticket)
             else:
                 self._end(ticket, RequestState.FAILED, outcome.__cause__ or outcome)  # what the instance died of says more
@@ -248,7 +248,7 @@ class GenerateScheduler:
             self._end(ticket, RequestState.FAILED, outcome)
         elif outcome.stop_reason != "abort":
             self._end(ticket, RequestState.DONE, ticket.merged(outcome))
-        elif ticket.is_recalled and not ticket.is_aborted:
+        elif ticket.is_recalled and not ticket.is_aborted and not self._closed:
             ticket.keep(outcome)
             if ticket.num_kept >= ticket.request.sampling.max_new_tokens:
                 self._end(ticket, RequestState.DONE, ticket.merged(None, "length"))
@@ -491,6 +491,7 @@ class GenerateScheduler:
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
         self._closed = self._closed or reason
-        for ticket in list(self._waiting):
-            error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
-            self._end(ticket, RequestState.FAILED, error)
+        for ticket in list(self._open.values()):
+            if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
+                error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
+                self._end(ticket, RequestState.FAILED, error)
