@@ -228,7 +228,17 @@ class GenerateScheduler:
         attempt = ticket.num_attempts
         outcome: GenerationResult | BaseException
         try:
-            outcome = await self._backend.generate(instance.instance_id, ticket.to_send())
+            answer: object = await self._backend.generate(instance.instance_id, ticket.to_send())
+            if not isinstance(answer, GenerationResult):  # the engine may be the user's
+                raise TypeError(
+                    f"{instance.instance_id} answered {ticket.request_id!r} with {type(answer)}, no GenerationResult"
+                )
+            outcome = answer
+        except asyncio.CancelledError as error:
+            outcome = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance.instance_id} was cancelled.")
+            outcome.__cause__ = error
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                self.close("its event loop has ended")  # nobody else cancels these tasks
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to this request, and others must go on
             outcome = error
         if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
