@@ -172,17 +172,26 @@ class GenerateScheduler:
     def pump(self) -> None:
         """Give out what can be given out now; to be called whenever an instance has changed."""
         if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
-            for ticket in list(self._waiting):
-                self._end(ticket, RequestState.FAILED, reason)
+            self._fail_waiting(reason)
         while self._waiting and not self._suspended and self._has_room():
             able = [instance for instance in self.instances.values() if instance.has_room]
             if not able:
                 break
             ticket = self._next()
             if ticket.future.cancelled():
-                self._cancelled(ticket)
+                self._end_cancelled(ticket)
+                continue
+            try:
+                chosen = self._policy.choose(ticket, able)
+            except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
+                self._end(ticket, RequestState.FAILED, error)
             else:
-                self._admit(ticket, self._policy.choose(ticket, able))
+                self._admit(ticket, chosen)
+
+    def _fail_waiting(self, reason: Exception) -> None:
+        for ticket in list(self._waiting):
+            if ticket in self._waiting:  # what the end of another has caused may have ended it
+                self._end(ticket, RequestState.FAILED, reason)
 
     def _has_room(self) -> bool:
         return self._max_in_flight is None or self._num_in_flight < self._max_in_flight
@@ -307,9 +316,12 @@ class GenerateScheduler:
     def _cancelled(self, ticket: Ticket) -> None:
         """Its future was cancelled before it was sent."""
         if not ticket.state.is_end:
-            ticket.to(RequestState.ABORTED)
-            self._forget(ticket)
+            self._end_cancelled(ticket)
             self.pump()
+
+    def _end_cancelled(self, ticket: Ticket) -> None:
+        ticket.to(RequestState.ABORTED)
+        self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         self._waiting.discard(ticket)
@@ -350,6 +362,8 @@ class GenerateScheduler:
         chosen = [ticket for ticket in list(self._open.values()) if request_ids is None or ticket.request_id in request_ids]
         running: dict[str, list[str]] = {}
         for ticket in chosen:
+            if ticket.state.is_end:  # by what the end of another has caused
+                continue
             ticket.is_aborted = True
             if ticket.state is RequestState.RUNNING and ticket.instance is not None:
                 running.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
@@ -429,6 +443,8 @@ class GenerateScheduler:
         instance.error = None if health.serves else error or instance.error
         if health is Health.DEAD:
             for ticket in list(instance.tickets):
+                if ticket.instance is not instance:
+                    continue  # what the end of another has caused has taken it away
                 if ticket.is_running:
                     reason = str(instance.error or "it is dead")
                     lost = InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)

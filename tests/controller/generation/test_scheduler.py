@@ -12,6 +12,7 @@ import pytest
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller.generation.scheduler import GenerateScheduler, RetryGeneration
 from helmsman.controller.generation.virtual_time import run_virtually
@@ -236,6 +237,24 @@ async def test_a_submission_that_is_refused_takes_no_room() -> None:
         with pytest.raises(ValueError, match="in use"):
             await scheduler.submit(make_request("r"))
     assert (await scheduler.submit(make_request("next"))).state is S.QUEUED
+
+
+@virtually
+async def test_a_policy_that_fails_is_that_requests_failure() -> None:
+    class Picky:
+        def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
+            if ticket.options.session == "bad":
+                raise KeyError("no instance for this session")
+            return able[0]
+
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [4], policy=Picky())
+    (bad,) = scheduler.put([make_request("bad")], RequestOptions(session="bad"))
+    (good,) = scheduler.put([make_request("good")])
+    await settle()
+    assert isinstance(bad.future.exception(timeout=0), KeyError)
+    assert states([bad, good]) == [S.FAILED, S.RUNNING]
+    assert scheduler.num_queued == 0
 
 
 # --- deadlines ----------------------------------------------------------------------------------------------------------
@@ -495,6 +514,21 @@ async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() ->
     assert ticket.future.result().token_ids == [1, 2]
 
 
+@virtually
+async def test_many_cancelled_ones_are_passed_over() -> None:
+    """In the turn of their cancellation, when the scheduler has not been told of it yet."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.suspend()
+    tickets = scheduler.put(make_requests(3000))
+    for ticket in tickets[:-1]:
+        assert ticket.future.cancel()
+    scheduler.resume()
+    await settle()
+    assert backend.sent == ["r2999"]
+    assert set(states(tickets[:-1])) == {S.ABORTED}
+
+
 # --- stream and close ---------------------------------------------------------------------------------------------------
 
 
@@ -586,6 +620,35 @@ async def test_what_is_lost_after_close_fails_instead_of_waiting_for_ever() -> N
     await settle()
     assert states([lost, aborted]) == [S.FAILED, S.ABORTED]
     assert isinstance(lost.future.exception(timeout=0), InstanceLostError)
+
+
+@virtually
+async def test_a_callback_may_do_anything() -> None:
+    """Futures call back in the midst of what ended them."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 2])
+    tickets = scheduler.put(make_requests(12))
+    await settle()
+    again: list[Ticket] = []
+
+    def meddle(_: Any) -> None:
+        scheduler.set_health("i0", Health.DEAD)
+        if not again:
+            again.extend(scheduler.put([make_request("again")]))
+        scheduler.suspend()
+        scheduler.resume()
+        scheduler.close()
+
+    for ticket in tickets:
+        ticket.future.add_done_callback(meddle)
+    scheduler.set_health("i0", Health.DEAD)
+    for call in backend.open("i1"):
+        call.end()
+    await settle()
+    assert all(ticket.state.is_end for ticket in [*tickets, *again])
+    assert all(ticket.future.done() for ticket in [*tickets, *again])
+    assert (scheduler.num_queued, scheduler.num_in_flight) == (0, 0)
+    assert {instance.outstanding_tokens for instance in scheduler.instances.values()} == {0}
 
 
 @virtually
