@@ -227,6 +227,7 @@ class GenerateScheduler:
             return
         if self._suspended or not instance.serves:
             self._requeue(ticket)
+            self.pump()
             return
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             self._cancelled(ticket)

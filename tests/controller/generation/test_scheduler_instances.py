@@ -428,6 +428,17 @@ async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
 
 
 @virtually
+async def test_what_was_admitted_to_a_suspect_goes_elsewhere_at_once() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1])
+    (ticket,) = scheduler.put([make_request("r")])
+    assert ticket.instance is scheduler.instances["i0"]
+    scheduler.set_health("i0", Health.SUSPECT)
+    await settle()
+    assert [(call.instance_id, call.request_id) for call in backend.calls] == [("i1", "r")]
+
+
+@virtually
 async def test_an_aborted_request_ends_with_its_instance() -> None:
     backend = HeldBackend()
     scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
