@@ -20,6 +20,8 @@ from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller.generation.routing import LeastOutstandingTokens, RoutingPolicy
 
+_SPARE_ENTRIES = 64
+
 
 class Backend(Protocol):
     """What reaches the instances."""
@@ -96,7 +98,7 @@ class GenerateScheduler:
         self._why_hopeless = why_hopeless
         self.instances: dict[str, Instance] = {}
         self._queue: list[tuple[tuple[int, int], Ticket]] = []
-        """A heap of those that wait, and of some that no longer do."""
+        """A heap of those that wait, and of some that no longer do: not more than about as many."""
         self._waiting: set[Ticket] = set()
         self._open: dict[str, Ticket] = {}
         """All that have not ended, by id."""
@@ -326,6 +328,9 @@ class GenerateScheduler:
 
     def _forget(self, ticket: Ticket) -> None:
         self._waiting.discard(ticket)
+        if len(self._queue) > 2 * len(self._waiting) + _SPARE_ENTRIES:
+            self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
+            heapq.heapify(self._queue)
         self._release(ticket)
         self._open.pop(ticket.request_id, None)
         self._free_slot(ticket)
@@ -418,7 +423,11 @@ class GenerateScheduler:
         while not holds():
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append(watcher)
-            await watcher
+            try:
+                await watcher
+            finally:
+                if watcher in self._watchers:
+                    self._watchers.remove(watcher)
 
     # --- instances --------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -257,6 +259,26 @@ async def test_a_policy_that_fails_is_that_requests_failure() -> None:
     assert scheduler.num_queued == 0
 
 
+@virtually
+async def test_what_ended_while_it_waited_is_not_kept() -> None:
+    """Behind a queue that always has something better to do, others that end must not pile up."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.put([make_request("blocker")])
+    (waiting,) = scheduler.put([make_request("waiting")])
+    await settle()
+    ended: weakref.WeakSet[Ticket] = weakref.WeakSet()
+    for turn in range(40):
+        tickets = scheduler.put([make_request(f"{turn}-{index}") for index in range(50)], RequestOptions(priority=-1))
+        ended.update(tickets)
+        assert await scheduler.abort([ticket.request_id for ticket in tickets]) == 50
+    gc.collect()
+    assert len(ended) < 200
+    backend.last("blocker").end()
+    await settle()
+    assert waiting.state is S.RUNNING
+
+
 # --- deadlines ----------------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +464,24 @@ async def test_wait_idle_waits_for_what_runs_and_for_nothing_else() -> None:
     await settle()
     assert idle.done()
     assert tickets[2].state is S.QUEUED
+
+
+@virtually
+async def test_waits_that_are_given_up_leave_nothing() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.put([make_request("r")])
+    await settle()
+
+    def num_futures() -> int:
+        gc.collect()
+        return sum(isinstance(each, asyncio.Future) for each in gc.get_objects())
+
+    before = num_futures()
+    for _ in range(100):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(scheduler.wait_idle(), 1.0)
+    assert num_futures() < before + 10
 
 
 # --- cancellation -------------------------------------------------------------------------------------------------------
