@@ -27,7 +27,8 @@ class Backend(Protocol):
     """What reaches the instances."""
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached."""
+        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
+        taken for dead then, with all that it has, until set_health says otherwise."""
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """End these requests there early; ``generate`` then returns what each has."""
@@ -255,6 +256,8 @@ class GenerateScheduler:
             outcome = error
         if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
             self._settle(ticket, outcome)
+            if isinstance(outcome, InstanceLostError) and instance.health not in (Health.DEAD, Health.RESTARTING):
+                self.set_health(instance.instance_id, Health.DEAD, outcome)
         self.pump()
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
@@ -456,13 +459,19 @@ class GenerateScheduler:
                 if ticket.instance is not instance:
                     continue  # what the end of another has caused has taken it away
                 if ticket.is_running:
-                    reason = str(instance.error or "it is dead")
-                    lost = InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
-                    lost.__cause__ = instance.error
-                    self._settle(ticket, lost)
+                    self._settle(ticket, self._lost(instance))
                 else:
                     self._requeue(ticket)
         self.pump()
+
+    def _lost(self, instance: Instance) -> InstanceLostError:
+        """What happened to a request that the instance had."""
+        why = instance.error
+        if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
+            return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)
+        lost = InstanceLostError(instance_id=instance.instance_id, reason=str(why or "it is dead"), may_have_begun=True)
+        lost.__cause__ = why
+        return lost
 
     async def drain(self, instance_id: str, *, migrate: bool = False) -> None:
         """Give an instance nothing more, and wait until it has nothing; then remove may follow.

@@ -338,6 +338,60 @@ def test_what_was_lost_is_tried_again_as_the_policy_says(
 
 
 @virtually
+async def test_attempts_are_bounded() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1] * 9, retries=RetryGeneration(3))
+    (ticket,) = scheduler.put([make_request("r")])
+    for _ in range(3):
+        await settle()
+        backend.last("r").lose()
+    await settle()
+    assert ticket.state is S.FAILED
+    assert backend.sent == ["r"] * 3
+    with pytest.raises(ValueError, match="max_attempts is 0"):
+        RetryGeneration(0)
+
+
+@virtually
+async def test_a_lost_instance_draws_nothing_more() -> None:
+    """It would have the fewest tokens outstanding for ever."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 2], retries=RetryGeneration())
+    tickets = scheduler.put(make_requests(8))
+    await settle()
+    begun, unbegun = backend.open("i0")
+    unbegun.lose(may_have_begun=False)
+    await settle()
+    assert scheduler.instances["i0"].health is Health.DEAD
+    assert scheduler.instances["i0"].num_in_flight == 0
+    while backend.open("i1"):
+        backend.open("i1")[0].end()
+        await settle()
+    assert set(states(tickets)) == {S.DONE}
+    assert sum(call.instance_id == "i0" for call in backend.calls) == 2
+    begun.end([66])
+    await settle()
+    assert all(ticket.future.result().token_ids == [7] for ticket in tickets)
+
+
+@virtually
+async def test_each_lost_request_has_an_error_of_its_own() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [3])
+    unbegun, *begun = scheduler.put(make_requests(3))
+    await settle()
+    backend.last("r0").lose(may_have_begun=False)
+    await settle()
+    assert unbegun.state is S.QUEUED
+    errors = [ticket.future.exception(timeout=0) for ticket in begun]
+    assert errors[0] is not errors[1]
+    for error in errors:
+        assert isinstance(error, InstanceLostError)
+        assert error.may_have_begun
+        assert error.reason == "its node was lost"
+
+
+@virtually
 async def test_what_an_instance_died_of_is_told() -> None:
     scheduler = make_scheduler(HeldBackend(), [1])
     (ticket,) = scheduler.put(make_requests(1))
