@@ -368,7 +368,7 @@ class GenerateScheduler:
 
         What waits ends at once. What runs ends when its instance has given it back, which is not waited for.
         """
-        chosen = [ticket for ticket in list(self._open.values()) if request_ids is None or ticket.request_id in request_ids]
+        chosen = self._chosen(request_ids)
         running: dict[str, list[str]] = {}
         for ticket in chosen:
             if ticket.state.is_end:  # by what the end of another has caused
@@ -381,6 +381,12 @@ class GenerateScheduler:
         await self._tell_all(running)
         self.pump()
         return len(chosen)
+
+    def _chosen(self, request_ids: Collection[str] | None) -> list[Ticket]:
+        """Those of these requests (None: all) that have not ended."""
+        if request_ids is None:
+            return list(self._open.values())
+        return [self._open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._open]
 
     async def _tell_all(self, running: dict[str, list[str]]) -> None:
         """Have instances end these requests; what a lost instance had ends by its loss."""
@@ -527,10 +533,9 @@ class GenerateScheduler:
     def running(self, request_ids: Collection[str] | None = None) -> dict[str, list[str]]:
         """Instance id -> ids of these requests (None: all) that it has been sent."""
         found: dict[str, list[str]] = {}
-        for request_id, ticket in self._open.items():
-            chosen = request_ids is None or request_id in request_ids
-            if chosen and ticket.state is RequestState.RUNNING and ticket.instance is not None:
-                found.setdefault(ticket.instance.instance_id, []).append(request_id)
+        for ticket in self._chosen(request_ids):
+            if ticket.is_running and ticket.instance is not None:
+                found.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
         return found
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
