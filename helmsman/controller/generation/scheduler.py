@@ -7,10 +7,9 @@ it. Time is the loop's, so that the same code runs on a virtual clock (virtual_t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import heapq
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
@@ -358,7 +357,7 @@ class GenerateScheduler:
         was_running = ticket.state is RequestState.RUNNING
         self._end(ticket, RequestState.FAILED, error)
         if was_running and instance is not None:
-            self._abort_unheeded(instance.instance_id, [ticket.request_id])
+            self._abort_at(instance, [ticket])
         self.pump()
 
     # --- early ends -------------------------------------------------------------------------------------------------------
@@ -369,13 +368,13 @@ class GenerateScheduler:
         What waits ends at once. What runs ends when its instance has given it back, which is not waited for.
         """
         chosen = self._chosen(request_ids)
-        running: dict[str, list[str]] = {}
+        running: dict[Instance, list[Ticket]] = {}
         for ticket in chosen:
             if ticket.state.is_end:  # by what the end of another has caused
                 continue
             ticket.is_aborted = True
-            if ticket.state is RequestState.RUNNING and ticket.instance is not None:
-                running.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
+            if ticket.is_running and ticket.instance is not None:
+                running.setdefault(ticket.instance, []).append(ticket)
             else:
                 self._end_aborted(ticket, None)
         await self._tell_all(running)
@@ -388,23 +387,33 @@ class GenerateScheduler:
             return list(self._open.values())
         return [self._open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._open]
 
-    async def _tell_all(self, running: dict[str, list[str]]) -> None:
+    async def _tell_all(self, running: Mapping[Instance, Sequence[Ticket]]) -> None:
         """Have instances end these requests; what a lost instance had ends by its loss."""
-        outcomes = await asyncio.gather(
-            *(self._backend.abort(instance_id, ids) for instance_id, ids in running.items()), return_exceptions=True
-        )
+        outcomes = await asyncio.gather(*(self._tell(*each) for each in running.items()), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
                 raise outcome
 
-    def _abort_unheeded(self, instance_id: str, request_ids: Sequence[str]) -> None:
+    async def _tell(self, instance: Instance, tickets: Sequence[Ticket]) -> None:
+        """Wait for the instance's answer, or until it has none of them any more: what is dead may never answer."""
+        call = self._abort_at(instance, tickets)
+        left = asyncio.ensure_future(self._until(lambda: all(ticket.instance is not instance for ticket in tickets)))
+        try:
+            await asyncio.wait([call, left], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left.cancel()
+        if call.done():
+            call.result()
+
+    def _abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
         async def tell() -> None:
-            with contextlib.suppress(Exception):  # nobody waits for it, and the request has ended
-                await self._backend.abort(instance_id, request_ids)
+            await self._backend.abort(instance.instance_id, [ticket.request_id for ticket in tickets])
 
         call = asyncio.get_running_loop().create_task(tell())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, also where nobody waits for it
+        return call
 
     def suspend(self) -> None:
         """Once this has returned, no request starts until resume, whatever it was waiting for. What runs goes on, and
@@ -503,12 +512,10 @@ class GenerateScheduler:
             raise
 
     async def _recall(self, instance: Instance) -> None:
-        ids = []
         for ticket in instance.tickets:
             ticket.is_recalled = True
-            ids.append(ticket.request_id)
-        if ids:
-            await self._tell_all({instance.instance_id: ids})
+        if instance.tickets:
+            await self._tell_all({instance: list(instance.tickets)})
 
     def remove(self, instance_id: str) -> None:
         """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""

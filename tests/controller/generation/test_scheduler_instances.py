@@ -518,6 +518,37 @@ async def test_the_abort_of_what_was_lost_is_no_error() -> None:
     assert ticket.state is S.ABORTED
 
 
+@pytest.mark.parametrize("what", ["abort", "drain"])
+def test_nobody_waits_for_what_a_dead_instance_was_asked(what: str) -> None:
+    @virtually
+    async def check() -> None:
+        backend = HeldBackend()
+        backend.abort_gate.clear()
+        scheduler = make_scheduler(backend, [2], retries=RetryGeneration())
+        tickets = scheduler.put(make_requests(2))
+        await settle()
+        asked = await waits(scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True))
+        scheduler.set_health("i0", Health.DEAD)
+        await settle()
+        assert asked.done()
+        assert set(states(tickets)) == ({S.ABORTED} if what == "abort" else {S.QUEUED})
+
+    check()
+
+
+@virtually
+async def test_a_drain_whose_instance_is_lost_when_asked_ends_with_its_loss() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put(make_requests(1))
+    await settle()
+    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+    drained = await waits(scheduler.drain("i0", migrate=True))
+    backend.last("r0").lose()
+    await drained
+    assert ticket.state is S.FAILED
+
+
 @virtually
 async def test_a_deadline_holds_across_attempts() -> None:
     backend = HeldBackend()
