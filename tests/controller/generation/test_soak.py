@@ -1,0 +1,329 @@
+"""Thousands of requests through all that can happen to their instances: each has one end, and the seed replays."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from helmsman.api.errors import InstanceLostError, RequestDeadlineError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller.generation.scheduler import GenerateScheduler, RetryGeneration
+from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
+from helmsman.controller.generation.virtual_time import run_virtually
+
+NUM_INSTANCES = 8
+CAPACITY = 16
+MAX_NEW_TOKENS = 400
+LENGTHS = log_normal_lengths(seed=5, mean=80.0, sigma=1.0)
+MODEL = EngineModel(step_s=0.02, per_request_s=0.0005, prefill_s=0.0005)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Engine(SimulatedInstance):
+    """One life of an instance. It knows which weights it had when, and may stop to answer."""
+
+    def __init__(self, instance_id: str, version: int) -> None:
+        super().__init__(instance_id, MODEL, LENGTHS, version)
+        self.weights = [(now(), version)]
+        """Since when it has had which version."""
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.is_gone = False
+        """Whether its process has ended, and with it what hung."""
+
+    def end(self) -> None:
+        self.kill("its process was ended")
+        self.is_gone = True
+        self.answers.set()
+
+    def update(self, version: int) -> None:
+        self.version = version
+        self.weights.append((now(), version))
+
+    def may_have_made(self, begin: float, end: float) -> set[int]:
+        """Versions that it had between two times."""
+        until = [at for at, _ in self.weights[1:]] + [end]
+        return {version for (at, version), next_ in zip(self.weights, until, strict=True) if at <= end and next_ >= begin}
+
+
+class Engines(SimulatedBackend):
+    """Checks each answer where it is given; those that hang give it late, or are lost with their process."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.num_calls = self.num_late = 0
+
+    def engine(self, instance_id: str) -> Engine:
+        engine = self.instances.get(instance_id)
+        if engine is None:
+            raise InstanceLostError(instance_id=instance_id, reason="it has left", may_have_begun=False)
+        assert isinstance(engine, Engine)
+        return engine
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        engine, begin = self.engine(instance_id), now()
+        self.num_calls += 1
+        result = await engine.generate(request)
+        assert len(result.versions) == len(result.token_ids)
+        assert result.versions == sorted(result.versions)
+        assert set(result.versions) <= engine.may_have_made(begin, now())
+        if not engine.answers.is_set():
+            await self.answered(engine)
+            self.num_late += 1
+        return result
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        engine = self.engine(instance_id)
+        await self.answered(engine)
+        engine.abort(request_ids)
+
+    async def answered(self, engine: Engine) -> None:
+        await engine.answers.wait()
+        if engine.is_gone:
+            raise InstanceLostError(instance_id=engine.instance_id, reason="its process was ended", may_have_begun=True)
+
+
+class Soak:
+    """One run.
+
+    Args:
+        seed: of all that happens.
+        on_quarter: called when a quarter of the requests has ended.
+    """
+
+    def __init__(self, seed: int, num: int, on_quarter: Callable[[], None]) -> None:
+        self.random, self.num, self.on_quarter = random.Random(seed), num, on_quarter
+        self.backend = Engines()
+        self.scheduler = GenerateScheduler(self.backend, retries=RetryGeneration(20), max_in_flight=100, max_queue=200)
+        self.version = 0
+        self.ids = 0
+        self.open: dict[str, Ticket] = {}
+        self.ends: Counter[RequestState] = Counter()
+        self.all_ended = asyncio.Event()
+        self.digest = hashlib.sha256()
+        self.happened: Counter[str] = Counter()
+        self.background: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        for _ in range(NUM_INSTANCES):
+            self.join()
+        chaos = asyncio.create_task(self.chaos())
+        for number in range(self.num):
+            request = GenerationRequest(
+                request_id=f"r{number}", prompt_ids=[1] * 8, sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+            )
+            options = RequestOptions(
+                priority=self.random.choice((0, 0, 0, 1)),
+                deadline_s=self.random.uniform(1.0, 60.0) if self.random.random() < 0.1 else None,
+            )
+            ticket = await self.scheduler.submit(request, options)
+            self.open[request.request_id] = ticket
+            ticket.future.add_done_callback(lambda _, ticket=ticket: self.ended(ticket))  # type: ignore[misc]
+            if self.random.random() < 0.01:
+                ticket.future.cancel()
+        await self.all_ended.wait()
+        for task in [chaos, *self.background]:
+            task.cancel()
+        for outcome in await asyncio.gather(chaos, *self.background, return_exceptions=True):
+            assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+
+    def ended(self, ticket: Ticket) -> None:
+        """Look at what a request has become; told apart from its state, which cancelled ones get a turn later."""
+        del self.open[ticket.request_id]
+        future, versions = ticket.future, list[int]()
+        if future.cancelled():
+            state = RequestState.ABORTED
+        elif (error := future.exception()) is not None:
+            state = ticket.state
+            assert state is RequestState.FAILED
+            assert isinstance(error, RequestDeadlineError | InstanceLostError), error
+        else:
+            state, result = ticket.state, future.result()
+            versions, num, length = result.versions, len(result.token_ids), min(LENGTHS(ticket.request), MAX_NEW_TOKENS)
+            assert len(versions) == len(result.logprobs) == num
+            assert versions == sorted(versions)
+            assert max(versions, default=0) <= self.version
+            if state is RequestState.DONE:
+                assert num == length, "of all attempts together"
+                assert result.stop_reason in ("stop", "length")
+            else:
+                assert result.stop_reason == "abort"
+                assert num <= length
+                assert state is (RequestState.PARTIAL if num else RequestState.ABORTED)
+        self.ends[state] += 1
+        self.digest.update(
+            f"{ticket.request_id} {state} {ticket.num_attempts} {ticket.sent_to} {versions} {now()!r}\n".encode()
+        )
+        if self.ends.total() % (self.num // 4) == 0:
+            self.on_quarter()
+        if self.ends.total() == self.num:
+            self.all_ended.set()
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    async def chaos(self) -> None:
+        kinds = [self.kill, self.hang, self.abort_some, self.suspend, self.leave, self.leave, self.update, self.update]
+        while True:
+            await asyncio.sleep(self.random.expovariate(1.0))
+            kind = self.random.choice(kinds)
+            self.happened[kind.__name__] += 1
+            task = asyncio.create_task(kind())
+            self.background.add(task)
+            task.add_done_callback(self.let_go)
+
+    def let_go(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            self.background.discard(task)
+
+    def some_instance(self) -> str:
+        return self.random.choice(list(self.scheduler.instances))
+
+    def is_up(self, instance_id: str) -> bool:
+        instance = self.scheduler.instances.get(instance_id)
+        return instance is not None and instance.serves
+
+    def join(self) -> None:
+        self.ids += 1
+        instance_id = f"i{self.ids}"
+        self.backend.instances[instance_id] = Engine(instance_id, self.version)
+        self.scheduler.add(instance_id, CAPACITY)
+
+    async def rebuild(self, instance_id: str) -> None:
+        """A dead instance lives again; it may have been drained and removed meanwhile."""
+        for health in (Health.RESTARTING, Health.STALE):
+            await asyncio.sleep(self.random.uniform(0.5, 5.0))
+            if instance_id not in self.scheduler.instances:
+                return
+            if health is Health.RESTARTING:
+                self.backend.engine(instance_id).end()
+            else:
+                self.backend.instances[instance_id] = Engine(instance_id, version=-1)
+            self.scheduler.set_health(instance_id, health)
+        self.backend.engine(instance_id).update(self.version)
+        self.scheduler.set_health(instance_id, Health.HEALTHY)
+
+    async def kill(self) -> None:
+        if self.is_up(instance_id := self.some_instance()):
+            self.backend.engine(instance_id).kill()
+            await asyncio.sleep(self.random.choice((0.0, 0.3)))
+            if instance_id in self.scheduler.instances:
+                self.scheduler.set_health(instance_id, Health.DEAD)
+                await self.rebuild(instance_id)
+
+    async def hang(self) -> None:
+        if not self.is_up(instance_id := self.some_instance()):
+            return
+        engine = self.backend.engine(instance_id)
+        engine.answers.clear()
+        await asyncio.sleep(3.0)
+        for health in (Health.SUSPECT, Health.DEAD):
+            if self.backend.instances.get(instance_id) is not engine:
+                engine.end()
+                return
+            self.scheduler.set_health(instance_id, health)
+            await asyncio.sleep(3.0)
+        if self.random.random() < 0.7:
+            engine.answers.set()
+        await self.rebuild(instance_id)
+
+    async def abort_some(self) -> None:
+        chosen = self.random.sample(list(self.open), min(len(self.open), 30))
+        if self.random.random() < 0.05:
+            await asyncio.wait_for(self.scheduler.abort(), 60.0)
+        else:
+            await asyncio.wait_for(self.scheduler.abort(chosen), 60.0)
+
+    async def suspend(self) -> None:
+        if self.scheduler.is_suspended:
+            return
+        self.scheduler.suspend()
+        num_calls = self.backend.num_calls
+        await asyncio.wait_for(self.scheduler.wait_idle(), 60.0)
+        await asyncio.sleep(0.5)
+        assert self.backend.num_calls == num_calls
+        self.scheduler.resume()
+
+    async def leave(self) -> None:
+        """One goes and another comes; or the one stays, when nobody waits for its end any longer."""
+        if not self.is_up(instance_id := self.some_instance()):
+            return
+        drained = self.scheduler.drain(instance_id, migrate=self.random.random() < 0.7)
+        try:
+            await asyncio.wait_for(drained, self.random.choice((0.2, 30.0)))
+        except TimeoutError:
+            self.happened["drains given up"] += 1
+            return
+        self.scheduler.remove(instance_id)
+        del self.backend.instances[instance_id]
+        self.join()
+
+    async def update(self) -> None:
+        self.version += 1
+        for instance_id, instance in self.scheduler.instances.items():
+            if instance.health in (Health.HEALTHY, Health.SUSPECT):
+                self.backend.engine(instance_id).update(self.version)
+
+
+def run(seed: int, num: int, on_quarter: Callable[[], None] = lambda: None) -> Soak:
+    async def main() -> Soak:
+        soak = Soak(seed, num, on_quarter)
+        async with asyncio.timeout(1e6):
+            await soak.run()
+        return soak
+
+    return run_virtually(main())
+
+
+def check(soak: Soak) -> None:
+    assert soak.ends.total() == soak.num
+    assert set(soak.ends) == {RequestState.DONE, RequestState.PARTIAL, RequestState.ABORTED, RequestState.FAILED}
+    assert soak.ends[RequestState.DONE] > 0.7 * soak.num
+    assert (soak.scheduler.num_queued, soak.scheduler.num_in_flight, soak.scheduler.running()) == (0, 0, {})
+    for instance in soak.scheduler.instances.values():
+        assert (instance.num_in_flight, instance.outstanding_tokens) == (0, 0)
+    assert len(soak.scheduler.instances) == NUM_INSTANCES
+    print(dict(soak.ends), dict(soak.happened), f"{soak.version} updates, {soak.backend.num_late} late answers")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_request_has_one_end_and_the_seed_replays(seed: int) -> None:
+    first, second = run(seed, 1500), run(seed, 1500)
+    check(first)
+    assert first.digest.hexdigest() == second.digest.hexdigest()
+    assert first.happened == second.happened
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_twenty_thousand_requests_and_flat_memory() -> None:
+    sizes: list[int] = []
+
+    def measure() -> None:
+        gc.collect()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+
+    tracemalloc.start()
+    try:
+        soak = run(100, 20_000, measure)
+    finally:
+        tracemalloc.stop()
+    check(soak)
+    print("bytes at each quarter", sizes)
+    assert len(sizes) == 4
+    assert max(sizes[1:]) - sizes[0] < 1_000_000
+    assert min(soak.happened[kind] for kind in ("kill", "hang", "abort_some", "suspend", "leave", "update")) > 10
+    assert soak.backend.num_late > 10
+    again = run(100, 20_000)
+    assert again.digest.hexdigest() == soak.digest.hexdigest()
