@@ -23,8 +23,8 @@ from helmsman.rpc_server.segments import HAS_SEGMENTS, can_reuse
 
 State = Literal["ok", "warn", "bad"]
 
-HEAD_PORTS = (6379,)
-"""What a head listens on unless it is told otherwise."""
+HEAD_PORTS = (6379, 6380)
+"""What a head listens on unless it is told otherwise: its Ray, and its supervisor."""
 
 _PACKAGES = ("helmsman", "ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
@@ -65,7 +65,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     cpus_allowed: float
     """Of this process, by its affinity and its control group."""
     memory: int
-    """Of the machine, or what the control group allows."""
+    """Of the machine, or what the control group or Slurm allows."""
     shm_total: int
     shm_free: int
     open_files: int
@@ -129,7 +129,7 @@ def observe(
         kernel=f"{platform.system()} {platform.release()}",
         cpus=os.cpu_count() or 1,
         cpus_allowed=cpus_allowed(environ),
-        memory=memory_allowed(),
+        memory=memory_allowed(environ),
         shm_total=shm[0],
         shm_free=shm[1],
         open_files=_limited(soft),
@@ -342,11 +342,17 @@ def cpus_allowed(environ: Mapping[str, str]) -> float:
     return min(cpus, float(allocated)) if allocated.isdecimal() else cpus
 
 
-def memory_allowed() -> int:
-    """Bytes of memory of this machine, or of the control group."""
+def memory_allowed(environ: Mapping[str, str]) -> int:
+    """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated; the least of them."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
+    allowed = min(total, int(limit)) if limit.isdigit() else total
+    per_node, per_cpu, cpus = (
+        int(text) if (text := environ.get(name, "")).isdecimal() else 0  # --mem=0 is all of the node
+        for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+    )
+    allocated = (per_node or per_cpu * cpus) << 20
+    return min(allowed, allocated) if allocated else allowed
 
 
 def _why_busy(port: int) -> str:

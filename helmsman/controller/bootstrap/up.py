@@ -173,7 +173,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         num_devices=num_devices,
         device_kind=kind,
         resources=resources,
-        store_bytes=object_store_bytes(options.object_store, memory_allowed(), shutil.disk_usage("/dev/shm").free),
+        store_bytes=object_store_bytes(options.object_store, memory_allowed(os.environ), shutil.disk_usage("/dev/shm").free),
         cluster_settings=variables(CLUSTER_DEFAULTS, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
