@@ -151,6 +151,28 @@ def test_the_allocation_counts_and_not_the_machine(start: Start) -> None:
     assert "Ray is told of 1 CPU" in out
 
 
+# --- who listens --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_when_nobody_takes_what_it_tells(listener: socket.socket, tmp_path: Path) -> None:
+    """As with a pipe whose reader has gone; a run that ended there would end with 0, too."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "helmsman.controller.cli", "up", *PROGRAM, "raise SystemExit(7)"],
+        env={
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}",
+        },
+        stdin=subprocess.DEVNULL,
+        stderr=ours,
+    )
+    os.close(ours)
+    assert process.wait(60) == 7
+
+
 # --- a cluster that is there --------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -67,9 +68,11 @@ Tell = Callable[[str], None]
 
 
 def teller(rank: int) -> Tell:
-    """Prints a line of news of this node."""
+    """Prints a line of news of this node. Where nobody can take it, a closed pipe or a full disk, the node goes on."""
 
     def tell(text: str) -> None:
-        print(f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+        line = f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode(errors="backslashreplace"))  # sys.stderr would keep it, and fail once more at the exit
 
     return tell
