@@ -138,6 +138,27 @@ def test_a_rank_that_never_comes_is_named_on_both_sides(make_hosts: Make) -> Non
     _nothing_left(hosts)
 
 
+def test_a_node_that_was_killed_and_comes_again_is_there_once(make_hosts: Make) -> None:
+    """As a pod does. Ray learns of the first one's end late, and the script would send work to it."""
+    hosts = make_hosts(3)
+
+    def up(rank: int) -> Command:
+        place = (f"--node-rank={rank}", "--num-nodes=3", "--head=host0", "--timeout=90")
+        return hosts[rank].up(*place, "--", *_script("count", "0"))
+
+    head, first = up(0), up(1)
+    first.said("joined the cluster")
+    first.signal(signal.SIGSTOP)  # so that it does not tell of its raylet
+    os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)  # which, ended in order, would take leave of Ray's head
+    first.signal(signal.SIGKILL)
+    head.said("was here and has gone")
+    again, other = up(1), up(2)
+    assert _codes([head, again, other], 100) == [0, 0, 0]
+    assert "Ray still counts the one that was killed before it" in head.output
+    assert "sees 3 nodes of ranks ['0', '1', '2']" in head.output
+    _nothing_left(hosts)
+
+
 def test_a_head_that_never_comes_is_named(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     command = hosts[1].up("--node-rank=1", "--num-nodes=2", "--head=host0", "--timeout=3", "--", *_script("wait"))

@@ -177,6 +177,8 @@ class Head:
     def _why_missing(self, rank: int, seen: Mapping[int, NodeSeen]) -> str:
         member = self._members.get(rank)
         if rank in seen and (member is None or member.state == "joined"):
+            if seen[rank].is_twice:
+                return f"{member}, Ray still counts the one that was killed before it"
             kind, num_devices = (member.hello.device_kind, member.hello.num_devices) if member else ("", 0)
             has = seen[rank].resources.get(kind, 0.0)
             return "" if has >= num_devices else f"{member}, {has:g} of {num_devices} {kind}"
