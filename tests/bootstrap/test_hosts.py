@@ -168,6 +168,23 @@ def test_a_head_that_never_comes_is_named(make_hosts: Make) -> None:
     _nothing_left(hosts)
 
 
+def test_a_node_that_looks_its_heads_name_up_can_be_told_to_stop(make_hosts: Make) -> None:
+    """Also while no name server answers, which takes longer than a node may take to end."""
+    hosts = make_hosts(2)
+    servers = hosts[1].folder / "resolv.conf"
+    servers.write_text("nameserver 10.77.0.77\noptions timeout:30\n")
+    hosts[1].do("mount", "--bind", str(servers), "/etc/resolv.conf")
+    hosts[1].do("ip", "neigh", "add", "10.77.0.77", "lladdr", "02:00:00:00:00:77", "dev", "eth0")  # where nobody is
+    arguments = ("--node-rank=1", "--num-nodes=2", "--head=head.example", "--interface=eth0")
+    command = hosts[1].up(*arguments, "--", *_script("wait"))
+    asked = Path(f"/proc/{hosts[1].pid}/net/udp")
+    wait_until(lambda: ":0035 " in asked.read_text() or command.has_ended, "the name server is asked", 30)
+    command.signal(signal.SIGTERM)
+    assert command.wait(_GONE_S) == 143
+    assert "Traceback" not in command.output
+    _nothing_left(hosts)
+
+
 def test_a_host_without_a_route_says_so(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     for host in hosts.all:
