@@ -289,18 +289,19 @@ def _segments(seen: Observed) -> Check:
 
 
 def address_towards(head: str) -> str:
-    """The address with which this node reaches the head, or the world when no head is named; '' without a route. Sends
-    nothing."""
+    """The address with which this node reaches the head, or the world when no head is named; '' without a route. IPv4 where
+    the target has both. Sends nothing."""
     for target in (head, "192.0.2.1", "2001:db8::1"):
         if not target:
             continue
         try:
-            family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            found = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
+            family, _, _, _, where = min(found, key=lambda row: row[0] != socket.AF_INET)
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)
                 address: str = probe.getsockname()[0]
                 return address
-        except OSError:
+        except (OSError, UnicodeError):  # the latter for what cannot be a name
             continue
     return ""
 

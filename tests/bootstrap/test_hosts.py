@@ -181,6 +181,7 @@ def test_a_node_that_looks_its_heads_name_up_can_be_told_to_stop(make_hosts: Mak
     wait_until(lambda: ":0035 " in asked.read_text() or command.has_ended, "the name server is asked", 30)
     command.signal(signal.SIGTERM)
     assert command.wait(_GONE_S) == 143
+    assert "told to stop by SIGTERM; it leaves" in command.output
     assert "Traceback" not in command.output
     _nothing_left(hosts)
 
@@ -202,6 +203,37 @@ def test_a_host_without_a_route_says_so(make_hosts: Make) -> None:
     loopback = hosts[0].up("--node-rank=0", "--num-nodes=2", "--interface=lo", "--", *_script("wait"))
     assert loopback.wait(5) == 90
     assert "127.0.0.1, which no other host can reach" in loopback.output
+    _nothing_left(hosts)
+
+
+def test_a_head_is_where_its_name_says(make_hosts: Make) -> None:
+    """And not on its route to the world, where nobody seeks it."""
+    hosts = make_hosts(2)
+    for index, host in enumerate(hosts.all):
+        host.do("ip", "addr", "add", f"10.78.0.{index + 1}/24", "dev", "eth0")
+    commands = [
+        host.up(f"--node-rank={rank}", "--num-nodes=2", "--head=10.78.0.1", "--timeout=30", "--", *_script("count", "0"))
+        for rank, host in enumerate(hosts.all)
+    ]
+    assert _codes(commands, 60) == [0, 0]
+    assert "at 10.78.0.1:6379" in commands[0].output
+    _nothing_left(hosts)
+
+
+def test_hosts_without_ipv4_say_so_and_one_alone_needs_none(make_hosts: Make) -> None:
+    hosts = make_hosts(2)
+    for index, host in enumerate(hosts.all):
+        host.do("ip", "addr", "flush", "dev", "eth0")
+        host.do("ip", "-6", "addr", "add", f"fd00::{index + 1}/64", "dev", "eth0", "nodad")
+        host.do("ip", "-6", "route", "add", "default", "via", "fd00::99")
+    for rank, host in enumerate(hosts.all):
+        command = host.up(f"--node-rank={rank}", "--num-nodes=2", "--head=fd00::1", "--", *_script("wait"))
+        assert command.wait(5) == 90
+        for fact in (f"fd00::{rank + 1}, and nodes meet by IPv4 alone", "--interface"):
+            assert fact in command.output
+    alone = hosts[0].up("--", *_script("count", "3"))
+    assert alone.wait(60) == 3
+    assert "sees 1 nodes" in alone.output
     _nothing_left(hosts)
 
 
