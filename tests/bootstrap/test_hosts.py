@@ -114,6 +114,17 @@ def test_a_head_whose_cable_is_pulled_is_left_within_thirty_seconds(make_hosts: 
     commands[0].said("rank 1 (host1 10.77.0.2) is lost", 30.0)
 
 
+def test_a_call_on_a_node_whose_cable_is_pulled_is_lost_soon(make_hosts: Make) -> None:
+    """By the keepalive times; with Ray's own it takes more than a minute."""
+    hosts = make_hosts(2)
+    commands = up_all(hosts, _script("loses"))
+    commands[0].said("the call is made")
+    hosts.cut(1)
+    commands[0].said("the call is lost", 40.0)
+    assert commands[0].wait(_GONE_S) == 0
+    assert commands[1].wait(30.0) == 94
+
+
 def test_a_node_whose_own_raylet_dies_leaves_within_three_seconds_and_the_run_goes_on(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     commands = up_all(hosts, _script("wait"))
