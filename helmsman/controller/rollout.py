@@ -86,6 +86,8 @@ class RolloutController(RoleController):
         self._supervisor: Supervisor | None = None
         self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
+        self._version: int | None = None
+        """Of the last update."""
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
         self._requests: GenerateScheduler | None = None
@@ -155,6 +157,21 @@ class RolloutController(RoleController):
             self._queue().resume()
 
         run_sync(resume())
+
+    def scale(self, replicas: int, *, migrate: bool = False) -> None:
+        """Serve by so many workers from now on, while requests go on.
+
+        New ones serve once they have the weights of the last update: at once under supervision, else after the next update.
+        Before the last ones leave, their requests end there or, with ``migrate``, are continued elsewhere with the tokens they
+        have. An error, or an interrupt, leaves the workers serving that serve.
+
+        Raises: as Scheduler.scale, or what building the engines raised.
+        """
+        run_sync(self._scale(replicas, migrate))
+
+    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
+        """As scale, awaited."""
+        await run_async(self._scale(replicas, migrate))
 
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
@@ -307,6 +324,7 @@ class RolloutController(RoleController):
             await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
         finally:
             await self._keep_weights(weights, version)
+        self._version = version
         return version
 
     @property
@@ -325,14 +343,58 @@ class RolloutController(RoleController):
         with contextlib.suppress(NotFoundError, SchedulerClosedError):
             self.scheduler.release(handle)
 
+    async def _scale(self, replicas: int, migrate: bool) -> None:
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        leaving = [worker.id for worker in self._workers[max(replicas, 0) :]] if replicas >= 1 else []
+        try:
+            for worker_id in leaving:
+                requests.instances[worker_id].is_draining = True
+            await asyncio.gather(*(requests.drain(worker_id, migrate=migrate) for worker_id in leaving))
+            new = await asyncio.to_thread(self.scheduler.scale, self.role, replicas)
+        except BaseException:
+            for worker_id in leaving:
+                requests.instances[worker_id].is_draining = False
+            requests.pump()
+            raise
+        for worker_id in leaving:
+            requests.remove(worker_id)
+            supervisor.forget(worker_id)
+        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        if new:
+            await self._welcome(new)
+
+    async def _welcome(self, new: Sequence[str]) -> None:
+        """Build the engines of new workers, and serve by them as soon as they have the weights."""
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        ranks = [rank for rank, worker in enumerate(self._workers) if worker.id in new]
+        try:
+            await self._make_ready(self._workers, ranks)
+        except BaseException:
+            await asyncio.to_thread(self.scheduler.scale, self.role, ranks[0])
+            self._workers = self._workers[: ranks[0]]
+            raise
+        has_weights = await asyncio.gather(*(self._bring_weights(worker_id) for worker_id in new))
+        for worker_id, serves in zip(new, has_weights, strict=True):
+            health = Health.HEALTHY if serves else Health.STALE
+            requests.add(worker_id, self._max_in_flight_per_worker, health)
+            supervisor.watch(worker_id, health)
+
     async def _rebuild(self, worker_id: str) -> bool:
         """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
         await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
         self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
-        if self._served is None:
+        return await self._bring_weights(worker_id)
+
+    async def _bring_weights(self, worker_id: str) -> bool:
+        """Bring a worker that was just built the weights that are served; whether it has them now."""
+        if self._version is None:
             return True  # there was no update: it serves what all serve, the weights that it was built with
+        if self._served is None:
+            return False
         weights, version = self._served
         try:
             return bool(await self._ask(worker_id, "update_weights", weights, version) == version)
