@@ -39,6 +39,17 @@ if TYPE_CHECKING:
     from helmsman.controller.bootstrap.initialize import initialize as initialize
     from helmsman.controller.cluster import Cluster as Cluster
     from helmsman.controller.factory import make_scheduler as make_scheduler
+    from helmsman.controller.generation.health import SupervisionPolicy as SupervisionPolicy
+    from helmsman.controller.generation.request import RequestOptions as RequestOptions
+    from helmsman.controller.generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
+    from helmsman.controller.generation.routing import PrefixAffinity as PrefixAffinity
+    from helmsman.controller.generation.routing import RoundRobin as RoundRobin
+    from helmsman.controller.generation.routing import SessionAffinity as SessionAffinity
+    from helmsman.controller.generation.sampling import BoundedStaleness as BoundedStaleness
+    from helmsman.controller.generation.scheduler import GenerateScheduler as GenerateScheduler
+    from helmsman.controller.generation.scheduler import RetryGeneration as RetryGeneration
+    from helmsman.controller.generation.scheduler import RetryUnbegun as RetryUnbegun
+    from helmsman.controller.generation.workflows import WorkflowExecutor as WorkflowExecutor
     from helmsman.controller.inline import InlineScheduler as InlineScheduler
     from helmsman.controller.local import LocalScheduler as LocalScheduler
     from helmsman.controller.ray_scheduler import RayScheduler as RayScheduler
@@ -52,12 +63,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "AxisSharding": "helmsman.api.dispatch",
     "Batch": "helmsman.api.batch",
+    "BoundedStaleness": "helmsman.controller.generation.sampling",
     "Cluster": "helmsman.controller.cluster",
     "ClusterConfig": "helmsman.api.cluster_config",
     "Collect": "helmsman.api.dispatch",
     "Dispatch": "helmsman.api.dispatch",
     "EngineSpec": "helmsman.api.scheduler",
     "Execute": "helmsman.api.dispatch",
+    "GenerateScheduler": "helmsman.controller.generation.scheduler",
     "GenerationRequest": "helmsman.api.generation",
     "GenerationResult": "helmsman.api.generation",
     "GroupWorker": "helmsman.api.worker_group",
@@ -65,23 +78,32 @@ _HOMES = {
     "InferenceEngine": "helmsman.api.engines",
     "InlineScheduler": "helmsman.controller.inline",
     "Job": "helmsman.api.scheduler",
+    "LeastOutstandingTokens": "helmsman.controller.generation.routing",
     "LocalScheduler": "helmsman.controller.local",
+    "PrefixAffinity": "helmsman.controller.generation.routing",
     "Ragged": "helmsman.api.columns",
     "RankInfo": "helmsman.api.topology",
     "RayScheduler": "helmsman.controller.ray_scheduler",
     "Replicate": "helmsman.api.dispatch",
+    "RequestOptions": "helmsman.controller.generation.request",
     "ResourceManager": "helmsman.controller.resource_manager",
     "ResultHandle": "helmsman.api.scheduler",
+    "RetryGeneration": "helmsman.controller.generation.scheduler",
+    "RetryUnbegun": "helmsman.controller.generation.scheduler",
     "RolloutController": "helmsman.controller.rollout",
+    "RoundRobin": "helmsman.controller.generation.routing",
     "SamplingParams": "helmsman.api.generation",
     "Scheduler": "helmsman.api.scheduler",
     "SchedulingSpec": "helmsman.api.scheduler",
     "SchedulingStrategy": "helmsman.api.scheduler",
+    "SessionAffinity": "helmsman.controller.generation.routing",
     "Shard": "helmsman.api.dispatch",
+    "SupervisionPolicy": "helmsman.controller.generation.health",
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller.train",
     "TrainEngine": "helmsman.api.engines",
     "Worker": "helmsman.api.scheduler",
+    "WorkflowExecutor": "helmsman.controller.generation.workflows",
     "current_platform": "helmsman.api.platforms",
     "get_placement_group_master_ip_and_port": "helmsman.controller.ray_scheduler",
     "initialize": "helmsman.controller.bootstrap.initialize",

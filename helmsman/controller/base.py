@@ -65,6 +65,10 @@ class SchedulerBase(RoleBook):
         client = self._client(worker_id)
         await run_async(client.control(Verb.SET_ENV, dict(env)))
 
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
+        client = self._client(worker_id)
+        await run_async(client.control(Verb.HEALTH, limit_s=self.timeouts.health_s if timeout is None else timeout))
+
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
         await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))

@@ -87,7 +87,7 @@ class RoleController:
         self.scheduler.create_workers(self.job)
         try:
             workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
-            run_sync(self._make_ready(workers))
+            run_sync(self._make_ready(workers, range(len(workers))))
             if self._closed:
                 raise HelmsmanError(f"the controller of role {self.role!r} was closed while it started.", role=self.role)
         except BaseException as error:
@@ -133,21 +133,23 @@ class RoleController:
     def _on_closing(self) -> None:
         """Called once, before the workers end."""
 
-    async def _make_ready(self, workers: Sequence[Worker]) -> None:
+    async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
+        """Build the engines of these ranks of all workers."""
         scheduler, role, name = self.scheduler, self.role, self.engine_name
-        environment = self._environment(workers)
+        chosen = {workers[rank].id: rank for rank in ranks}
+        environment = {id_: variables for id_, variables in self._environment(workers).items() if id_ in chosen}
         await gather_all(role, "set_worker_env", {id_: scheduler.set_worker_env(id_, env) for id_, env in environment.items()})
         await gather_all(
             role,
             "create_engine",
             {
-                worker.id: scheduler.create_engine(
-                    worker.id, self._engine_of(rank, workers), name, *self._engine_args, **self._engine_kwargs
+                id_: scheduler.create_engine(
+                    id_, self._engine_of(rank, workers), name, *self._engine_args, **self._engine_kwargs
                 )
-                for rank, worker in enumerate(workers)
+                for id_, rank in chosen.items()
             },
         )
-        calls = {worker.id: Call() for worker in workers}
+        calls = {id_: Call() for id_ in chosen}
         for method in self._ready_methods:
             # Building a model is what Timeouts.create_engine_s is for, also where the engine does it after its constructor.
             await call_all(scheduler, role, method, calls, engine_name=name, timeout=scheduler.timeouts.create_engine_s)

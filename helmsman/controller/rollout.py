@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
-from helmsman.api.errors import GroupCallError, HelmsmanError, SchedulerClosedError, WorkerFailedError
+from helmsman.api.errors import (
+    GroupCallError,
+    HandleLostError,
+    HelmsmanError,
+    InstanceLostError,
+    NotFoundError,
+    SchedulerClosedError,
+    WorkerFailedError,
+)
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
+from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller.generation.request import RequestOptions, Ticket
+from helmsman.controller.generation.routing import RoutingPolicy
+from helmsman.controller.generation.scheduler import GenerateScheduler, RetryPolicy
+from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
-from helmsman.controller.instances import Instance, InstanceState, RolloutLoad
 from helmsman.controller.loop import run_async, run_sync
-from helmsman.controller.request_queue import RequestQueue, Ticket
 from helmsman.controller.role import RoleController
+
+log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = Sequence[int] | GenerationRequest
 """Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
@@ -24,9 +40,9 @@ Prompt: TypeAlias = Sequence[int] | GenerationRequest
 class RolloutController(RoleController):
     """The rollout instances of one role.
 
-    A request is sent once, to one worker. When that worker dies, its requests fail with WorkerFailedError, it takes no more,
-    and the others go on; when none is left, every request fails. Methods whose names begin with ``a`` are awaited, from any
-    event loop; the others block.
+    A request has one end, whatever happens. When its worker dies, it fails with WorkerFailedError or, with
+    ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
+    Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
     """
 
     def __init__(
@@ -40,24 +56,44 @@ class RolloutController(RoleController):
         *,
         max_in_flight_per_worker: int = 64,
         max_queue: int = 1024,
+        max_in_flight: int | None = None,
         request_timeout_s: float | None = None,
+        policy: RoutingPolicy | None = None,
+        retries: RetryPolicy | None = None,
+        supervision: SupervisionPolicy | None = None,
     ) -> None:
         """As RoleController.
 
         Args:
             max_in_flight_per_worker: requests that a worker has at most; the rest waits here.
             max_queue: requests given to submit that wait here at most; submit blocks beyond it.
+            max_in_flight: requests that all workers together have at most.
+            policy: which worker takes a request; LeastOutstandingTokens when None.
+            retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
+                None.
+            supervision: probe the workers, and build dead ones anew, which serve again once they have the weights of the last
+                update (kept for that until the next one). With None a worker's death is noticed by its calls, and final.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
-        for name, value in (("max_in_flight_per_worker", max_in_flight_per_worker), ("max_queue", max_queue)):
-            if value < 1:
+        bounds = {"max_in_flight_per_worker": max_in_flight_per_worker, "max_queue": max_queue, "max_in_flight": max_in_flight}
+        for name, value in bounds.items():
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
         self._max_in_flight_per_worker = max_in_flight_per_worker
         self._max_queue = max_queue
+        self._max_in_flight = max_in_flight
+        self._policy, self._retries, self._supervision = policy, retries, supervision
+        self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
+        """Longer than the supervisor waits, whose limits count."""
+        self._supervisor: Supervisor | None = None
+        self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
+        """Weights of the last update, where there is supervision, and their version."""
+        self._version: int | None = None
+        """Of the last update."""
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
-        self._requests: RequestQueue | None = None
+        self._requests: GenerateScheduler | None = None
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -74,21 +110,27 @@ class RolloutController(RoleController):
         """
         return run_sync(self._generate(self._make_requests(prompts, sampling)))
 
-    async def agenerate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> GenerationResult:
+    async def agenerate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> GenerationResult:
         """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the await is cancelled."""
-        return await run_async(self._generate_one(self._make_request(prompt, sampling)))
+        return await run_async(self._generate_one(self._make_request(prompt, sampling), options))
 
-    def submit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Future[GenerationResult]:
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Future[GenerationResult]:
         """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests wait.
 
         The future can be cancelled while the request waits; abort ends one that is in flight. Its callbacks run on Helmsman's
         event loop.
         """
-        return run_sync(self._submit(self._make_request(prompt, sampling)))
+        return run_sync(self._submit(self._make_request(prompt, sampling), options))
 
-    async def asubmit(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Future[GenerationResult]:
+    async def asubmit(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Future[GenerationResult]:
         """As submit, awaited."""
-        return await run_async(self._submit(self._make_request(prompt, sampling)))
+        return await run_async(self._submit(self._make_request(prompt, sampling), options))
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -107,7 +149,7 @@ class RolloutController(RoleController):
         """
 
         async def pause() -> None:
-            self._queue().pause()
+            self._queue().suspend()
 
         run_sync(pause())
 
@@ -119,6 +161,21 @@ class RolloutController(RoleController):
 
         run_sync(resume())
 
+    def scale(self, replicas: int, *, migrate: bool = False) -> None:
+        """Serve by so many workers from now on, while requests go on.
+
+        New ones serve once they have the weights of the last update: at once under supervision, else after the next update.
+        Before the last ones leave, their requests end there or, with ``migrate``, are continued elsewhere with the tokens they
+        have. An error, or an interrupt, leaves the workers serving that serve.
+
+        Raises: as Scheduler.scale, or what building the engines raised.
+        """
+        run_sync(self._scale(replicas, migrate))
+
+    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
+        """As scale, awaited."""
+        await run_async(self._scale(replicas, migrate))
+
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
 
@@ -128,7 +185,8 @@ class RolloutController(RoleController):
             weights: what TrainController.export_weights returned, or the parameters themselves, by Hugging Face name.
             timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the version, which every living worker serves now.
-        Raises: as call_all, when all workers have answered.
+        Raises: as call_all, when all workers have answered; under supervision only when no worker serves the weights, since
+            the others are left to it.
         """
         return run_sync(self._update_weights(weights, version, timeout))
 
@@ -146,7 +204,17 @@ class RolloutController(RoleController):
         """What waits, what is in flight and which workers serve."""
 
         async def load() -> RolloutLoad:
-            return self._queue().load()
+            requests = self._queue()
+            return RolloutLoad(
+                num_queued=requests.num_queued,
+                paused=requests.is_suspended,
+                instances={
+                    id_: InstanceLoad(
+                        state=each.health, num_in_flight=each.num_in_flight, outstanding_tokens=each.outstanding_tokens
+                    )
+                    for id_, each in requests.instances.items()
+                },
+            )
 
         return run_sync(load())
 
@@ -175,11 +243,11 @@ class RolloutController(RoleController):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
         return [self._make_request(p, s, f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
 
-    async def _submit(self, request: GenerationRequest) -> Future[GenerationResult]:
-        return (await self._queue().put_bounded(request)).future
+    async def _submit(self, request: GenerationRequest, options: RequestOptions | None) -> Future[GenerationResult]:
+        return (await self._queue().submit(request, options)).future
 
-    async def _generate_one(self, request: GenerationRequest) -> GenerationResult:
-        (ticket,) = self._queue().put([request])
+    async def _generate_one(self, request: GenerationRequest, options: RequestOptions | None) -> GenerationResult:
+        (ticket,) = self._queue().put([request], options)
         future = asyncio.wrap_future(ticket.future)
         try:
             return await future
@@ -207,7 +275,7 @@ class RolloutController(RoleController):
         for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
             error = None if future.cancelled() else future.exception()
             if isinstance(error, Exception):
-                failures.setdefault(ticket.instance.worker_id if ticket.instance else "", error)
+                failures.setdefault(ticket.sent_to, error)
         if failures:
             # Requests that were never sent fail because of a worker whose own error, if it is here, says more.
             sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
@@ -235,90 +303,220 @@ class RolloutController(RoleController):
     # --- workers ----------------------------------------------------------------------------------------------------
 
     async def _abort(self, request_ids: Collection[str] | None) -> int:
-        queue = self._queue()
-        chosen = None if request_ids is None else frozenset(request_ids)
-        num_dropped = queue.drop(chosen)
-        # Ids, and not all: what is sent from now on was not meant.
-        running = queue.running(chosen)
-        instances = [instance for instance in queue.instances if instance.worker_id in running]
-        counts = await self._ask_all("abort", {i: self._ask(i, "abort", running[i.worker_id]) for i in instances})
-        return num_dropped + sum(int(count) for count in counts)
+        return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
-        async def update(instance: Instance) -> None:
+        supervisor = self._supervisor
+        assert supervisor is not None
+        old = self._served[0] if self._served is not None else None
+        # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
+        self._version, self._served = version, (weights, version) if self.keeps_weights else None
+
+        async def update(worker_id: str) -> None:
             try:
-                served = await self._ask(instance, "update_weights", weights, version, timeout=timeout)
+                served = await self._ask(worker_id, "update_weights", weights, version, timeout=timeout)
                 if served != version:
                     raise HelmsmanError(
-                        f"{instance.worker_id} serves weight version {served} after an update to {version}; it takes no "
-                        "requests until an update succeeds.",
-                        worker_id=instance.worker_id,
+                        f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until "
+                        "an update succeeds.",
+                        worker_id=worker_id,
                     )
             except BaseException as error:
-                cancelled = HelmsmanError(f"{instance.worker_id}: update_weights was cancelled; its outcome is not known.")
-                instance.exclude(InstanceState.STALE, error if isinstance(error, Exception) else cancelled)
+                cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
+                supervisor.note(worker_id, Event.UPDATE_FAILED, error if isinstance(error, Exception) else cancelled)
                 raise
-            instance.admit()
+            supervisor.note(worker_id, Event.UPDATED)
 
         try:
-            await self._ask_all("update_weights", {i: update(i) for i in self._living()})
+            await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
+        except HelmsmanError as error:
+            serving = any(instance.serves for instance in self._queue().instances.values())
+            if self._supervision is None or not (serving or self._why_hopeless() is None):
+                raise
+            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(error).split("\n", 1)[0])
         finally:
-            self._queue().pump()
+            if old is not None and isinstance(old, ResultHandle) and old is not weights:
+                await asyncio.to_thread(self._release, old)
         return version
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether it keeps the weights of an update, and releases them at the next one."""
+        return self._supervision is not None
+
+    def _release(self, handle: ResultHandle) -> None:
+        with contextlib.suppress(NotFoundError, SchedulerClosedError):
+            self.scheduler.release(handle)
+
+    async def _scale(self, replicas: int, migrate: bool) -> None:
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        leaving = [worker.id for worker in self._workers[max(replicas, 0) :]] if replicas >= 1 else []
+        try:
+            for worker_id in leaving:
+                requests.instances[worker_id].is_draining = True
+            await asyncio.gather(*(requests.drain(worker_id, migrate=migrate) for worker_id in leaving))
+            new = await asyncio.to_thread(self.scheduler.scale, self.role, replicas)
+        except BaseException:
+            for worker_id in leaving:
+                requests.instances[worker_id].is_draining = False
+            requests.pump()
+            raise
+        for worker_id in leaving:
+            requests.remove(worker_id)
+            supervisor.forget(worker_id)
+        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        if new:
+            await self._welcome(new)
+
+    async def _welcome(self, new: Sequence[str]) -> None:
+        """Build the engines of new workers, and serve by them as soon as they have the weights."""
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        ranks = [rank for rank, worker in enumerate(self._workers) if worker.id in new]
+        try:
+            await self._make_ready(self._workers, ranks)
+        except BaseException:
+            await asyncio.to_thread(self.scheduler.scale, self.role, ranks[0])
+            self._workers = self._workers[: ranks[0]]
+            raise
+
+        async def serve(worker_id: str) -> None:
+            health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
+            requests.add(worker_id, self._max_in_flight_per_worker, health)
+            supervisor.watch(worker_id, health)
+
+        await asyncio.gather(*map(serve, new))
+
+    async def _rebuild(self, worker_id: str) -> bool:
+        """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
+        await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
+        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        rank = [worker.id for worker in self._workers].index(worker_id)
+        await self._make_ready(self._workers, [rank])
+        return await self._bring_weights(worker_id)
+
+    async def _bring_weights(self, worker_id: str) -> bool:
+        """Bring a worker that was just built the weights that are served; whether it has them now."""
+        if self._version is None:
+            return True  # there was no update: it serves what all serve, the weights that it was built with
+        while self._served is not None:
+            weights, version = self._served
+            try:
+                served = await self._ask(worker_id, "update_weights", weights, version)
+            except HandleLostError:
+                if self._version == version:
+                    return False  # their trainer has gone
+                continue  # they were replaced meanwhile
+            if self._version == version:
+                return bool(served == version)
+        return False
+
     async def _versions(self) -> dict[str, int]:
-        living = self._living()
-        versions = await self._ask_all("get_version", {i: self._ask(i, "get_version") for i in living})
-        return {instance.worker_id: version for instance, version in zip(living, versions, strict=True)}
+        living = [instance.instance_id for instance in self._living()]
+        versions = await self._ask_all("get_version", {id_: self._ask(id_, "get_version") for id_ in living})
+        return dict(zip(living, versions, strict=True))
 
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""
-        instances = self._queue().instances
-        living = [instance for instance in instances if instance.state is not InstanceState.DEAD]
+        instances = self._queue().instances.values()
+        living = [each for each in instances if each.health not in (Health.DEAD, Health.RESTARTING)]
         if not living:
-            raise group_error(self.role, "any call", {i.worker_id: i.error for i in instances if i.error}, len(instances))
+            raise self._all_reasons("any call")
         return living
 
-    async def _ask_all(self, method: str, work: Mapping[Instance, Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
-        return await gather_all(self.role, method, {i.worker_id: coroutine for i, coroutine in work.items()}, grace_s=None)
+    def _all_reasons(self, method: str) -> Exception:
+        assert self._requests is not None
+        errors = {i.instance_id: i.error for i in self._requests.instances.values() if i.error}
+        return group_error(self.role, method, errors, len(self._requests.instances))
 
-    async def _ask(self, instance: Instance, method: str, *args: Any, timeout: float | None = None) -> Any:
+    async def _ask_all(self, method: str, work: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
+        return await gather_all(self.role, method, work, grace_s=None)
+
+    async def _ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
         try:
-            return await self.scheduler.async_call_engine(instance.worker_id, method, self.engine_name, *args, timeout=timeout)
+            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout)
         except WorkerFailedError as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
-            instance.exclude(InstanceState.DEAD, error)
-            if self._requests is not None:
-                self._requests.pump()
+            if self._supervisor is not None:
+                self._supervisor.note(worker_id, Event.LOST, error)
             raise
 
-    async def _send(self, instance: Instance, request: GenerationRequest) -> GenerationResult:
-        result: GenerationResult = await self._ask(instance, "agenerate", request, timeout=self._request_timeout_s)
-        return result
+    async def _probe(self, worker_id: str) -> None:
+        try:
+            await self.scheduler.check_health(worker_id, self._probe_limit_s)
+        except WorkerFailedError as error:
+            raise InstanceLostError(instance_id=worker_id, reason=str(error), may_have_begun=True) from error
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _queue(self) -> RequestQueue:
+    def _queue(self) -> GenerateScheduler:
         self._check_started()
         assert self._requests is not None
         return self._requests
 
     def _on_started(self) -> None:
-        self._requests = RequestQueue(
-            self.role,
-            [Instance(worker.id) for worker in self.workers],
-            self._send,
-            max_in_flight_per_worker=self._max_in_flight_per_worker,
-            max_queue=self._max_queue,
-        )
+        async def start() -> GenerateScheduler:
+            requests = GenerateScheduler(
+                _Workers(self._ask, self._request_timeout_s),
+                policy=self._policy,
+                retries=self._retries,
+                max_in_flight=self._max_in_flight,
+                max_queue=self._max_queue,
+                why_hopeless=self._why_hopeless,
+            )
+            self._supervisor = Supervisor(requests, self._supervision or SupervisionPolicy(), self._probe, self._rebuild)
+            for worker in self.workers:
+                requests.add(worker.id, self._max_in_flight_per_worker)
+                self._supervisor.watch(worker.id)
+            if self._supervision is not None:
+                self._supervisor.start()
+            return requests
+
+        self._requests = run_sync(start())
+
+    def _why_hopeless(self) -> Exception | None:
+        """Why no worker serves or will; None while one is on its way back."""
+        assert self._requests is not None
+        assert self._supervisor is not None
+        if any(map(self._supervisor.is_coming_back, self._requests.instances)):
+            return None
+        return self._all_reasons("agenerate")
 
     def _on_closing(self) -> None:
-        requests = self._requests
+        requests, supervisor = self._requests, self._supervisor
         assert requests is not None
+        assert supervisor is not None
 
         async def close() -> None:
-            requests.close()
+            supervisor.stop()
+            old, self._served = self._served, None
+            if old is not None and isinstance(old[0], ResultHandle):
+                await asyncio.to_thread(self._release, old[0])
+            requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
+
+
+class _Workers:
+    """The workers of a role as the backend of a GenerateScheduler."""
+
+    def __init__(self, ask: Callable[..., Coroutine[Any, Any, Any]], timeout_s: float | None) -> None:
+        self._ask, self._timeout_s = ask, timeout_s
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        result: GenerationResult = await self._lost(
+            instance_id, self._ask(instance_id, "agenerate", request, timeout=self._timeout_s)
+        )
+        return result
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        await self._lost(instance_id, self._ask(instance_id, "abort", list(request_ids)))
+
+    async def _lost(self, instance_id: str, call: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await call
+        except WorkerFailedError as error:
+            raise InstanceLostError(instance_id=instance_id, reason=str(error), may_have_begun=True) from error

@@ -230,7 +230,8 @@ class TrainController(RoleController):
         try:
             return await rollout.aupdate_weights(handle, version, deadline - time.monotonic())
         finally:
-            await self._release(handle)
+            if not rollout.keeps_weights:
+                await self._release(handle)
 
     async def _release(self, handle: ResultHandle) -> None:
         try:
@@ -240,10 +241,10 @@ class TrainController(RoleController):
             # What the update did stands; the memory comes back with the worker's end at the latest.
             logger.warning("%s: the exported weights were not released: %s", handle.worker_id, error)
 
-    async def _make_ready(self, workers: Sequence[Worker]) -> None:
+    async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         master = self._environment(workers)[workers[0].id]
         await self.scheduler.probe_rendezvous(self.role, master["MASTER_ADDR"], int(master["MASTER_PORT"]))
-        await super()._make_ready(workers)
+        await super()._make_ready(workers, ranks)
 
     def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:
         return rank_environment(self.role, workers)

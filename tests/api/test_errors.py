@@ -165,6 +165,22 @@ ROWS = [
     ),
     Row(errors.HeadLostError("the head at gpu-0:6380 cannot be reached"), ("gpu-0:6380",), ""),
     Row(errors.StrangeClusterError("the cluster is not that of this run; start it anew"), ("not that",), "start it anew"),
+    Row(errors.GenerationError("request 'r0' failed"), ("r0",), ""),
+    Row(
+        errors.InstanceLostError(instance_id="rollout/3", reason="was ended by SIGKILL", may_have_begun=True),
+        ("rollout/3", "may have begun", "SIGKILL"),
+        "RetryGeneration",
+    ),
+    Row(
+        errors.RequestDeadlineError(request_id="r0", state="running", instance="rollout/3", limit_s=2.5),
+        ("'r0'", "2.5 s", "running on rollout/3"),
+        "Raise the deadline",
+    ),
+    Row(
+        errors.WorkflowFailuresError(num_failed=17, limit=16, window=256, last=KeyError("answer")),
+        ("17 of the last 256", "16 are tolerated", "KeyError: 'answer'"),
+        "Mend the workflow",
+    ),
     Row(errors.StartError("role 'train' did not start", role="train"), ("train",), ""),
     Row(
         errors.PlacementInfeasibleError(
@@ -411,6 +427,8 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("NotJoinedError", TimeoutError),
         ("HeadLostError", ConnectionError),
         ("StrangeClusterError", ConnectionError),
+        ("InstanceLostError", ConnectionError),
+        ("RequestDeadlineError", TimeoutError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),

@@ -33,7 +33,7 @@ def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     nodes.behaviour(0, "waits", "fails")
     head, member = nodes.start_all()
     member.said("knows this node")
-    assert head.ray["pid"], "it has read what it is to do"
+    assert head.ray["pid"], "so that it knows what it is to do"
     nodes.behaviour(0, "")
     head.ends(93, "RayDiedError: Ray did not start on this node: ray start has ended with exit code 1", "no room for an object")
     member.ends(91, "NotJoinedError: the run did not begin: Ray did not start on this node")

@@ -6,10 +6,12 @@ is a CallTimeoutError that says so (``worker_alive`` is False).
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
+from helmsman.api import errors
 from helmsman.api.scheduler import Scheduler, WorkerHealth, WorkerState
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
@@ -55,6 +57,15 @@ def test_health_during_a_call(engine: Engine, gate: Gate, method: str) -> None:
     running.result(timeout=LIMIT_S)
     queued.result(timeout=LIMIT_S)
     wait_until(lambda: _health(engine).running is None, "the thread is idle")
+
+
+def test_one_worker_is_asked_also_beside_a_long_call(engine: Engine, gate: Gate) -> None:
+    asyncio.run(engine.scheduler.check_health(engine.worker_id))
+    with held(engine, gate, "wait") as running:
+        asyncio.run(engine.scheduler.check_health(engine.worker_id, LIMIT_S))
+    running.result(timeout=LIMIT_S)
+    with pytest.raises(errors.WorkerNotFoundError, match="nobody/0"):
+        asyncio.run(engine.scheduler.check_health("nobody/0"))
 
 
 def test_health_counts_what_runs_on_the_event_loop(engine: Engine, gate: Gate) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -181,6 +182,12 @@ class CountingRollout:
     async def figures(self) -> tuple[int, int, list[str]]:
         """Updates, most requests at once, and the requests in order of arrival."""
         return self.num_updates, self.most_at_once, self.served
+
+    def spin(self, seconds: float) -> None:
+        """Keep the engine thread busy, and the interpreter with it."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
 
     async def die(self) -> None:
         """End this process as the kernel would."""

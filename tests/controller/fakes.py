@@ -82,8 +82,12 @@ class FakeScheduler(Scheduler):
     def reserve(self, job: Job) -> list[Reservation]:
         raise NotImplementedError("a fake has no cluster")
 
+    def scale(self, role: str, replicas: int) -> list[str]:
+        raise NotImplementedError("a fake's roles stay as they are")
+
     def restart_worker(self, worker_id: str) -> None:
-        raise NotImplementedError("a fake's workers stay dead")
+        self.engines.pop(worker_id, None)
+        self._deaths[worker_id] = background_loop().create_future()
 
     def plan(self, jobs: Job | Sequence[Job]) -> Plan:
         raise NotImplementedError("a fake has no cluster")
@@ -114,6 +118,10 @@ class FakeScheduler(Scheduler):
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         self.set_variables.setdefault(worker_id, {}).update(env)
+
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
+        if self._deaths[worker_id].done():
+            raise _death(worker_id, None, "health")
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         self.probed.append((role, address, port))
@@ -166,15 +174,7 @@ class FakeScheduler(Scheduler):
         await asyncio.wait({work, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             work.cancel()
-            raise WorkerFailedError(
-                worker_id=worker_id,
-                engine_name=engine_name,
-                method=method,
-                node="127.0.0.1",
-                pid=1,
-                cause="was ended by SIGKILL",
-                exit_signal=9,
-            )
+            raise _death(worker_id, engine_name, method)
         if not work.done():
             raise CallTimeoutError(
                 worker_id=worker_id,
@@ -264,3 +264,15 @@ class FakeScheduler(Scheduler):
 async def awaited(awaitable: Awaitable[Any]) -> Any:
     """Any awaitable as a coroutine, for run_sync."""
     return await awaitable
+
+
+def _death(worker_id: str, engine_name: str | None, method: str) -> WorkerFailedError:
+    return WorkerFailedError(
+        worker_id=worker_id,
+        engine_name=engine_name,
+        method=method,
+        node="127.0.0.1",
+        pid=1,
+        cause="was ended by SIGKILL",
+        exit_signal=9,
+    )

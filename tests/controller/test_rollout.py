@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
 from helmsman.controller.factory import make_scheduler
-from helmsman.controller.instances import Instance, InstanceState, least_loaded
+from helmsman.controller.generation.health import Health
 from helmsman.controller.loop import background_loop, run_sync
 from helmsman.controller.rollout import RolloutController
 from helmsman.controller.train import TrainController
@@ -100,22 +98,6 @@ def test_a_request_goes_to_the_worker_with_the_fewest_outstanding_tokens(schedul
         assert rollout.load().instances["rollout/0"].outstanding_tokens == 0
         for i in (1, 2):
             finish(scheduler, i)
-
-
-@given(
-    loads=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.sampled_from(InstanceState)), min_size=1, max_size=8),
-    limit=st.integers(1, 4),
-)
-def test_the_choice_is_the_first_of_the_least_loaded_that_may_take_more(
-    loads: list[tuple[int, int, InstanceState]], limit: int
-) -> None:
-    instances = [
-        Instance(f"rollout/{i}", state=state, num_in_flight=num, outstanding_tokens=tokens)
-        for i, (num, tokens, state) in enumerate(loads)
-    ]
-    able = [i for i, (num, _, state) in enumerate(loads) if num < limit and state is InstanceState.SERVING]
-    expected = min(able, key=lambda i: (loads[i][1], i), default=None)
-    assert least_loaded(instances, limit) is (None if expected is None else instances[expected])
 
 
 def test_what_is_beyond_the_bound_of_a_worker_waits_here_in_order(scheduler: FakeScheduler) -> None:
@@ -262,7 +244,7 @@ def test_a_death_fails_its_own_requests_once_and_the_others_go_on(scheduler: Fak
             with pytest.raises(WorkerFailedError, match="rollout/0"):
                 futures[index].result(LIMIT_S)
         settle()
-        assert rollout.load().instances["rollout/0"].state is InstanceState.DEAD
+        assert rollout.load().instances["rollout/0"].state is Health.DEAD
         while not all(future.done() for future in futures):
             finish(scheduler, 1)
         assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [f"rollout-{i}" for i in (1, 3, 4, 5)]
@@ -340,7 +322,7 @@ def test_a_worker_without_the_new_weights_serves_nothing_until_it_has_them(sched
     with started(scheduler, 2, Sticks) as rollout:
         with pytest.raises(GroupCallError, match="rollout/1 serves weight version 0 after an update to 1"):
             rollout.update_weights({"weight": []}, 1)
-        assert [i.state for i in rollout.load().instances.values()] == [InstanceState.SERVING, InstanceState.STALE]
+        assert [i.state for i in rollout.load().instances.values()] == [Health.HEALTHY, Health.STALE]
         assert {v for result in rollout.generate([[1]] * 6) for v in result.versions} == {1}
         assert engine(scheduler, 1).served == []
         engine(scheduler, 1).sticks = False  # type: ignore[attr-defined]
@@ -363,7 +345,7 @@ def test_when_no_worker_took_the_weights_requests_fail_with_the_reason(scheduler
         finish(scheduler, 0)  # what ran went on, with the weights it had
         assert futures[0].result(LIMIT_S).versions == [0]
         rollout.update_weights({"weight": []}, 1)
-        assert rollout.load().instances["rollout/0"].state is InstanceState.SERVING
+        assert rollout.load().instances["rollout/0"].state is Health.HEALTHY
 
 
 def test_a_death_during_the_update_is_told_and_the_others_serve_on(scheduler: FakeScheduler) -> None:
@@ -390,7 +372,7 @@ def test_closing_fails_what_waits_and_is_idempotent(scheduler: FakeScheduler) ->
         running.result(LIMIT_S)
     with pytest.raises(HelmsmanError, match="'rollout-1' was not sent: the controller of role 'rollout' was closed"):
         waiting.result(LIMIT_S)
-    with pytest.raises(HelmsmanError, match="its controller is closed"):
+    with pytest.raises(HelmsmanError, match="no request is taken: the controller of role 'rollout' was closed"):
         blocked.result(LIMIT_S)
     with pytest.raises(HelmsmanError, match="is closed; make a new one"):
         rollout.generate([[1]])
@@ -460,7 +442,7 @@ def test_rollouts_can_share_the_workers_of_another_role() -> None:
             scheduler.call_engine("rollout/1", "die")
         with pytest.raises(GroupCallError, match="SIGKILL"):
             rollout.versions()
-        assert [load.state for load in rollout.load().instances.values()] == [InstanceState.SERVING, InstanceState.DEAD]
+        assert [load.state for load in rollout.load().instances.values()] == [Health.HEALTHY, Health.DEAD]
         assert len(rollout.generate([[1], [2]])) == 2
         actor.close()  # takes along what shares its workers
         rollout.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.request import Ticket
 
@@ -50,3 +52,21 @@ class Instance:
         if ticket in self.tickets:
             self.tickets.remove(ticket)
             self.outstanding_tokens -= ticket.num_tokens
+
+
+class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one instance does at the moment of asking."""
+
+    state: Health
+    num_in_flight: int
+    outstanding_tokens: int
+
+
+class RolloutLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout controller does at the moment of asking."""
+
+    num_queued: int
+    """Requests that no instance has been given yet."""
+    paused: bool
+    instances: dict[str, InstanceLoad]
+    """By worker id."""

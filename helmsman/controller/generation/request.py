@@ -90,6 +90,8 @@ class Ticket:
         """In the order of submission."""
         self.instance: Instance | None = None
         """That has it."""
+        self.sent_to = ""
+        """Id of the instance that it was last sent to."""
         self.num_attempts = 0
         self.is_aborted = False
         """Whether somebody asked for its early end."""

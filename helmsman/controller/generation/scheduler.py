@@ -95,6 +95,8 @@ class GenerateScheduler:
         self._max_in_flight = max_in_flight
         self._why_hopeless = why_hopeless
         self.instances: dict[str, Instance] = {}
+        self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
+        """Told of an instance that a call has found to be gone."""
         self._queue: list[tuple[tuple[int, int], Ticket]] = []
         """A heap of those that wait, and of some that no longer do."""
         self._waiting: set[Ticket] = set()
@@ -108,7 +110,8 @@ class GenerateScheduler:
         self._watchers: list[asyncio.Future[None]] = []
         """Woken whenever an instance has one request less."""
         self._suspended = False
-        self._closed = False
+        self._closed = ""
+        """Why it takes no requests."""
 
     # --- submission -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class GenerateScheduler:
         Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will ever serve.
         """
         if self._closed:
-            raise HelmsmanError("the generation scheduler is closed and takes no requests.")
+            raise HelmsmanError(f"no request is taken: {self._closed}.")
         if not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
             raise reason
         tickets = [Ticket(request, options or RequestOptions()) for request in requests]
@@ -222,6 +225,7 @@ class GenerateScheduler:
             self._cancelled(ticket)
             return
         ticket.to(RequestState.RUNNING)
+        ticket.sent_to = instance.instance_id
         ticket.num_attempts += 1
         attempt = ticket.num_attempts
         outcome: GenerationResult | BaseException
@@ -231,6 +235,8 @@ class GenerateScheduler:
             outcome = error
         if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
             self._settle(ticket, outcome)
+            if isinstance(outcome, InstanceLostError) and instance.health.serves:
+                self.on_lost(instance.instance_id, outcome)  # or the request would go there again, and again
         self.pump()
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
@@ -241,7 +247,7 @@ class GenerateScheduler:
             elif self._retries.may_retry(ticket, outcome):
                 self._requeue(ticket)
             else:
-                self._end(ticket, RequestState.FAILED, outcome)
+                self._end(ticket, RequestState.FAILED, outcome.__cause__ or outcome)  # what the instance died of says more
         elif isinstance(outcome, BaseException):
             self._end(ticket, RequestState.FAILED, outcome)
         elif outcome.stop_reason != "abort":
@@ -418,11 +424,10 @@ class GenerateScheduler:
         instance.error = None if health.serves else error or instance.error
         if health is Health.DEAD:
             for ticket in list(instance.tickets):
-                begun = ticket.state is RequestState.RUNNING
-                if begun:
-                    lost = InstanceLostError(
-                        instance_id=instance_id, reason=str(instance.error or "it is dead"), may_have_begun=True
-                    )
+                if ticket.is_running:
+                    reason = str(instance.error or "it is dead")
+                    lost = InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
+                    lost.__cause__ = instance.error
                     self._settle(ticket, lost)
                 else:
                     self._requeue(ticket)
@@ -490,7 +495,7 @@ class GenerateScheduler:
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
-        self._closed = True
+        self._closed = self._closed or reason
         for ticket in list(self._waiting):
             error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
             self._end(ticket, RequestState.FAILED, error)

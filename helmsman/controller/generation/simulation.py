@@ -91,6 +91,11 @@ class SimulatedInstance:
         self._lost: str | None = None
         self.num_cached_tokens = self.num_prompt_tokens = self.num_new_tokens = 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has died."""
+        return self._lost is not None
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue a prompt. Raises InstanceLostError when it has died, or dies meanwhile."""
         if self._lost is not None:
@@ -118,16 +123,21 @@ class SimulatedInstance:
         self._advance()
         for request_id in request_ids:
             if (running := self._running.get(request_id)) is not None and not running.done.done():
-                had = int(running.num_tokens - (running.due - self._progress))
-                self._finish(running, max(0, min(had, running.num_tokens)), aborted=True)
+                self._finish(running, self._had(running), aborted=True)
 
     def kill(self, reason: str = "it was killed") -> None:
         """Die, with all that it has."""
         self._lost = reason
+        self._advance()
         for running in self._running.values():
             if not running.done.done():
+                self.num_new_tokens += self._had(running)
                 lost = InstanceLostError(instance_id=self.instance_id, reason=reason, may_have_begun=True)
                 running.done.set_exception(lost)
+
+    def _had(self, running: _Running) -> int:
+        """Tokens that a request has had so far."""
+        return max(0, min(int(running.num_tokens - (running.due - self._progress)), running.num_tokens))
 
     def _prefill(self, tokens: Sequence[int]) -> int:
         """Tokens to compute; the rest is cached. Blocks are known by all that comes before them."""

@@ -1,0 +1,145 @@
+"""Watches instances: probes them, gives up those that are silent, has dead ones built anew.
+
+What follows from what is health.py's; here are only the clock, the questions and the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from helmsman.api.errors import InstanceLostError
+from helmsman.controller.generation.health import Event, Health, SupervisionPolicy, Watched
+from helmsman.controller.generation.scheduler import GenerateScheduler
+
+log = logging.getLogger(__name__)
+
+_MOST_TICK_S = 0.5
+
+
+class Supervisor:
+    """The health of a GenerateScheduler's instances, whoever brings the news.
+
+    Args:
+        requests: told of every change.
+        policy: limits in seconds.
+        probe: asks an instance whether it lives; raises InstanceLostError when it does not. Its silence is judged here.
+        rebuild: ends what is left of an instance, builds it anew, and brings it the weights that are served; raises when it
+            cannot. Returns whether it has the weights, or has to wait for the next update.
+    """
+
+    def __init__(
+        self,
+        requests: GenerateScheduler,
+        policy: SupervisionPolicy,
+        probe: Callable[[str], Awaitable[None]],
+        rebuild: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        self.policy = policy
+        self._requests, self._probe, self._rebuild = requests, probe, rebuild
+        self._watched: dict[str, Watched] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._rebuilding: dict[str, asyncio.Task[None]] = {}
+        self._loop_task: asyncio.Task[None] | None = None
+        requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
+
+    def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
+        """Watch one more instance, which the scheduler serves by."""
+        self._watched[instance_id] = Watched(self.policy, self._now(), health)
+
+    def forget(self, instance_id: str) -> None:
+        """Watch an instance no more."""
+        self._watched.pop(instance_id, None)
+        for tasks in (self._probes, self._rebuilding):
+            if (task := tasks.pop(instance_id, None)) is not None:
+                task.cancel()
+
+    def start(self) -> None:
+        """Begin to probe and to rebuild; without it, only what others tell counts."""
+        self._loop_task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Ask nothing more and rebuild nothing more. Idempotent."""
+        for task in [self._loop_task, *self._probes.values(), *self._rebuilding.values()]:
+            if task is not None:
+                task.cancel()
+
+    def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
+        """Take news of an instance in."""
+        watched = self._watched.get(instance_id)
+        if watched is None:
+            return
+        before = watched.health
+        after = watched.on(event, self._now())
+        if after is Health.DEAD and (probe := self._probes.pop(instance_id, None)) is not None:
+            probe.cancel()
+        if after is not before:
+            log.info("%s: %s after %s", instance_id, after.value, event.value)
+            self._requests.set_health(instance_id, after, error)
+
+    def is_coming_back(self, instance_id: str) -> bool:
+        """Whether an instance that does not serve is being built anew, or will be."""
+        watched = self._watched[instance_id]
+        if self._loop_task is None:
+            return False
+        waits = watched.health is Health.DEAD and watched.restart_at(self._now()) is not None
+        return waits or watched.health in (Health.RESTARTING, Health.SUSPECT)
+
+    # --- inside -----------------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _run(self) -> None:
+        tick_s = min(_MOST_TICK_S, self.policy.probe_every_s / 2)
+        while True:
+            now = self._now()
+            for instance_id, watched in list(self._watched.items()):
+                if (event := watched.overdue(now)) is not None:
+                    self.note(instance_id, event, self._silent(instance_id) if event is Event.LOST else None)
+                if watched.should_probe(now):
+                    watched.asked(now)
+                    self._keep(self._probes, instance_id, self._ask(instance_id))
+                due = watched.restart_at(now)
+                if due is not None and due <= now and instance_id not in self._rebuilding:
+                    self.note(instance_id, Event.RESTART)
+                    self._keep(self._rebuilding, instance_id, self._build(instance_id))
+            await asyncio.sleep(tick_s)
+
+    def _silent(self, instance_id: str) -> InstanceLostError:
+        reason = f"it has not answered a probe for {self.policy.dead_s:g} s (SupervisionPolicy.dead_s)"
+        return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
+
+    def _keep(self, tasks: dict[str, asyncio.Task[None]], instance_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = tasks[instance_id] = asyncio.get_running_loop().create_task(work)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if tasks.get(instance_id) is task:
+                del tasks[instance_id]
+
+        task.add_done_callback(ended)
+
+    async def _ask(self, instance_id: str) -> None:
+        try:
+            await self._probe(instance_id)
+        except InstanceLostError as error:
+            self.note(instance_id, Event.LOST, error)
+        except Exception as error:  # noqa: BLE001 - a probe that fails otherwise is an answer that did not come
+            log.debug("%s: a probe failed: %s", instance_id, error)
+        else:
+            self.note(instance_id, Event.ANSWERED)
+
+    async def _build(self, instance_id: str) -> None:
+        try:
+            has_weights = await self._rebuild(instance_id)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the instance is not there, and the budget decides
+            log.warning("%s could not be built anew: %s", instance_id, error)
+            self.note(instance_id, Event.LOST, error)
+            return
+        if self._watched[instance_id].health is not Health.RESTARTING:
+            return  # it has died again meanwhile
+        self.note(instance_id, Event.RESTARTED)
+        if has_weights:
+            self.note(instance_id, Event.UPDATED)

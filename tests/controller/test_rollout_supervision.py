@@ -1,0 +1,166 @@
+"""RolloutController under supervision, with real processes: a death costs a worker's unfinished tokens and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import GroupCallError, WorkerFailedError
+from helmsman.api.generation import SamplingParams
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.generation.health import Health, SupervisionPolicy
+from helmsman.controller.generation.scheduler import RetryGeneration
+from helmsman.controller.loop import background_loop
+from helmsman.controller.rollout import RolloutController
+from tests.contract.helpers import wait_until
+
+POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=1.5, restart_pause_s=0.05)
+ENGINE = "tests.controller.engines.CountingRollout"
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    with make_scheduler("local", preload=()) as scheduler:
+        yield scheduler
+
+
+def _rollout(scheduler: Scheduler, policy: SupervisionPolicy = POLICY, **options: Any) -> RolloutController:
+    rollout = RolloutController(
+        scheduler, ENGINE, Job(role="rollout", replicas=2), retries=RetryGeneration(), supervision=policy, **options
+    )
+    rollout.initialize()
+    return rollout
+
+
+def _pid(scheduler: Scheduler, worker_id: str) -> int:
+    return next(status.pid for status in scheduler.status() if status.worker_id == worker_id) or 0
+
+
+def _kill_all(rollout: RolloutController, scheduler: Scheduler) -> set[int]:
+    pids = {_pid(scheduler, worker.id) for worker in rollout.workers}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return pids
+
+
+def _others_serve(rollout: RolloutController, scheduler: Scheduler, before: set[int]) -> bool:
+    """Whether all serve, and none of these processes is among them."""
+    return _all_serve(rollout) and not before & {_pid(scheduler, worker.id) for worker in rollout.workers}
+
+
+def _all_serve(rollout: RolloutController) -> bool:
+    return all(each.state is Health.HEALTHY for each in rollout.load().instances.values())
+
+
+def test_a_killed_worker_comes_back_with_the_weights_and_its_requests_go_on_elsewhere(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, max_in_flight_per_worker=4) as rollout:
+        assert rollout.update_weights({"weight": [1.0]}, 3) == 3
+        futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(200)]
+        killed = _pid(scheduler, "rollout/0")
+        os.kill(killed, signal.SIGKILL)
+        assert [future.result(30).token_ids for future in futures] == [[i + 2, i + 3] for i in range(200)]
+        wait_until(lambda: _others_serve(rollout, scheduler, {killed}), "it is back")
+        assert rollout.versions() == {"rollout/0": 3, "rollout/1": 3}
+        _, _, served = scheduler.call_engine("rollout/0", "figures")
+        assert len(rollout.generate([[1]] * 20)) == 20
+        assert len(scheduler.call_engine("rollout/0", "figures")[2]) > len(served), "it serves again"
+
+
+def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:
+    with _rollout(scheduler) as rollout:
+        _kill_all(rollout, scheduler)
+        assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
+
+
+def test_a_worker_that_hangs_is_given_up_and_built_anew(scheduler: Scheduler) -> None:
+    with _rollout(scheduler) as rollout:
+        stopped = _pid(scheduler, "rollout/1")
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: rollout.load().instances["rollout/1"].state is Health.SUSPECT, "it is suspected first")
+        assert len(rollout.generate([[1]] * 6)) == 6
+        wait_until(lambda: _all_serve(rollout) and _pid(scheduler, "rollout/1") != stopped, "another is in its place")
+        assert len(rollout.generate([[1]] * 6)) == 6
+
+
+def test_a_worker_that_is_busy_for_long_is_not_given_up(scheduler: Scheduler) -> None:
+    with _rollout(scheduler) as rollout:
+        pids = {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers}
+        scheduler.call_engine("rollout/0", "spin", None, 2 * POLICY.dead_s)
+        assert _all_serve(rollout)
+        assert {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers} == pids
+
+
+def test_the_budget_of_restarts_ends_and_requests_then_fail_with_the_reason(scheduler: Scheduler) -> None:
+    policy = SupervisionPolicy(probe_every_s=0.05, restart_pause_s=0.01, max_restarts=1)
+    with _rollout(scheduler, policy) as rollout:
+        killed = _kill_all(rollout, scheduler)
+        wait_until(lambda: _others_serve(rollout, scheduler, killed), "they are back, once")
+        _kill_all(rollout, scheduler)
+        with pytest.raises((GroupCallError, WorkerFailedError), match="SIGKILL"):
+            rollout.generate([[1]])
+
+
+def test_without_the_weights_of_the_last_update_a_worker_waits_for_the_next(scheduler: Scheduler) -> None:
+    with _rollout(scheduler) as rollout:
+        handle = scheduler.put({"weight": [1.0]})
+        assert rollout.update_weights(handle, 1) == 1
+        scheduler.release(handle)
+        os.kill(_pid(scheduler, "rollout/0"), signal.SIGKILL)
+        wait_until(lambda: rollout.load().instances["rollout/0"].state is Health.STALE, "it is back, without the weights")
+        assert {version for result in rollout.generate([[1]] * 6) for version in result.versions} == {1}
+        assert rollout.update_weights({"weight": [1.0]}, 2) == 2
+        assert _all_serve(rollout)
+        assert rollout.versions() == {"rollout/0": 2, "rollout/1": 2}
+
+
+def test_workers_come_and_go_while_requests_run(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, max_in_flight_per_worker=2) as rollout:
+        assert rollout.update_weights({"weight": [1.0]}, 4) == 4
+        futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(200)]
+        rollout.scale(4)
+        assert rollout.versions() == {f"rollout/{index}": 4 for index in range(4)}, "new ones have the weights at once"
+        rollout.scale(1)
+        assert list(rollout.load().instances) == ["rollout/0"]
+        assert [worker.id for worker in rollout.workers] == ["rollout/0"]
+        assert [future.result(30).token_ids for future in futures] == [[i + 2, i + 3] for i in range(200)]
+        rollout.scale(2)
+        assert len(rollout.generate([[1]] * 8)) == 8
+        assert scheduler.call_engine("rollout/1", "figures")[2]
+
+
+def test_requests_of_a_worker_that_leaves_are_continued_elsewhere(scheduler: Scheduler) -> None:
+    options = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 8}
+    with _rollout(scheduler, **options) as rollout:
+        futures = [rollout.submit([i + 1, i + 2, i + 3], SamplingParams(max_new_tokens=8)) for i in range(4)]
+        wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 2, "two of them are at the second")
+        rollout.scale(1, migrate=True)
+        assert rollout.load().instances["rollout/0"].num_in_flight == 4
+        wait_until(lambda: len(scheduler.call_engine("rollout/0", "figures")[2]) == 4, "all of them are at the first")
+        scheduler.call_engine("rollout/0", "finish")
+        results = [future.result(30) for future in futures]
+        assert sorted(len(result.token_ids) for result in results) == [3, 3, 8, 8], "what came back continued after what it had"
+        assert all(result.stop_reason == "length" for result in results)
+
+
+def test_a_cancelled_shrink_leaves_all_serving(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, engine_kwargs={"gated": True}, max_in_flight_per_worker=4) as rollout:
+        futures = [rollout.submit([i + 1]) for i in range(8)]
+        shrinking = asyncio.run_coroutine_threadsafe(rollout.ascale(1), background_loop())
+        wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 4, "they run")
+        shrinking.cancel()
+        wait_until(lambda: not any(each.is_draining for each in rollout._queue().instances.values()), "it serves again")
+        for index in range(2):
+            scheduler.call_engine(f"rollout/{index}", "finish")
+        futures += [rollout.submit([i + 100]) for i in range(8)]
+        wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 8, "it is given requests again")
+        while not all(future.done() for future in futures):
+            for index in range(2):
+                scheduler.call_engine(f"rollout/{index}", "finish")
+        assert [future.result().request_id for future in futures] == [f"rollout-{index}" for index in range(16)]
+        assert len(scheduler.get_workers("rollout")) == 2
