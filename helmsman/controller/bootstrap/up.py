@@ -226,9 +226,8 @@ def describe(plan: NodePlan) -> str:
 
 def _secret(path: str | None) -> str:
     if path is None:
-        return os.environ.get(
-            TOKEN_VARIABLE, ""
-        ).strip()  # as from a file: a secret may have been made of one, with its last line end
+        # As from a file: a launcher's secret may have been made of one, with its last line end.
+        return os.environ.get(TOKEN_VARIABLE, "").strip()
     try:
         secret = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
