@@ -783,6 +783,8 @@ class InstanceLostError(GenerationError, ConnectionError):
     """The rollout instance that had the request has gone, or could not be reached."""
 
     instance_id: str
+    reason: str
+    """What is known of the instance alone."""
     may_have_begun: bool
     """Whether it may have worked on the request."""
 
@@ -792,6 +794,7 @@ class InstanceLostError(GenerationError, ConnectionError):
             f"rollout instance {instance_id} was lost and {begun}: {reason}. Give the generation scheduler a RetryGeneration "
             "policy to have such requests continued on other instances.",
             instance_id=instance_id,
+            reason=reason,
             may_have_begun=may_have_begun,
         )
 

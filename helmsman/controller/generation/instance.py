@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import msgspec
 
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.request import Ticket
+
+_turns = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +27,8 @@ class Instance:
     """Whether it gets nothing more, as it is to leave."""
     outstanding_tokens: int = 0
     """Of the requests that it has."""
+    last_turn: int = 0
+    """Grows with each request that any instance is given: where it is smaller, the last one was given longer ago."""
     tickets: set[Ticket] = field(default_factory=set)
     """Requests that it has, admitted or running."""
 
@@ -46,6 +51,7 @@ class Instance:
         """Count a request that it is given."""
         self.tickets.add(ticket)
         self.outstanding_tokens += ticket.num_tokens
+        self.last_turn = next(_turns)
 
     def give_back(self, ticket: Ticket) -> None:
         """Count a request that it no longer has; nothing when it had none such."""

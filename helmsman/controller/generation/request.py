@@ -22,10 +22,10 @@ class RequestState(Enum):
 
               .---------- the instance was lost, or gave it back ---------.
               v                                                           |
-    QUEUED -> ADMITTED -> RUNNING --------------------------------------->|
-      |  ^________|          |                                            |
+    QUEUED -> ADMITTED -> RUNNING ----------------------------------------'
+      |  ^________|          |
       |                      +--> DONE      it came to its end
-      |                      +--> PARTIAL   aborted, with the tokens it had
+      +----------------------+--> PARTIAL   aborted, with the tokens it had, of this attempt or of earlier ones
       +----------------------+--> ABORTED   aborted, without any
       +----------------------+--> FAILED    an error, or its deadline
     """
@@ -50,8 +50,8 @@ class RequestState(Enum):
 _STATE = RequestState
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
     {
-        _STATE.QUEUED: frozenset({_STATE.ADMITTED, _STATE.ABORTED, _STATE.FAILED}),
-        _STATE.ADMITTED: frozenset({_STATE.RUNNING, _STATE.QUEUED, _STATE.ABORTED, _STATE.FAILED}),
+        _STATE.QUEUED: frozenset({_STATE.ADMITTED, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
+        _STATE.ADMITTED: frozenset({_STATE.RUNNING, _STATE.QUEUED, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
         _STATE.RUNNING: frozenset({_STATE.QUEUED, _STATE.DONE, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
         _STATE.DONE: frozenset(),
         _STATE.PARTIAL: frozenset(),

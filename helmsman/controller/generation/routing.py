@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,17 +21,11 @@ class RoutingPolicy(Protocol):
 
 class LeastOutstandingTokens:
     """The instance with the fewest tokens to come: held and expected ones of all requests that it has. Of equals, which an idle
-    cluster is full of, the one that was chosen longest ago."""
-
-    def __init__(self) -> None:
-        self._turns = itertools.count(1)
-        self._chosen: dict[str, int] = {}
+    cluster is full of, the one that was given a request longest ago."""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
         """See RoutingPolicy."""
-        chosen = min(able, key=lambda each: (each.outstanding_tokens, self._chosen.get(each.instance_id, 0)))
-        self._chosen[chosen.instance_id] = next(self._turns)
-        return chosen
+        return min(able, key=lambda each: (each.outstanding_tokens, each.last_turn))
 
 
 class RoundRobin:

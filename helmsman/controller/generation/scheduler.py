@@ -20,12 +20,15 @@ from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller.generation.routing import LeastOutstandingTokens, RoutingPolicy
 
+_SPARE_ENTRIES = 64
+
 
 class Backend(Protocol):
     """What reaches the instances."""
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached."""
+        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
+        taken for dead then, with all that it has, until set_health says otherwise."""
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """End these requests there early; ``generate`` then returns what each has."""
@@ -98,7 +101,7 @@ class GenerateScheduler:
         self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
         """Told of an instance that a call has found to be gone."""
         self._queue: list[tuple[tuple[int, int], Ticket]] = []
-        """A heap of those that wait, and of some that no longer do."""
+        """A heap of those that wait, and of some that no longer do: not more than about as many."""
         self._waiting: set[Ticket] = set()
         self._open: dict[str, Ticket] = {}
         """All that have not ended, by id."""
@@ -174,17 +177,26 @@ class GenerateScheduler:
     def pump(self) -> None:
         """Give out what can be given out now; to be called whenever an instance has changed."""
         if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
-            for ticket in list(self._waiting):
-                self._end(ticket, RequestState.FAILED, reason)
+            self._fail_waiting(reason)
         while self._waiting and not self._suspended and self._has_room():
             able = [instance for instance in self.instances.values() if instance.has_room]
             if not able:
                 break
             ticket = self._next()
             if ticket.future.cancelled():
-                self._cancelled(ticket)
+                self._end_cancelled(ticket)
+                continue
+            try:
+                chosen = self._policy.choose(ticket, able)
+            except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
+                self._end(ticket, RequestState.FAILED, error)
             else:
-                self._admit(ticket, self._policy.choose(ticket, able))
+                self._admit(ticket, chosen)
+
+    def _fail_waiting(self, reason: Exception) -> None:
+        for ticket in list(self._waiting):
+            if ticket in self._waiting:  # what the end of another has caused may have ended it
+                self._end(ticket, RequestState.FAILED, reason)
 
     def _has_room(self) -> bool:
         return self._max_in_flight is None or self._num_in_flight < self._max_in_flight
@@ -220,6 +232,7 @@ class GenerateScheduler:
             return
         if self._suspended or not instance.serves:
             self._requeue(ticket)
+            self.pump()
             return
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             self._cancelled(ticket)
@@ -230,12 +243,22 @@ class GenerateScheduler:
         attempt = ticket.num_attempts
         outcome: GenerationResult | BaseException
         try:
-            outcome = await self._backend.generate(instance.instance_id, ticket.to_send())
+            answer: object = await self._backend.generate(instance.instance_id, ticket.to_send())
+            if not isinstance(answer, GenerationResult):  # the engine may be the user's
+                raise TypeError(
+                    f"{instance.instance_id} answered {ticket.request_id!r} with {type(answer)}, no GenerationResult"
+                )
+            outcome = answer
+        except asyncio.CancelledError as error:
+            outcome = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance.instance_id} was cancelled.")
+            outcome.__cause__ = error
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                self.close("its event loop has ended")  # nobody else cancels these tasks
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to this request, and others must go on
             outcome = error
         if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
             self._settle(ticket, outcome)
-            if isinstance(outcome, InstanceLostError) and instance.health.serves:
+            if isinstance(outcome, InstanceLostError) and instance.health not in (Health.DEAD, Health.RESTARTING):
                 self.on_lost(instance.instance_id, outcome)  # or the request would go there again, and again
         self.pump()
 
@@ -244,7 +267,7 @@ class GenerateScheduler:
         if isinstance(outcome, InstanceLostError):
             if ticket.is_aborted:
                 self._end_aborted(ticket, None)
-            elif self._retries.may_retry(ticket, outcome):
+            elif not self._closed and self._retries.may_retry(ticket, outcome):
                 self._requeue(ticket)
             else:
                 self._end(ticket, RequestState.FAILED, outcome.__cause__ or outcome)  # what the instance died of says more
@@ -252,7 +275,7 @@ class GenerateScheduler:
             self._end(ticket, RequestState.FAILED, outcome)
         elif outcome.stop_reason != "abort":
             self._end(ticket, RequestState.DONE, ticket.merged(outcome))
-        elif ticket.is_recalled and not ticket.is_aborted:
+        elif ticket.is_recalled and not ticket.is_aborted and not self._closed:
             ticket.keep(outcome)
             if ticket.num_kept >= ticket.request.sampling.max_new_tokens:
                 self._end(ticket, RequestState.DONE, ticket.merged(None, "length"))
@@ -263,8 +286,7 @@ class GenerateScheduler:
 
     def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
         result = ticket.merged(last, "abort")
-        partial = bool(result.token_ids) and ticket.state is RequestState.RUNNING
-        self._end(ticket, RequestState.PARTIAL if partial else RequestState.ABORTED, result)
+        self._end(ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result)
 
     def _requeue(self, ticket: Ticket) -> None:
         """Back to the queue, to the place that its age gives it."""
@@ -302,12 +324,18 @@ class GenerateScheduler:
     def _cancelled(self, ticket: Ticket) -> None:
         """Its future was cancelled before it was sent."""
         if not ticket.state.is_end:
-            ticket.to(RequestState.ABORTED)
-            self._forget(ticket)
+            self._end_cancelled(ticket)
             self.pump()
+
+    def _end_cancelled(self, ticket: Ticket) -> None:
+        ticket.to(RequestState.ABORTED)
+        self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         self._waiting.discard(ticket)
+        if len(self._queue) > 2 * len(self._waiting) + _SPARE_ENTRIES:
+            self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
+            heapq.heapify(self._queue)
         self._release(ticket)
         self._open.pop(ticket.request_id, None)
         self._free_slot(ticket)
@@ -342,9 +370,11 @@ class GenerateScheduler:
 
         What waits ends at once. What runs ends when its instance has given it back, which is not waited for.
         """
-        chosen = [ticket for ticket in list(self._open.values()) if request_ids is None or ticket.request_id in request_ids]
+        chosen = self._chosen(request_ids)
         running: dict[str, list[str]] = {}
         for ticket in chosen:
+            if ticket.state.is_end:  # by what the end of another has caused
+                continue
             ticket.is_aborted = True
             if ticket.state is RequestState.RUNNING and ticket.instance is not None:
                 running.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
@@ -353,6 +383,12 @@ class GenerateScheduler:
         await self._tell_all(running)
         self.pump()
         return len(chosen)
+
+    def _chosen(self, request_ids: Collection[str] | None) -> list[Ticket]:
+        """Those of these requests (None: all) that have not ended."""
+        if request_ids is None:
+            return list(self._open.values())
+        return [self._open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._open]
 
     async def _tell_all(self, running: dict[str, list[str]]) -> None:
         """Have instances end these requests; what a lost instance had ends by its loss."""
@@ -398,7 +434,11 @@ class GenerateScheduler:
         while not holds():
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append(watcher)
-            await watcher
+            try:
+                await watcher
+            finally:
+                if watcher in self._watchers:
+                    self._watchers.remove(watcher)
 
     # --- instances --------------------------------------------------------------------------------------------------------
 
@@ -424,14 +464,22 @@ class GenerateScheduler:
         instance.error = None if health.serves else error or instance.error
         if health is Health.DEAD:
             for ticket in list(instance.tickets):
+                if ticket.instance is not instance:
+                    continue  # what the end of another has caused has taken it away
                 if ticket.is_running:
-                    reason = str(instance.error or "it is dead")
-                    lost = InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
-                    lost.__cause__ = instance.error
-                    self._settle(ticket, lost)
+                    self._settle(ticket, self._lost(instance))
                 else:
                     self._requeue(ticket)
         self.pump()
+
+    def _lost(self, instance: Instance) -> InstanceLostError:
+        """What happened to a request that the instance had."""
+        why = instance.error
+        if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
+            return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)
+        lost = InstanceLostError(instance_id=instance.instance_id, reason=str(why or "it is dead"), may_have_begun=True)
+        lost.__cause__ = why
+        return lost
 
     async def drain(self, instance_id: str, *, migrate: bool = False) -> None:
         """Give an instance nothing more, and wait until it has nothing; then remove may follow.
@@ -487,15 +535,15 @@ class GenerateScheduler:
     def running(self, request_ids: Collection[str] | None = None) -> dict[str, list[str]]:
         """Instance id -> ids of these requests (None: all) that it has been sent."""
         found: dict[str, list[str]] = {}
-        for request_id, ticket in self._open.items():
-            chosen = request_ids is None or request_id in request_ids
-            if chosen and ticket.state is RequestState.RUNNING and ticket.instance is not None:
-                found.setdefault(ticket.instance.instance_id, []).append(request_id)
+        for ticket in self._chosen(request_ids):
+            if ticket.is_running and ticket.instance is not None:
+                found.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
         return found
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
         self._closed = self._closed or reason
-        for ticket in list(self._waiting):
-            error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
-            self._end(ticket, RequestState.FAILED, error)
+        for ticket in list(self._open.values()):
+            if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
+                error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
+                self._end(ticket, RequestState.FAILED, error)

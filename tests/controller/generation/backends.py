@@ -1,0 +1,126 @@
+"""Backends whose calls end when the test says so, and the clock that the tests of generation run on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, ParamSpec
+
+from helmsman.api.errors import InstanceLostError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams, StopReason
+from helmsman.controller.generation.virtual_time import run_virtually
+
+P = ParamSpec("P")
+
+NEVER_S = 1e6
+"""Of virtual time: who has waited for so long waits for what will not come."""
+
+
+def virtually(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test on a virtual clock, where what would wait for ever is told at once."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(NEVER_S):
+                await test(*args, **kwargs)
+
+        run_virtually(bounded())
+
+    return run
+
+
+async def settle() -> None:
+    """Return when nothing is left to do at this time: on the virtual clock only then does time pass."""
+    await asyncio.sleep(1e-6)
+
+
+async def waits(work: Awaitable[Any]) -> asyncio.Task[Any]:
+    """A task for it, which has been seen to wait."""
+    task = asyncio.ensure_future(work)
+    await settle()
+    assert not task.done()
+    return task  # type: ignore[return-value]
+
+
+def make_request(request_id: str, prompt: Sequence[int] = (1, 2, 3), max_new_tokens: int = 8) -> GenerationRequest:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
+    return GenerationRequest(request_id=request_id, prompt_ids=list(prompt), sampling=sampling)
+
+
+def make_requests(num: int, **options: Any) -> list[GenerationRequest]:
+    return [make_request(f"r{index}", **options) for index in range(num)]
+
+
+def make_result(
+    request_id: str, tokens: Sequence[int] = (7,), version: int = 0, stop_reason: StopReason = "stop"
+) -> GenerationResult:
+    """Its log-probabilities tell its tokens apart, as its versions do its attempts."""
+    return GenerationResult(
+        request_id=request_id,
+        token_ids=list(tokens),
+        logprobs=[-token / 100 for token in tokens],
+        versions=[version] * len(tokens),
+        stop_reason=stop_reason,
+    )
+
+
+class Call:
+    """A request that an instance was sent, and that the test ends."""
+
+    def __init__(self, instance_id: str, request: GenerationRequest) -> None:
+        self.instance_id, self.request = instance_id, request
+        self.answer: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def end(self, tokens: Sequence[int] = (7,), version: int = 0, stop_reason: StopReason = "stop") -> None:
+        self.answer.set_result(make_result(self.request_id, tokens, version, stop_reason))
+
+    def give_back(self, tokens: Sequence[int] = (), version: int = 0) -> None:
+        """As an instance that was asked to abort it."""
+        self.end(tokens, version, "abort")
+
+    def lose(self, *, may_have_begun: bool = True) -> None:
+        self.answer.set_exception(
+            InstanceLostError(instance_id=self.instance_id, reason="its node was lost", may_have_begun=may_have_begun)
+        )
+
+
+class HeldBackend:
+    """A Backend whose instances do what the test tells them to do, and no more."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        """All that were sent, in their order."""
+        self.aborts: list[tuple[str, list[str]]] = []
+        self.abort_error: Exception | None = None
+        self.abort_gate = asyncio.Event()
+        """Aborts wait for it."""
+        self.abort_gate.set()
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        call = Call(instance_id, request)
+        self.calls.append(call)
+        return await call.answer
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        self.aborts.append((instance_id, list(request_ids)))
+        await self.abort_gate.wait()
+        if self.abort_error is not None:
+            raise self.abort_error
+
+    def open(self, instance_id: str | None = None) -> list[Call]:
+        """Calls, of one instance or of all, that have not ended."""
+        return [call for call in self.calls if not call.answer.done() and instance_id in (None, call.instance_id)]
+
+    def last(self, request_id: str) -> Call:
+        return next(call for call in reversed(self.calls) if call.request_id == request_id)
+
+    @property
+    def sent(self) -> list[str]:
+        """Ids of the requests, in the order in which they were sent."""
+        return [call.request_id for call in self.calls]
