@@ -202,7 +202,8 @@ class Head:
         except OSError as error:  # it was free a moment ago, when the plan was made
             raise UnfitNodeError(
                 f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had on {plan.address}: "
-                f"{os.strerror(error.errno or 0)}. Another run may have started here at the same moment: choose another by --control-port"
+                f"{os.strerror(error.errno or 0)}. Another run may have started here at the same moment: choose another by "
+                "--control-port"
             ) from error
         self._listener.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept(self._listener))
