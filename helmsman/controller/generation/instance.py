@@ -29,8 +29,9 @@ class Instance:
     """Of the requests that it has."""
     last_turn: int = 0
     """Grows with each request that any instance is given: where it is smaller, the last one was given longer ago."""
-    tickets: set[Ticket] = field(default_factory=set)
-    """Requests that it has, admitted or running."""
+    tickets: dict[Ticket, None] = field(default_factory=dict)
+    """Requests that it has, admitted or running, in the order in which it was given them: a set's order would differ from one
+    run to the next, and with it what follows on a virtual clock."""
 
     @property
     def num_in_flight(self) -> int:
@@ -49,14 +50,14 @@ class Instance:
 
     def take(self, ticket: Ticket) -> None:
         """Count a request that it is given."""
-        self.tickets.add(ticket)
+        self.tickets[ticket] = None
         self.outstanding_tokens += ticket.num_tokens
         self.last_turn = next(_turns)
 
     def give_back(self, ticket: Ticket) -> None:
         """Count a request that it no longer has; nothing when it had none such."""
         if ticket in self.tickets:
-            self.tickets.remove(ticket)
+            del self.tickets[ticket]
             self.outstanding_tokens -= ticket.num_tokens
 
 

@@ -102,7 +102,7 @@ class GenerateScheduler:
         """Told of an instance that a call has found to be gone."""
         self._queue: list[tuple[tuple[int, int], Ticket]] = []
         """A heap of those that wait, and of some that no longer do: not more than about as many."""
-        self._waiting: set[Ticket] = set()
+        self._waiting: dict[Ticket, None] = {}
         self._open: dict[str, Ticket] = {}
         """All that have not ended, by id."""
         self._num_in_flight = 0
@@ -205,7 +205,7 @@ class GenerateScheduler:
         return any(instance.health.serves for instance in self.instances.values())
 
     def _enqueue(self, ticket: Ticket) -> None:
-        self._waiting.add(ticket)
+        self._waiting[ticket] = None
         heapq.heappush(self._queue, (ticket.order, ticket))
 
     def _next(self) -> Ticket:
@@ -217,7 +217,7 @@ class GenerateScheduler:
 
     def _admit(self, ticket: Ticket, instance: Instance) -> None:
         ticket.to(RequestState.ADMITTED)
-        self._waiting.discard(ticket)
+        self._waiting.pop(ticket, None)
         self._free_slot(ticket)
         ticket.instance = instance
         instance.take(ticket)
@@ -332,7 +332,7 @@ class GenerateScheduler:
         self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
-        self._waiting.discard(ticket)
+        self._waiting.pop(ticket, None)
         if len(self._queue) > 2 * len(self._waiting) + _SPARE_ENTRIES:
             self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
             heapq.heapify(self._queue)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from helmsman.api.errors import InstanceLostError
-from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
 
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +41,12 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BLOCK = 64
+_ROUNDING = 1e-6
+"""Of a token: progress is a sum of many floats."""
+GENERATED = -1
+"""The id of every generated token: by it an instance knows how much of a prompt an earlier attempt has made."""
 Lengths = Callable[[GenerationRequest], int]
-"""How many tokens a request will have; asked once for each attempt."""
+"""How many tokens a request will have, all attempts together; asked at each."""
 
 
 def log_normal_lengths(seed: int, mean: float, sigma: float) -> Lengths:
@@ -61,27 +65,42 @@ def log_normal_lengths(seed: int, mean: float, sigma: float) -> Lengths:
 
 
 class _Running:
-    def __init__(self, request: GenerationRequest, num_tokens: int, due: float, prefill_s: float) -> None:
+    def __init__(self, request: GenerationRequest, num_tokens: int) -> None:
         self.request, self.num_tokens = request, num_tokens
-        self.due = due
-        """Tokens that a request of the batch has had when this one has its last, counted from the instance's start."""
-        self.prefill_s = prefill_s
+        self.start: float | None = None
+        """The instance's progress when this one had its prompt computed; None before."""
+        self.weights: list[tuple[float, int]] = []
+        """Progress from which on a version made its tokens, and the version."""
         self.done: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+
+    def num_at(self, progress: float) -> int:
+        """Tokens that it has by then."""
+        return 0 if self.start is None else max(0, min(int(progress - self.start + _ROUNDING), self.num_tokens))
+
+    def versions(self, num_tokens: int) -> list[int]:
+        """Of its first tokens, each of which bears the weights that finished it."""
+        found: list[int] = []
+        until = [self.num_at(progress) for progress, _ in self.weights[1:]]
+        for (_, version), end in zip(self.weights, [*until, num_tokens], strict=True):
+            found += [version] * (min(end, num_tokens) - len(found))
+        return found
 
 
 class SimulatedInstance:
-    """One engine.
+    """One engine. Its ``version`` may be set at any time; a token bears the one that it was finished with.
 
     Args:
-        version: of its weights, which every token bears.
+        version: of its weights.
     """
 
     def __init__(self, instance_id: str, model: EngineModel, lengths: Lengths, version: int = 0) -> None:
-        self.instance_id, self.model, self.version = instance_id, model, version
+        self.instance_id, self.model, self._version = instance_id, model, version
         self._lengths = lengths
         self._running: dict[str, _Running] = {}
+        """All that it has."""
+        self._num_decoding = 0
         self._due: list[tuple[float, int, _Running]] = []
-        """A heap; those that have ended are passed over."""
+        """A heap by the progress at which they have their last token; those that have ended are passed over."""
         self._numbers = itertools.count()
         self._progress = 0.0
         """Tokens that a request which had been here all the time would have."""
@@ -100,22 +119,20 @@ class SimulatedInstance:
         """Continue a prompt. Raises InstanceLostError when it has died, or dies meanwhile."""
         if self._lost is not None:
             raise InstanceLostError(instance_id=self.instance_id, reason=self._lost, may_have_begun=False)
-        prefill_s = self._prefill(request.prompt_ids) * self.model.prefill_s * self.model.slowdown
-        if prefill_s:
-            await asyncio.sleep(prefill_s)
-            if self._lost is not None:
-                raise InstanceLostError(instance_id=self.instance_id, reason=self._lost, may_have_begun=True)
-        self._advance()
-        num_tokens = min(self._lengths(request), request.sampling.max_new_tokens)
-        running = _Running(request, num_tokens, self._progress + num_tokens, prefill_s)
-        self._running[request.request_id] = running
-        heapq.heappush(self._due, (running.due, next(self._numbers), running))
-        self._plan()
+        wanted = max(1, self._lengths(request) - _num_generated(request.prompt_ids))
+        running = self._running[request.request_id] = _Running(request, min(wanted, request.sampling.max_new_tokens))
         try:
+            prefill_s = self._prefill(request.prompt_ids) * self.model.prefill_s * self.model.slowdown
+            if prefill_s:
+                await asyncio.wait([running.done], timeout=prefill_s)
+            if not running.done.done():
+                self._decode(running)
             return await running.done
         finally:
             self._advance()
-            self._running.pop(request.request_id, None)
+            if self._running.get(request.request_id) is running:  # its id may be in use again
+                del self._running[request.request_id]
+            self._num_decoding -= running.start is not None
             self._plan()
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -123,7 +140,7 @@ class SimulatedInstance:
         self._advance()
         for request_id in request_ids:
             if (running := self._running.get(request_id)) is not None and not running.done.done():
-                self._finish(running, self._had(running), aborted=True)
+                self._finish(running, running.num_at(self._progress))
 
     def kill(self, reason: str = "it was killed") -> None:
         """Die, with all that it has."""
@@ -131,13 +148,30 @@ class SimulatedInstance:
         self._advance()
         for running in self._running.values():
             if not running.done.done():
-                self.num_new_tokens += self._had(running)
+                self.num_new_tokens += running.num_at(self._progress)
                 lost = InstanceLostError(instance_id=self.instance_id, reason=reason, may_have_begun=True)
                 running.done.set_exception(lost)
 
-    def _had(self, running: _Running) -> int:
-        """Tokens that a request has had so far."""
-        return max(0, min(int(running.num_tokens - (running.due - self._progress)), running.num_tokens))
+    @property
+    def version(self) -> int:
+        """Of its weights."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._advance()
+        self._version = version
+        for running in self._running.values():
+            if running.start is not None:
+                running.weights.append((self._progress, version))
+
+    def _decode(self, running: _Running) -> None:
+        self._advance()
+        running.start = self._progress
+        running.weights.append((self._progress, self._version))
+        self._num_decoding += 1
+        heapq.heappush(self._due, (running.start + running.num_tokens, next(self._numbers), running))
+        self._plan()
 
     def _prefill(self, tokens: Sequence[int]) -> int:
         """Tokens to compute; the rest is cached. Blocks are known by all that comes before them."""
@@ -158,8 +192,8 @@ class SimulatedInstance:
 
     def _advance(self) -> None:
         now = asyncio.get_running_loop().time()
-        if self._running:
-            self._progress += (now - self._since) * self.model.rate(len(self._running))
+        if self._num_decoding:
+            self._progress += (now - self._since) * self.model.rate(self._num_decoding)
         self._since = now
 
     def _plan(self) -> None:
@@ -169,30 +203,39 @@ class SimulatedInstance:
         while self._due and self._due[0][2].done.done():
             heapq.heappop(self._due)
         if self._due:
-            wait_s = max(0.0, self._due[0][0] - self._progress) / self.model.rate(len(self._running))
+            wait_s = max(0.0, self._due[0][0] - self._progress) / self.model.rate(self._num_decoding)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
         self._advance()
-        while self._due and self._due[0][0] <= self._progress + 1e-6:
+        while self._due and self._due[0][0] <= self._progress + _ROUNDING:
             _, _, running = heapq.heappop(self._due)
             if not running.done.done():
-                self._finish(running, running.num_tokens, aborted=False)
+                self._finish(running, running.num_tokens)
         self._plan()
 
-    def _finish(self, running: _Running, num_tokens: int, *, aborted: bool) -> None:
-        limit = running.request.sampling.max_new_tokens
+    def _finish(self, running: _Running, num_tokens: int) -> None:
+        stop_reason: StopReason = "stop"
+        if num_tokens < running.num_tokens:
+            stop_reason = "abort"
+        elif num_tokens >= running.request.sampling.max_new_tokens:
+            stop_reason = "length"
         self.num_new_tokens += num_tokens
         running.done.set_result(
             GenerationResult(
                 request_id=running.request.request_id,
-                token_ids=[0] * num_tokens,
+                token_ids=[GENERATED] * num_tokens,
                 logprobs=[0.0] * num_tokens,
-                versions=[self.version] * num_tokens,
-                stop_reason="abort" if aborted else "length" if num_tokens >= limit else "stop",
+                versions=running.versions(num_tokens) if num_tokens else [],
+                stop_reason=stop_reason,
             )
         )
+
+
+def _num_generated(prompt: Sequence[int]) -> int:
+    """Tokens at a prompt's end that an earlier attempt has made."""
+    return next((num for num, token in enumerate(reversed(prompt)) if token != GENERATED), len(prompt))
 
 
 class SimulatedBackend:

@@ -6,6 +6,7 @@ The code that runs on it is the code that runs in earnest: it reads the loop's t
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -14,15 +15,18 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting for a timer, lets the clock jump to it."""
+    """Instead of waiting for a timer, lets the clock jump to it; but first comes what is there already."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             return super().select(None)  # nothing is due ever: a thread or a socket will have to wake us
-        self.now += max(0.0, timeout)
-        return super().select(0)
+        if not (ready := super().select(0)):
+            # By the least step more: after some months asyncio's own tolerance is lost in rounding, and it would wait for ever
+            # for the clock to pass what is due at this very moment.
+            self.now = math.nextafter(self.now + timeout, math.inf)
+        return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

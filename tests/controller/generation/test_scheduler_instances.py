@@ -32,7 +32,7 @@ def states(tickets: Sequence[Ticket]) -> list[RequestState]:
 def assert_empty(scheduler: GenerateScheduler) -> None:
     assert (scheduler.num_queued, scheduler.num_in_flight) == (0, 0)
     for instance in scheduler.instances.values():
-        assert (instance.tickets, instance.outstanding_tokens) == (set(), 0)
+        assert (instance.tickets, instance.outstanding_tokens) == ({}, 0)
 
 
 # --- coming and going -----------------------------------------------------------------------------------------------------

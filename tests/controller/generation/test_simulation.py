@@ -1,0 +1,354 @@
+"""Simulated instances take the time that is reckoned by hand, and the default policy comes near the bound."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+
+import pytest
+
+from helmsman.api.errors import InstanceLostError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.controller.generation.routing import LeastOutstandingTokens, PrefixAffinity, RoundRobin, RoutingPolicy
+from helmsman.controller.generation.scheduler import GenerateScheduler
+from helmsman.controller.generation.simulation import (
+    GENERATED,
+    EngineModel,
+    Lengths,
+    SimulatedBackend,
+    SimulatedInstance,
+    log_normal_lengths,
+)
+from helmsman.controller.generation.virtual_time import run_virtually
+from tests.controller.generation.backends import make_request, settle, virtually, waits
+
+MODEL = EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001)
+"""A step takes 0.03 s alone, 0.04 s for two, 0.05 s for three."""
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def by_id(request: GenerationRequest) -> int:
+    """A request's name ends in its length: r-100."""
+    return int(request.request_id.rpartition("-")[2])
+
+
+def make_instance(model: EngineModel = MODEL, lengths: Lengths = by_id, version: int = 0) -> SimulatedInstance:
+    return SimulatedInstance("i0", model, lengths, version)
+
+
+def sized(request_id: str, num_prompt: int = 0, max_new_tokens: int = 10_000) -> GenerationRequest:
+    return make_request(request_id, prompt=[1] * num_prompt, max_new_tokens=max_new_tokens)
+
+
+async def timed(instance: SimulatedInstance, request: GenerationRequest) -> tuple[GenerationResult, float]:
+    result = await instance.generate(request)
+    return result, now()
+
+
+# --- time ---------------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_one_request_takes_its_prompt_and_its_steps() -> None:
+    result, at = await timed(make_instance(), sized("r-100", num_prompt=50))
+    assert at == pytest.approx(50 * 0.001 + 100 * 0.03)
+    assert (len(result.token_ids), result.stop_reason) == (100, "stop")
+
+
+@virtually
+async def test_a_batch_is_slower_for_each_and_quicker_when_some_have_left() -> None:
+    instance = make_instance()
+    ended = await asyncio.gather(*(timed(instance, sized(id_)) for id_ in ("a-10", "b-20", "c-40")))
+    first = 10 * 0.05
+    second = first + 10 * 0.04
+    third = second + 20 * 0.03
+    assert [at for _, at in ended] == pytest.approx([first, second, third])
+    assert instance.num_new_tokens == 70
+
+
+@virtually
+async def test_who_joins_slows_down_who_is_there() -> None:
+    instance = make_instance()
+    first = asyncio.create_task(timed(instance, sized("a-100")))
+    await asyncio.sleep(30 * 0.03)
+    second = asyncio.create_task(timed(instance, sized("b-10")))
+    joined = 30 * 0.03
+    left = joined + 10 * 0.04
+    assert (await second)[1] == pytest.approx(left)
+    assert (await first)[1] == pytest.approx(left + 60 * 0.03)
+
+
+@virtually
+async def test_a_straggler_is_so_many_times_slower() -> None:
+    model = EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, slowdown=3.0)
+    _, at = await timed(make_instance(model), sized("r-100", num_prompt=50))
+    assert at == pytest.approx(3.0 * (50 * 0.001 + 100 * 0.03))
+
+
+@virtually
+async def test_a_limit_ends_a_request_with_its_reason() -> None:
+    result, at = await timed(make_instance(), sized("r-100", max_new_tokens=40))
+    assert at == pytest.approx(40 * 0.03)
+    assert (len(result.token_ids), result.stop_reason) == (40, "length")
+
+
+@virtually
+async def test_the_prefix_cache_saves_what_it_holds() -> None:
+    instance = make_instance(EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, cached_tokens=256))
+    shared = [5] * 128
+
+    async def prefill_s(request_id: str, prompt: list[int]) -> float:
+        start = now()
+        await instance.generate(make_request(request_id, prompt=prompt))
+        return now() - start - 0.03
+
+    assert await prefill_s("a-1", [*shared, *[1] * 32]) == pytest.approx(0.160)
+    assert await prefill_s("b-1", [*shared, *[2] * 32]) == pytest.approx(0.032)
+    assert await prefill_s("c-1", [*[9] * 64, *shared]) == pytest.approx(0.192), "the same blocks after others"
+    assert (instance.num_cached_tokens, instance.num_prompt_tokens) == (128, 512)
+    assert await prefill_s("d-1", [7] * 256) == pytest.approx(0.256)
+    assert await prefill_s("e-1", shared) == pytest.approx(0.128), "it was pushed out"
+
+
+@virtually
+async def test_ten_thousand_requests_over_time_keep_the_books() -> None:
+    instance = make_instance(EngineModel(), log_normal_lengths(0, 50.0, 1.0))
+    results = await asyncio.gather(*(instance.generate(make_request(f"r{n}", max_new_tokens=500)) for n in range(10_000)))
+    assert instance.num_new_tokens == sum(len(result.token_ids) for result in results)
+    _, at = await timed(instance, make_request("after", prompt=[], max_new_tokens=1))
+    assert at > 0.0
+    assert await waits_for(instance, 0.02005) == pytest.approx(0.02005), "the batch is empty again"
+
+
+async def waits_for(instance: SimulatedInstance, step_s: float) -> float:
+    start = now()
+    await instance.generate(make_request("one", prompt=[], max_new_tokens=1))
+    return now() - start
+
+
+# --- early ends ---------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_abort_gives_the_tokens_so_far() -> None:
+    instance = make_instance()
+    aborted = asyncio.create_task(timed(instance, sized("a-100")))
+    other = asyncio.create_task(timed(instance, sized("b-100")))
+    await asyncio.sleep(25.5 * 0.04)
+    instance.abort(["a-100", "unknown"])
+    result, at = await aborted
+    assert at == pytest.approx(25.5 * 0.04)
+    assert (len(result.token_ids), result.stop_reason) == (25, "abort")
+    assert (await other)[1] == pytest.approx(25.5 * 0.04 + 74.5 * 0.03)
+
+
+@virtually
+async def test_abort_and_death_come_during_the_prompt_too() -> None:
+    instance = make_instance()
+    aborted, lost = [asyncio.create_task(timed(instance, sized(id_, num_prompt=1000))) for id_ in ("a-5", "b-5")]
+    await asyncio.sleep(0.1)
+    instance.abort(["a-5"])
+    result, at = await aborted
+    assert (result.token_ids, result.stop_reason) == ([], "abort")
+    assert at == pytest.approx(0.1)
+    await asyncio.sleep(0.1)
+    instance.kill("its node was lost")
+    with pytest.raises(InstanceLostError, match="its node was lost") as caught:
+        await lost
+    assert caught.value.may_have_begun
+    assert now() == pytest.approx(0.2)
+    with pytest.raises(InstanceLostError) as after:
+        await instance.generate(sized("c-5"))
+    assert not after.value.may_have_begun
+
+
+@virtually
+async def test_an_id_may_be_used_again_in_the_turn_of_its_abort() -> None:
+    instance = make_instance()
+    first = await waits(instance.generate(sized("r-100")))
+    instance.abort(["r-100"])
+    second = asyncio.create_task(instance.generate(sized("r-100")))
+    assert (await first).stop_reason == "abort"
+    await asyncio.sleep(10.5 * 0.03)
+    instance.abort(["r-100"])
+    assert len((await second).token_ids) == 10
+
+
+@virtually
+async def test_a_call_that_is_given_up_leaves_the_batch() -> None:
+    instance = make_instance()
+    other = asyncio.create_task(timed(instance, sized("a-100")))
+    given_up = await waits(instance.generate(sized("b-100")))
+    await asyncio.sleep(10 * 0.04 - 1e-6)
+    given_up.cancel()
+    assert (await other)[1] == pytest.approx(10 * 0.04 + 90 * 0.03)
+
+
+@virtually
+async def test_what_goes_on_elsewhere_has_what_is_left_of_its_length() -> None:
+    here, there = make_instance(version=1), make_instance(version=2)
+    request = sized("r-100", num_prompt=10, max_new_tokens=1000)
+    task = asyncio.create_task(here.generate(request))
+    await asyncio.sleep(10 * 0.001 + 30.5 * 0.03)
+    here.abort(["r-100"])
+    first = await task
+    assert first.token_ids == [GENERATED] * 30
+    again = GenerationRequest(
+        request_id="r-100",
+        prompt_ids=[*request.prompt_ids, *first.token_ids],
+        sampling=SamplingParams(max_new_tokens=970),
+    )
+    second = await there.generate(again)
+    assert (len(second.token_ids), second.stop_reason, set(second.versions)) == (70, "stop", {2})
+
+
+# --- versions -----------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_token_bears_the_version_that_finished_it() -> None:
+    instance = make_instance(version=3)
+    task = asyncio.create_task(instance.generate(sized("r-100")))
+    await asyncio.sleep(20.5 * 0.03)
+    instance.version = 4
+    await asyncio.sleep(30 * 0.03)
+    instance.version = 5
+    instance.version = 7
+    assert (await task).versions == [3] * 20 + [4] * 30 + [7] * 50
+    assert (await instance.generate(sized("s-5"))).versions == [7] * 5
+
+
+@virtually
+async def test_an_aborted_request_bears_the_versions_so_far() -> None:
+    instance = make_instance(version=3)
+    task = asyncio.create_task(instance.generate(sized("r-100")))
+    await asyncio.sleep(10.5 * 0.03)
+    instance.version = 4
+    await asyncio.sleep(2 * 0.03)
+    instance.abort(["r-100"])
+    assert (await task).versions == [3] * 10 + [4] * 2
+
+
+# --- lengths and the clock ----------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_each_requests_own_and_have_the_mean_that_was_asked() -> None:
+    lengths = log_normal_lengths(1, mean=500.0, sigma=1.0)
+    drawn = [lengths(make_request(f"r{number}")) for number in range(20_000)]
+    assert drawn == [lengths(make_request(f"r{number}")) for number in range(20_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(500.0, rel=0.05)
+    assert min(drawn) >= 1
+    assert drawn != [log_normal_lengths(2, 500.0, 1.0)(make_request(f"r{number}")) for number in range(20_000)]
+
+
+def test_the_clock_jumps_and_timers_keep_their_order() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def wait(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        seen.append((name, now()))
+
+    async def main() -> None:
+        await asyncio.gather(wait("years", 1e8), wait("day", 86_400.0), wait("tick", 1e-3))
+
+    run_virtually(main())
+    assert [name for name, _ in seen] == ["tick", "day", "years"]
+    assert [at for _, at in seen] == pytest.approx([1e-3, 86_400.0, 1e8])
+
+
+def test_what_is_due_at_once_is_done_at_once_however_late_it_is() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(30):
+            await asyncio.sleep(1e7)
+            done = asyncio.Event()
+            loop.call_later(0.0, done.set)
+            await done.wait()
+
+    run_virtually(main())
+
+
+def test_what_has_come_is_seen_before_the_clock_jumps() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            loop = asyncio.get_running_loop()
+            seen: asyncio.Future[float] = loop.create_future()
+            loop.add_reader(ours, lambda: seen.done() or seen.set_result(loop.time()))
+            theirs.send(b"x")
+            assert await asyncio.wait_for(seen, 1000.0) < 1.0
+            loop.remove_reader(ours)
+
+    run_virtually(main())
+
+
+# --- policies -----------------------------------------------------------------------------------------------------------
+
+
+async def makespan(
+    policy: RoutingPolicy, requests: list[GenerationRequest], model: EngineModel, num: int
+) -> tuple[float, float]:
+    """Seconds from the first to the last of a batch over 64 instances of 64 places; and its share of cached prompt tokens."""
+    instances = {f"i{k:02}": SimulatedInstance(f"i{k:02}", model, LENGTHS) for k in range(num)}
+    scheduler = GenerateScheduler(SimulatedBackend(instances), policy=policy)
+    for id_ in instances:
+        scheduler.add(id_, PLACES)
+    start = now()
+    tickets = scheduler.put(requests)
+    async for ticket in scheduler.stream(tickets):
+        assert ticket.future.exception() is None
+    cached = sum(each.num_cached_tokens for each in instances.values())
+    return now() - start, cached / sum(each.num_prompt_tokens for each in instances.values())
+
+
+LENGTHS = log_normal_lengths(seed=7, mean=1000.0, sigma=1.0)
+PLACES = 64
+
+
+def test_a_steps_batch_with_a_long_tail_ends_near_the_bound() -> None:
+    """4,096 log-normal requests on 64 instances: within 5 % of what no policy can beat."""
+    model, limit, num = EngineModel(), 16_384, 64
+    requests = [make_request(f"r{n}", prompt=[1] * 64, max_new_tokens=limit) for n in range(num * PLACES)]
+    lengths = [min(LENGTHS(request), limit) for request in requests]
+    bound_s = max(sum(lengths) / (num * PLACES * model.rate(PLACES)), max(lengths) / model.rate(1))
+    default_s, _ = run_virtually(makespan(LeastOutstandingTokens(), requests, model, num))
+    in_turn_s, _ = run_virtually(makespan(RoundRobin(), requests, model, num))
+    print(f"bound {bound_s:.1f} s, default {default_s / bound_s:.3f} of it, round-robin {in_turn_s / bound_s:.3f}")
+    assert bound_s <= default_s <= 1.05 * bound_s
+    assert default_s <= in_turn_s * 1.01
+
+
+def test_prefix_affinity_finds_more_in_the_caches_and_ends_no_later() -> None:
+    """61 prompts of 2,048 tokens, 8 samples each in any order, on caches of which each holds a quarter of the prompts."""
+    model, num = EngineModel(prefill_s=0.0002, cached_tokens=16 * 2048), 8
+    requests = [
+        make_request(f"{sample}-{group}", prompt=[group] * 2048, max_new_tokens=256)
+        for sample in range(8)
+        for group in range(61)
+    ]
+    random.Random(3).shuffle(requests)
+    affine_s, affine = run_virtually(makespan(PrefixAffinity(), requests, model, num))
+    least_s, least = run_virtually(makespan(LeastOutstandingTokens(), requests, model, num))
+    print(f"prefix affinity {affine_s:.1f} s, {affine:.0%} cached; least outstanding {least_s:.1f} s, {least:.0%} cached")
+    assert affine > 2 * least
+    assert affine_s <= 1.01 * least_s
+
+
+@virtually
+async def test_a_migrated_request_ends_with_its_whole_length_and_its_versions() -> None:
+    instances = {id_: SimulatedInstance(id_, MODEL, by_id, version) for version, id_ in enumerate(("i0", "i1"))}
+    scheduler = GenerateScheduler(SimulatedBackend(instances))
+    scheduler.add("i0", 4)
+    (ticket,) = scheduler.put([sized("r-100")])
+    await asyncio.sleep(40.5 * 0.03)
+    scheduler.add("i1", 4)
+    await scheduler.drain("i0", migrate=True)
+    scheduler.remove("i0")
+    await scheduler.wait_idle()
+    await settle()
+    assert ticket.future.result().versions == [0] * 40 + [1] * 60
+    assert now() == pytest.approx(100.5 * 0.03 + 40 * 0.001, abs=1e-5), "the 40 tokens are a prompt there"
