@@ -4,6 +4,7 @@
     python examples/grpo.py --scheduler local                 # the same without Ray; `inline` for a debugger
     python examples/grpo.py --model path/to/model --data tasks.jsonl
     python examples/grpo.py --out runs/grpo --resume          # go on from the last checkpoint
+    python examples/grpo.py --async --staleness 1             # generate ahead while the trainer works
 
 The loop is `Run.train`, and a step of it `Run.grpo_step`: draw prompts, generate answers, reward them, compare each with the
 others of its prompt, take one optimizer step, bring the new weights to the rollout workers. What surrounds it is in
@@ -12,15 +13,17 @@ examples/common/.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import random
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
 
@@ -31,9 +34,37 @@ from examples.common.settings import Settings, parse
 from examples.common.tasks import Task, TaskSet, load_tasks
 from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_model
 from examples.common.view import View, open_view
-from helmsman import HelmsmanError, Job, RolloutController, SamplingParams, SchedulingSpec, TrainController, make_scheduler
+from helmsman import (
+    BoundedStaleness,
+    HelmsmanError,
+    Job,
+    RetryGeneration,
+    RolloutController,
+    SamplingParams,
+    SchedulingSpec,
+    SupervisionPolicy,
+    TrainController,
+    WorkflowExecutor,
+    make_scheduler,
+)
 from helmsman.api.advantages import group_advantages
 from helmsman.api.errors import EngineCallError, GroupCallError
+from helmsman.api.generation import GenerationResult
+
+
+class Draw(NamedTuple):
+    """A task to answer several times, with a seed for each answer."""
+
+    task: Task
+    seeds: list[int]
+
+
+class Group(NamedTuple):
+    """The answers to one task, which are compared with each other."""
+
+    prompt: list[int]
+    answers: list[GenerationResult]
+    rewards: list[float]
 
 
 class Run:
@@ -54,6 +85,9 @@ class Run:
         self.trainer = trainer
         self.rollout = rollout
         self.max_new_tokens = max_new_tokens
+        self.executor: WorkflowExecutor | None = None
+        """Runs the groups of later steps while the trainer works, in an asynchronous run."""
+        self.draws: Iterator[Draw] = iter(())
         self.metrics = MetricsLog(Path(settings.out) / "metrics.jsonl")
         self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", num_kept=3)
 
@@ -94,16 +128,11 @@ class Run:
     def grpo_step(self, step: int) -> Record:
         """One optimizer step on answers that the model itself gave, by nothing but their rewards."""
         started = time.monotonic()
-        rng, group_size = self.rng(step), self.settings.samples_per_prompt
-        tasks = [task for task in rng.choices(self.tasks.train, k=self.settings.prompts_per_step) for _ in range(group_size)]
-        prompts = [self.tokenizer.encode_prompt(task.prompt) for task in tasks]
-        # A seed for each answer, so that it does not matter which worker draws it and beside which others.
-        sampling = [self.sampling(self.settings.temperature, seed=rng.getrandbits(62)) for _ in tasks]
-
-        answers = self.rollout.generate(prompts, sampling)
-        rewards = [self.score(task, answer.token_ids) for task, answer in zip(tasks, answers, strict=True)]
+        groups = self.next_groups(step)
+        rewards = [reward for group in groups for reward in group.rewards]
         # Not divided by the standard deviation: a group of all but equally wrong answers then says next to nothing.
-        advantages = group_advantages(rewards, group_size=group_size, normalize_std=False)
+        advantages = group_advantages(rewards, group_size=self.settings.samples_per_prompt, normalize_std=False)
+        answers = [(group.prompt, answer) for group in groups for answer in group.answers]
         samples = [
             {
                 "input_ids": prompt + answer.token_ids,
@@ -111,14 +140,53 @@ class Run:
                 "logprobs": [0.0] * len(prompt) + answer.logprobs,
                 "advantages": advantage,
             }
-            for prompt, answer, advantage in zip(prompts, answers, advantages, strict=True)
+            for (prompt, answer), advantage in zip(answers, advantages, strict=True)
         ]
         stats = self.trainer.train_batch(samples, "grpo", {"clip_high": 0.28})
         self.trainer.update_rollout(self.rollout)
+        if self.executor is not None:
+            self.executor.set_version(step - self.settings.sft_steps)
 
         accuracy = statistics.fmean(reward >= 1 for reward in rewards)
         record = Record(step=step, phase="grpo", loss=stats["loss"], reward=statistics.fmean(rewards), accuracy=accuracy)
-        return record.with_tokens(sum(len(answer.token_ids) for answer in answers), time.monotonic() - started)
+        return record.with_tokens(sum(len(answer.token_ids) for _, answer in answers), time.monotonic() - started)
+
+    def next_groups(self, step: int) -> list[Group]:
+        """The groups of a step: generated now, or since earlier steps in an asynchronous run."""
+        if self.settings.staleness is None:
+            draws = self.draw(step)
+            prompts = [self.tokenizer.encode_prompt(draw.task.prompt) for draw in draws for _ in draw.seeds]
+            sampling = [self.sampling(self.settings.temperature, seed=seed) for draw in draws for seed in draw.seeds]
+            answers = iter(self.rollout.generate(prompts, sampling))
+            return [self.scored(draw, [next(answers) for _ in draw.seeds]) for draw in draws]
+        if self.executor is None:
+            self.executor = WorkflowExecutor(self.episode, sampler=BoundedStaleness(self.settings.staleness))
+            self.executor.set_version(step - self.settings.sft_steps - 1)
+            self.draws = (draw for later in itertools.count(step) for draw in self.draw(later))
+        batch = self.executor.prepare_batch(self.draws, self.settings.prompts_per_step)
+        return [episode.value for episode in batch]
+
+    def draw(self, step: int) -> list[Draw]:
+        """The tasks of a step, with a seed for each answer, so that it does not matter which worker draws it, and when."""
+        rng, group_size = self.rng(step), self.settings.samples_per_prompt
+        tasks = rng.choices(self.tasks.train, k=self.settings.prompts_per_step)
+        return [Draw(task, [rng.getrandbits(62) for _ in range(group_size)]) for task in tasks]
+
+    async def episode(self, draw: Draw) -> Group:
+        """All answers to a task, and what they are worth."""
+        prompt = self.tokenizer.encode_prompt(draw.task.prompt)
+        generating = [self.rollout.agenerate(prompt, self.sampling(self.settings.temperature, seed)) for seed in draw.seeds]
+        return self.scored(draw, await asyncio.gather(*generating))
+
+    def scored(self, draw: Draw, answers: Sequence[GenerationResult]) -> Group:
+        """A group with its rewards."""
+        rewards = [self.score(draw.task, answer.token_ids) for answer in answers]
+        return Group(self.tokenizer.encode_prompt(draw.task.prompt), list(answers), rewards)
+
+    def close(self) -> None:
+        """End what is generated ahead."""
+        if self.executor is not None:
+            self.executor.close()
 
     def evaluate(self) -> float:
         """Share of held-out tasks that the current weights solve with greedy decoding."""
@@ -228,6 +296,8 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: boo
             Job(role="rollout", replicas=settings.rollout_workers, tasks=[spec]),
             engine_kwargs={"model": model, "seed": settings.seed, "max_concurrency": 128, "max_model_len": max_len},
             max_in_flight_per_worker=128,
+            retries=RetryGeneration(),
+            supervision=SupervisionPolicy(),
         )
         trainer.initialize()
         rollout.initialize()
@@ -235,7 +305,8 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: boo
         first_step = this.resume() if resume else 0
         seconds_before = sum(record.seconds for record in this.metrics.read())
         view.note(f"from step {first_step}" if first_step else "training begins")
-        this.train(first_step, view)
+        with contextlib.closing(this):
+            this.train(first_step, view)
 
     records = this.metrics.read()
     summary = summarize(records, settings, tasks.name, seconds=seconds_before + time.monotonic() - started)

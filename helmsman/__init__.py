@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from helmsman.controller.generation.routing import PrefixAffinity as PrefixAffinity
     from helmsman.controller.generation.routing import RoundRobin as RoundRobin
     from helmsman.controller.generation.routing import SessionAffinity as SessionAffinity
+    from helmsman.controller.generation.sampling import BoundedStaleness as BoundedStaleness
     from helmsman.controller.generation.scheduler import GenerateScheduler as GenerateScheduler
     from helmsman.controller.generation.scheduler import RetryGeneration as RetryGeneration
     from helmsman.controller.generation.scheduler import RetryUnbegun as RetryUnbegun
+    from helmsman.controller.generation.workflows import WorkflowExecutor as WorkflowExecutor
     from helmsman.controller.inline import InlineScheduler as InlineScheduler
     from helmsman.controller.local import LocalScheduler as LocalScheduler
     from helmsman.controller.ray_scheduler import RayScheduler as RayScheduler
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AxisSharding": "helmsman.api.dispatch",
     "Batch": "helmsman.api.batch",
+    "BoundedStaleness": "helmsman.controller.generation.sampling",
     "Cluster": "helmsman.controller.cluster",
     "ClusterConfig": "helmsman.api.cluster_config",
     "Collect": "helmsman.api.dispatch",
@@ -100,6 +103,7 @@ _HOMES = {
     "TrainController": "helmsman.controller.train",
     "TrainEngine": "helmsman.api.engines",
     "Worker": "helmsman.api.scheduler",
+    "WorkflowExecutor": "helmsman.controller.generation.workflows",
     "current_platform": "helmsman.api.platforms",
     "get_placement_group_master_ip_and_port": "helmsman.controller.ray_scheduler",
     "initialize": "helmsman.controller.bootstrap.initialize",

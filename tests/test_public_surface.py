@@ -14,6 +14,7 @@ import helmsman
 PUBLIC = [
     "AxisSharding",
     "Batch",
+    "BoundedStaleness",
     "Cluster",
     "ClusterConfig",
     "Collect",
@@ -53,6 +54,7 @@ PUBLIC = [
     "TrainController",
     "TrainEngine",
     "Worker",
+    "WorkflowExecutor",
     "current_platform",
     "get_placement_group_master_ip_and_port",
     "initialize",

@@ -31,6 +31,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     sft_lr: float = 1e-3
     lr: float = 2e-4
     temperature: float = 1.0
+    staleness: float | None = None
+    """Weight versions that answers may be older than the weights they train; None for a synchronous run."""
     max_new_tokens: int | None = None
     num_tasks: int = 6000
     num_held_out: int = 256
@@ -58,13 +60,16 @@ _FREE_ON_RESUME = {
     "steps",
     "eval_every",
     "save_every",
+    "staleness",
     "out",
 }
 """What may differ from the run that is resumed; everything else decides what the steps before were."""
 _LEAST = {
     **dict.fromkeys(("train_workers", "rollout_workers", "prompts_per_step", "samples_per_prompt", "sft_batch"), 1),
     **dict.fromkeys(("num_tasks", "num_held_out", "eval_every", "save_every", "max_new_tokens"), 1),
-    **dict.fromkeys(("sft_steps", "steps", "sft_lr", "lr", "temperature", "cpus_per_worker", "gpus_per_worker", "seed"), 0),
+    **dict.fromkeys(
+        ("sft_steps", "steps", "sft_lr", "lr", "temperature", "cpus_per_worker", "gpus_per_worker", "seed", "staleness"), 0
+    ),
 }
 
 
@@ -76,6 +81,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
     parser = _parser()
     given = vars(parser.parse_args(argv))
     resume = bool(given.pop("resume", False))
+    if given.pop("async", False):
+        given.setdefault("staleness", 1.0)
     layers: dict[str, Any] = dict(_FOR_A_PRETRAINED_MODEL) if given.get("model") else {}
     if resume:
         path = Path(given.get("out", Settings().out)) / "settings.json"
@@ -148,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sft-lr", "learning rate of the supervised phase (with --model: 1e-5)", type=float)
     add("--lr", "learning rate of GRPO (with --model: 1e-6)", type=float)
     add("--temperature", "of the sampling in training; evaluation is greedy", type=float)
+    parser.add_argument("--async", action="store_true", help="generate the answers of later steps while the trainer works")
+    add("--staleness", "weight versions that answers may be behind, also a fraction (with --async: 1)", type=float)
     add("--max-new-tokens", "longest answer; what the known answers need when not given (with --model: 256)", type=int)
     add("--num-tasks", "tasks to generate", type=int)
     add("--num-held-out", "tasks to evaluate on, never trained on", type=int)

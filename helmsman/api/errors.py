@@ -48,6 +48,7 @@ HelmsmanError
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has gone
 │   └── RequestDeadlineError (TimeoutError)
+├── WorkflowFailuresError                 too many episodes have failed
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
@@ -811,6 +812,22 @@ class RequestDeadlineError(GenerationError, TimeoutError):
             "Raise the deadline, lower max_new_tokens, or add instances if requests wait long.",
             request_id=request_id,
             limit_s=limit_s,
+        )
+
+
+class WorkflowFailuresError(HelmsmanError):
+    """More episodes of a workflow have failed than are tolerated."""
+
+    num_failed: int
+    limit: int
+
+    def __init__(self, *, num_failed: int, limit: int, window: int, last: BaseException) -> None:
+        super().__init__(
+            f"{num_failed} of the last {window} episodes have failed, and {limit} are tolerated "
+            f"(WorkflowExecutor.max_failures). The last error was {type(last).__name__}: {last}. Mend the workflow, have it "
+            "return nothing for what cannot be used, or tolerate more.",
+            num_failed=num_failed,
+            limit=limit,
         )
 
 

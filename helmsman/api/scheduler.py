@@ -369,6 +369,18 @@ class Scheduler(abc.ABC):
         """
 
     @abc.abstractmethod
+    def scale(self, role: str, replicas: int) -> list[str]:
+        """Let a role have so many workers: more at its end, placed as a job of one each, or fewer, the last ones ended.
+
+        New workers are ready and have no engines. What a worker held that has ended is free again, but for one of a 'shared'
+        job, whose placement group goes with its last worker. Workers that stay are not touched.
+
+        Returns: ids of the workers that are new.
+        Raises: as create_workers, and then the role is as it was; RoleNotFoundError; InvalidSpecError for a role whose workers
+            are another's, whose replicas have specs of their own, or on whose last workers another role stands.
+        """
+
+    @abc.abstractmethod
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         """The role's workers in rank order, each having answered within ``timeout`` seconds; 0 asks nobody.
 

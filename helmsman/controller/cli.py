@@ -68,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are, over what the launcher says")
     doctor.add_argument("--head", metavar="HOST", help="the head that nodes are to reach, over what the launcher says")
     doctor.add_argument(
-        "--port", type=int, action="append", metavar="P", help="a port that a head would listen on (repeatable; default 6379)"
+        "--port",
+        type=int,
+        action="append",
+        metavar="P",
+        help="a port that a head would listen on (repeatable; default 6379 and 6380)",
     )
     doctor.add_argument("--all", action="store_true", help="of a cluster, also what is in order")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")

@@ -98,6 +98,9 @@ class LocalScheduler(SchedulerBase):
                 places[role.role].append(Place.planned(worker, role.accelerator))
         return places
 
+    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        self._devices.free([worker_id])
+
     async def _launch(
         self,
         job: Job,

@@ -23,8 +23,8 @@ from helmsman.rpc_server.segments import HAS_SEGMENTS, can_reuse
 
 State = Literal["ok", "warn", "bad"]
 
-HEAD_PORTS = (6379,)
-"""What a head listens on unless it is told otherwise."""
+HEAD_PORTS = (6379, 6380)
+"""What a head listens on unless it is told otherwise: its Ray, and its supervisor."""
 
 _PACKAGES = ("helmsman", "ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
@@ -65,7 +65,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     cpus_allowed: float
     """Of this process, by its affinity and its control group."""
     memory: int
-    """Of the machine, or what the control group allows."""
+    """Of the machine, or what the control group or Slurm allows."""
     shm_total: int
     shm_free: int
     open_files: int
@@ -129,7 +129,7 @@ def observe(
         kernel=f"{platform.system()} {platform.release()}",
         cpus=os.cpu_count() or 1,
         cpus_allowed=cpus_allowed(environ),
-        memory=memory_allowed(),
+        memory=memory_allowed(environ),
         shm_total=shm[0],
         shm_free=shm[1],
         open_files=_limited(soft),
@@ -289,18 +289,19 @@ def _segments(seen: Observed) -> Check:
 
 
 def address_towards(head: str) -> str:
-    """The address with which this node reaches the head, or the world when no head is named; '' without a route. Sends
-    nothing."""
+    """The address with which this node reaches the head, or the world when no head is named; '' without a route. IPv4 where
+    the target has both. Sends nothing."""
     for target in (head, "192.0.2.1", "2001:db8::1"):
         if not target:
             continue
         try:
-            family, _, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            found = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
+            family, _, _, _, where = min(found, key=lambda row: row[0] != socket.AF_INET)
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(where)
                 address: str = probe.getsockname()[0]
                 return address
-        except OSError:
+        except (OSError, UnicodeError):  # the latter for what cannot be a name
             continue
     return ""
 
@@ -342,11 +343,17 @@ def cpus_allowed(environ: Mapping[str, str]) -> float:
     return min(cpus, float(allocated)) if allocated.isdecimal() else cpus
 
 
-def memory_allowed() -> int:
-    """Bytes of memory of this machine, or of the control group."""
+def memory_allowed(environ: Mapping[str, str]) -> int:
+    """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated; the least of them."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read("/sys/fs/cgroup/memory.max")
-    return min(total, int(limit)) if limit.isdigit() else total
+    allowed = min(total, int(limit)) if limit.isdigit() else total
+    per_node, per_cpu, cpus = (
+        int(text) if (text := environ.get(name, "")).isdecimal() else 0  # --mem=0 is all of the node
+        for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+    )
+    allocated = (per_node or per_cpu * cpus) << 20
+    return min(allowed, allocated) if allocated else allowed
 
 
 def _why_busy(port: int) -> str:

@@ -69,6 +69,10 @@ class Slot(Place, frozen=True, kw_only=True):
     """(address of the node, number of devices) of each bundle of the instance."""
     deferred: bool
 
+    def shares_group_of(self, other: Place) -> bool:
+        """Whether both are bundles of one group."""
+        return isinstance(other, Slot) and bool(other.group.id == self.group.id)
+
 
 class _Request(msgspec.Struct, frozen=True):
     role: PlannedRole
@@ -288,6 +292,12 @@ def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool
         return False
     remove_placement_group(request.group)
     return True
+
+
+async def remove_created(group: PlacementGroup) -> None:
+    """Remove a group that was created, and may have been removed since."""
+    with contextlib.suppress(TimeoutError):
+        await bounded(remove_placement_group, group, limit_s=_REMOVE_S)
 
 
 def _silent_nodes(node_ids: set[str]) -> set[str]:

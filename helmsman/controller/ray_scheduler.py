@@ -144,6 +144,10 @@ class RayScheduler(SchedulerBase):
     ) -> Mapping[str, Sequence[Place]]:
         return await placement.admit(jobs, self._prefix, deadline, resources)
 
+    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        if isinstance(place, placement.Slot) and not any(place.shares_group_of(other) for other in kept):
+            await placement.remove_created(place.group)
+
     async def _hold(
         self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[tuple[Place, Reservation]]:

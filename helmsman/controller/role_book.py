@@ -275,6 +275,71 @@ class RoleBook(Scheduler):
                     entry.engine_names.pop(f"{entry.name}/{rank}", None)
                 role.resources.push_async_callback(resources.pop_all().aclose)
 
+    def scale(self, role: str, replicas: int) -> list[str]:
+        self._require_open("scale")
+        entry = self._role(role)
+        self._require_scalable(entry, replicas)
+        return run_sync(self._scale(entry, replicas))
+
+    def _require_scalable(self, role: Role, replicas: int) -> None:
+        if replicas < 1:
+            raise errors.InvalidReplicasError(role=role.name, replicas=replicas)
+        expected = ""
+        if role.reuses or role.target is not None:
+            expected = f"a role with workers of its own; these stand on role {role.target!r}"
+        elif not role.clients:
+            expected = "a role with workers; this one only holds devices"
+        elif len(role.job.tasks) > 1:
+            expected = "a job with one spec for all of its replicas"
+        elif dependents := [each.name for each in self._with_dependents(role.name)[:-1] if replicas < len(role.clients)]:
+            expected = f"no fewer workers while {', '.join(dependents)} stand on them; delete these roles first"
+        if expected:
+            raise errors.InvalidSpecError(role=role.name, field="replicas", value=replicas, expected=expected)
+
+    async def _scale(self, role: Role, replicas: int) -> list[str]:
+        async with role.restarting:  # ranks do not change while one of them is restarted
+            before = len(role.clients)
+            if replicas > before:
+                await self._grow(role, range(before, replicas))
+            elif replicas < before:
+                await self._shrink(role, replicas)
+            return role.worker_ids[before:]
+
+    async def _grow(self, role: Role, ranks: Sequence[int]) -> None:
+        deadline = Deadline(self.timeouts.start_s)
+        grown = msgspec.structs.replace(role.job, replicas=ranks[-1] + 1)
+        singles = [msgspec.structs.replace(role.job, role=f"{role.name}+{rank}", replicas=1) for rank in ranks]
+        async with contextlib.AsyncExitStack() as resources:
+            stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles}
+            found = await self._reserve(singles, deadline, stacks)
+            places = [found[each.role][0] for each in singles]
+            clients = await await_all(
+                self._start_rank(grown, rank, place, deadline, stacks[single.role])
+                for rank, place, single in zip(ranks, places, singles, strict=True)
+            )
+            with self._book:
+                if self._roles.get(role.name) is not role:  # deleted by another thread
+                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
+                role.grow(grown, clients, [stacks[each.role].pop_all() for each in singles])
+
+    async def _start_rank(
+        self, job: Job, rank: int, place: Place, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> WorkerClient:
+        (client,) = await self._launch(job, [rank], [place], deadline, resources)
+        await self._prepare(job, rank, client, deadline)
+        return client
+
+    async def _shrink(self, role: Role, replicas: int) -> None:
+        with self._book:
+            doomed = role.shrink(replicas)
+        await stop_roles([doomed], False, "scale", self.timeouts.shutdown_s)
+        kept = [client.place for client in role.clients]
+        for rank, place in enumerate(doomed.places, start=replicas):
+            await self._give_back(f"{role.name}/{rank}", place, kept)
+
+    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        """Free what a worker held that has ended, of a job whose other workers are at ``kept``. Idempotent."""
+
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         self._require_open("get_workers")
         entry = self._role(role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -29,6 +30,8 @@ from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.role import RoleController
+
+log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = Sequence[int] | GenerationRequest
 """Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
@@ -86,6 +89,8 @@ class RolloutController(RoleController):
         self._supervisor: Supervisor | None = None
         self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
+        self._version: int | None = None
+        """Of the last update."""
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
         self._requests: GenerateScheduler | None = None
@@ -156,6 +161,21 @@ class RolloutController(RoleController):
 
         run_sync(resume())
 
+    def scale(self, replicas: int, *, migrate: bool = False) -> None:
+        """Serve by so many workers from now on, while requests go on.
+
+        New ones serve once they have the weights of the last update: at once under supervision, else after the next update.
+        Before the last ones leave, their requests end there or, with ``migrate``, are continued elsewhere with the tokens they
+        have. An error, or an interrupt, leaves the workers serving that serve.
+
+        Raises: as Scheduler.scale, or what building the engines raised.
+        """
+        run_sync(self._scale(replicas, migrate))
+
+    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
+        """As scale, awaited."""
+        await run_async(self._scale(replicas, migrate))
+
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
 
@@ -165,7 +185,8 @@ class RolloutController(RoleController):
             weights: what TrainController.export_weights returned, or the parameters themselves, by Hugging Face name.
             timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the version, which every living worker serves now.
-        Raises: as call_all, when all workers have answered.
+        Raises: as call_all, when all workers have answered; under supervision only when no worker serves the weights, since
+            the others are left to it.
         """
         return run_sync(self._update_weights(weights, version, timeout))
 
@@ -287,6 +308,9 @@ class RolloutController(RoleController):
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
         supervisor = self._supervisor
         assert supervisor is not None
+        old = self._served[0] if self._served is not None else None
+        # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
+        self._version, self._served = version, (weights, version) if self.keeps_weights else None
 
         async def update(worker_id: str) -> None:
             try:
@@ -305,8 +329,14 @@ class RolloutController(RoleController):
 
         try:
             await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
+        except HelmsmanError as error:
+            serving = any(instance.serves for instance in self._queue().instances.values())
+            if self._supervision is None or not (serving or self._why_hopeless() is None):
+                raise
+            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(error).split("\n", 1)[0])
         finally:
-            await self._keep_weights(weights, version)
+            if old is not None and isinstance(old, ResultHandle) and old is not weights:
+                await asyncio.to_thread(self._release, old)
         return version
 
     @property
@@ -314,16 +344,49 @@ class RolloutController(RoleController):
         """Whether it keeps the weights of an update, and releases them at the next one."""
         return self._supervision is not None
 
-    async def _keep_weights(self, weights: ResultHandle | Mapping[str, Any] | None, version: int) -> None:
-        if not self.keeps_weights:
-            return
-        old, self._served = self._served, None if weights is None else (weights, version)
-        if old is not None and isinstance(old[0], ResultHandle) and old[0] is not weights:
-            await asyncio.to_thread(self._release, old[0])
-
     def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(NotFoundError, SchedulerClosedError):
             self.scheduler.release(handle)
+
+    async def _scale(self, replicas: int, migrate: bool) -> None:
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        leaving = [worker.id for worker in self._workers[max(replicas, 0) :]] if replicas >= 1 else []
+        try:
+            for worker_id in leaving:
+                requests.instances[worker_id].is_draining = True
+            await asyncio.gather(*(requests.drain(worker_id, migrate=migrate) for worker_id in leaving))
+            new = await asyncio.to_thread(self.scheduler.scale, self.role, replicas)
+        except BaseException:
+            for worker_id in leaving:
+                requests.instances[worker_id].is_draining = False
+            requests.pump()
+            raise
+        for worker_id in leaving:
+            requests.remove(worker_id)
+            supervisor.forget(worker_id)
+        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        if new:
+            await self._welcome(new)
+
+    async def _welcome(self, new: Sequence[str]) -> None:
+        """Build the engines of new workers, and serve by them as soon as they have the weights."""
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        ranks = [rank for rank, worker in enumerate(self._workers) if worker.id in new]
+        try:
+            await self._make_ready(self._workers, ranks)
+        except BaseException:
+            await asyncio.to_thread(self.scheduler.scale, self.role, ranks[0])
+            self._workers = self._workers[: ranks[0]]
+            raise
+
+        async def serve(worker_id: str) -> None:
+            health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
+            requests.add(worker_id, self._max_in_flight_per_worker, health)
+            supervisor.watch(worker_id, health)
+
+        await asyncio.gather(*map(serve, new))
 
     async def _rebuild(self, worker_id: str) -> bool:
         """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
@@ -331,13 +394,23 @@ class RolloutController(RoleController):
         self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
-        if self._served is None:
+        return await self._bring_weights(worker_id)
+
+    async def _bring_weights(self, worker_id: str) -> bool:
+        """Bring a worker that was just built the weights that are served; whether it has them now."""
+        if self._version is None:
             return True  # there was no update: it serves what all serve, the weights that it was built with
-        weights, version = self._served
-        try:
-            return bool(await self._ask(worker_id, "update_weights", weights, version) == version)
-        except HandleLostError:
-            return False  # their trainer has gone
+        while self._served is not None:
+            weights, version = self._served
+            try:
+                served = await self._ask(worker_id, "update_weights", weights, version)
+            except HandleLostError:
+                if self._version == version:
+                    return False  # their trainer has gone
+                continue  # they were replaced meanwhile
+            if self._version == version:
+                return bool(served == version)
+        return False
 
     async def _versions(self) -> dict[str, int]:
         living = [instance.instance_id for instance in self._living()]
@@ -419,7 +492,9 @@ class RolloutController(RoleController):
 
         async def close() -> None:
             supervisor.stop()
-            await self._keep_weights(None, 0)
+            old, self._served = self._served, None
+            if old is not None and isinstance(old[0], ResultHandle):
+                await asyncio.to_thread(self._release, old[0])
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())

@@ -7,6 +7,8 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from helmsman.api import errors
 from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
 from helmsman.api.scheduler import Job
@@ -40,7 +42,32 @@ class Role:
         self.engine_names: dict[str, set[str]] = {}
         """Engines created through this role, by worker id."""
         self.restarting = asyncio.Lock()
-        """Held while one of its workers is restarted."""
+        """Held while one of its workers is restarted, or their number changes."""
+        self._grown: dict[int, contextlib.AsyncExitStack] = {}
+        """What has to be undone for a rank alone, of ranks that came later."""
+
+    def grow(self, job: Job, clients: Sequence[WorkerClient], resources: Sequence[contextlib.AsyncExitStack]) -> None:
+        """Have more workers, each with what has to be undone when it goes."""
+        first = len(self.clients)
+        self.job = job
+        self.clients = [*self.clients, *clients]
+        self.places = [*self.places, *(client.place for client in clients)]
+        for rank, stack in enumerate(resources, start=first):
+            self._grown[rank] = stack
+            self.resources.push_async_callback(stack.aclose)
+
+    def shrink(self, replicas: int) -> Role:
+        """Have fewer workers; returns the others, as a role that is to be stopped."""
+        own = contextlib.AsyncExitStack()
+        for rank in range(replicas, len(self.clients)):
+            if (stack := self._grown.pop(rank, None)) is not None:
+                own.push_async_callback(stack.aclose)
+        doomed = Role(self.job, self.clients[replicas:], own, places=self.places[replicas:])
+        self.job = msgspec.structs.replace(self.job, replicas=replicas)
+        self.clients, self.places = self.clients[:replicas], self.places[:replicas]
+        for rank in range(replicas, replicas + len(doomed.clients)):
+            self.engine_names.pop(f"{self.name}/{rank}", None)
+        return doomed
 
     @property
     def name(self) -> str:

@@ -36,7 +36,11 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def user_dir() -> Path:
     """Folder of this user's runs on this machine."""
-    return Path(tempfile.gettempdir()) / f"helmsman-{getpass.getuser()}"
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # in a container that runs under an id which nobody has
+        name = str(os.getuid())
+    return Path(tempfile.gettempdir()) / f"helmsman-{name}"
 
 
 def default_log_dir(run_id: str) -> Path:

@@ -176,6 +176,11 @@ ROWS = [
         ("'r0'", "2.5 s", "running on rollout/3"),
         "Raise the deadline",
     ),
+    Row(
+        errors.WorkflowFailuresError(num_failed=17, limit=16, window=256, last=KeyError("answer")),
+        ("17 of the last 256", "16 are tolerated", "KeyError: 'answer'"),
+        "Mend the workflow",
+    ),
     Row(errors.StartError("role 'train' did not start", role="train"), ("train",), ""),
     Row(
         errors.PlacementInfeasibleError(

@@ -45,6 +45,32 @@ def busy() -> int:
     return 0
 
 
+def loses() -> int:
+    """A call on the other node, which never comes back, until Ray says that it is lost."""
+    import ray
+
+    import helmsman
+
+    (other,) = [node for node in helmsman.initialize().nodes if node.labels["helmsman-rank"] == "1"]
+
+    class Waits:
+        def there(self) -> int:
+            return 1
+
+        def hang(self) -> None:
+            threading.Event().wait()
+
+    actor: Any = ray.remote(num_cpus=1, resources={f"node:{other.address}": 0.01})(Waits).remote()
+    ray.get(actor.there.remote())
+    call = actor.hang.remote()
+    print("the call is made", flush=True)
+    try:
+        ray.get(call)
+    except ray.exceptions.RayActorError:
+        print("the call is lost", flush=True)
+    return 0
+
+
 def stubborn() -> int:
     """Be deaf to signals."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -62,4 +88,4 @@ def wait() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"count": count, "busy": busy, "stubborn": stubborn, "wait": wait}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"count": count, "busy": busy, "loses": loses, "stubborn": stubborn, "wait": wait}[sys.argv[1]](*sys.argv[2:]))

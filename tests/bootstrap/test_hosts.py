@@ -114,6 +114,17 @@ def test_a_head_whose_cable_is_pulled_is_left_within_thirty_seconds(make_hosts: 
     commands[0].said("rank 1 (host1 10.77.0.2) is lost", 30.0)
 
 
+def test_a_call_on_a_node_whose_cable_is_pulled_is_lost_soon(make_hosts: Make) -> None:
+    """By the keepalive times; with Ray's own it takes more than a minute."""
+    hosts = make_hosts(2)
+    commands = up_all(hosts, _script("loses"))
+    commands[0].said("the call is made")
+    hosts.cut(1)
+    commands[0].said("the call is lost", 40.0)
+    assert commands[0].wait(_GONE_S) == 0
+    assert commands[1].wait(30.0) == 94
+
+
 def test_a_node_whose_own_raylet_dies_leaves_within_three_seconds_and_the_run_goes_on(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     commands = up_all(hosts, _script("wait"))
@@ -138,12 +149,51 @@ def test_a_rank_that_never_comes_is_named_on_both_sides(make_hosts: Make) -> Non
     _nothing_left(hosts)
 
 
+def test_a_node_that_was_killed_and_comes_again_is_there_once(make_hosts: Make) -> None:
+    """As a pod does. Ray learns of the first one's end late, and the script would send work to it."""
+    hosts = make_hosts(3)
+
+    def up(rank: int) -> Command:
+        place = (f"--node-rank={rank}", "--num-nodes=3", "--head=host0", "--timeout=90")
+        return hosts[rank].up(*place, "--", *_script("count", "0"))
+
+    head, first = up(0), up(1)
+    first.said("joined the cluster")
+    first.signal(signal.SIGSTOP)  # so that it does not tell of its raylet
+    os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)  # which, ended in order, would take leave of Ray's head
+    first.signal(signal.SIGKILL)
+    head.said("was here and has gone")
+    again, other = up(1), up(2)
+    assert _codes([head, again, other], 100) == [0, 0, 0]
+    assert "Ray still counts the one that was killed before it" in head.output
+    assert "sees 3 nodes of ranks ['0', '1', '2']" in head.output
+    _nothing_left(hosts)
+
+
 def test_a_head_that_never_comes_is_named(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     command = hosts[1].up("--node-rank=1", "--num-nodes=2", "--head=host0", "--timeout=3", "--", *_script("wait"))
     assert command.wait(10) == 91
     assert "the head at host0:6380 does not answer" in command.output
     assert "rank 0 is missing" in command.output
+    _nothing_left(hosts)
+
+
+def test_a_node_that_looks_its_heads_name_up_can_be_told_to_stop(make_hosts: Make) -> None:
+    """Also while no name server answers, which takes longer than a node may take to end."""
+    hosts = make_hosts(2)
+    servers = hosts[1].folder / "resolv.conf"
+    servers.write_text("nameserver 10.77.0.77\noptions timeout:30\n")
+    hosts[1].do("mount", "--bind", str(servers), "/etc/resolv.conf")
+    hosts[1].do("ip", "neigh", "add", "10.77.0.77", "lladdr", "02:00:00:00:00:77", "dev", "eth0")  # where nobody is
+    arguments = ("--node-rank=1", "--num-nodes=2", "--head=head.example", "--interface=eth0")
+    command = hosts[1].up(*arguments, "--", *_script("wait"))
+    asked = Path(f"/proc/{hosts[1].pid}/net/udp")
+    wait_until(lambda: ":0035 " in asked.read_text() or command.has_ended, "the name server is asked", 30)
+    command.signal(signal.SIGTERM)
+    assert command.wait(_GONE_S) == 143
+    assert "told to stop by SIGTERM; it leaves" in command.output
+    assert "Traceback" not in command.output
     _nothing_left(hosts)
 
 
@@ -164,6 +214,37 @@ def test_a_host_without_a_route_says_so(make_hosts: Make) -> None:
     loopback = hosts[0].up("--node-rank=0", "--num-nodes=2", "--interface=lo", "--", *_script("wait"))
     assert loopback.wait(5) == 90
     assert "127.0.0.1, which no other host can reach" in loopback.output
+    _nothing_left(hosts)
+
+
+def test_a_head_is_where_its_name_says(make_hosts: Make) -> None:
+    """And not on its route to the world, where nobody seeks it."""
+    hosts = make_hosts(2)
+    for index, host in enumerate(hosts.all):
+        host.do("ip", "addr", "add", f"10.78.0.{index + 1}/24", "dev", "eth0")
+    commands = [
+        host.up(f"--node-rank={rank}", "--num-nodes=2", "--head=10.78.0.1", "--timeout=30", "--", *_script("count", "0"))
+        for rank, host in enumerate(hosts.all)
+    ]
+    assert _codes(commands, 60) == [0, 0]
+    assert "at 10.78.0.1:6379" in commands[0].output
+    _nothing_left(hosts)
+
+
+def test_hosts_without_ipv4_say_so_and_one_alone_needs_none(make_hosts: Make) -> None:
+    hosts = make_hosts(2)
+    for index, host in enumerate(hosts.all):
+        host.do("ip", "addr", "flush", "dev", "eth0")
+        host.do("ip", "-6", "addr", "add", f"fd00::{index + 1}/64", "dev", "eth0", "nodad")
+        host.do("ip", "-6", "route", "add", "default", "via", "fd00::99")
+    for rank, host in enumerate(hosts.all):
+        command = host.up(f"--node-rank={rank}", "--num-nodes=2", "--head=fd00::1", "--", *_script("wait"))
+        assert command.wait(5) == 90
+        for fact in (f"fd00::{rank + 1}, and nodes meet by IPv4 alone", "--interface"):
+            assert fact in command.output
+    alone = hosts[0].up("--", *_script("count", "3"))
+    assert alone.wait(60) == 3
+    assert "sees 1 nodes" in alone.output
     _nothing_left(hosts)
 
 

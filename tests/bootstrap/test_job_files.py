@@ -120,3 +120,4 @@ def test_exit_codes_and_defaults_are_those_of_the_code() -> None:
     assert f"waits `--timeout` seconds ({options.timeout:g})" in PAGE
     assert f"has `--grace` seconds ({options.grace:g})" in PAGE
     assert re.search(rf"^\| {HEAD_PORTS[0]}, `--port` \|", PAGE, re.MULTILINE)
+    assert re.search(rf"^\| {HEAD_PORTS[1]}, `--control-port`: `--port` \+ 1 \|", PAGE, re.MULTILINE)

@@ -273,6 +273,12 @@ async def test_nobody_listens(listener: Listener) -> None:
         await connect("127.0.0.1", listener.port, KEY, USUAL)
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+async def test_what_is_no_name_of_a_host(host: str) -> None:
+    with pytest.raises(OSError, match=f"'{host}' is no name of a host"):
+        await connect(host, 6380, KEY, USUAL)
+
+
 async def test_a_head_that_says_nothing_is_there_and_silent(listener: Listener) -> None:
     """As one is that is stopped or overloaded: the kernel takes connections for it."""
     with pytest.raises(LinkLostError, match=r"connected, and then nothing was heard for 0\.2 s"):

@@ -25,7 +25,7 @@ from helmsman.controller.bootstrap.settings import (
     shown,
     variables,
 )
-from helmsman.controller.node_checks import cpus_allowed
+from helmsman.controller.node_checks import cpus_allowed, memory_allowed
 
 TABLE = (Default("A", "1", "of A"), Default("B", "2", "of B"), Default("C", "3", "of C"))
 
@@ -194,3 +194,25 @@ def test_cpus_are_those_of_the_allocation() -> None:
 @pytest.mark.parametrize("text", ["", "many", "-1", "2(x3)"])
 def test_what_slurm_would_not_say_counts_for_nothing(text: str) -> None:
     assert cpus_allowed({"SLURM_CPUS_ON_NODE": text}) == cpus_allowed({})
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SLURM_MEM_PER_NODE": "200"}, 200 << 20),
+        ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, 150 << 20),
+        ({"SLURM_MEM_PER_NODE": "0"}, None),
+        ({"SLURM_MEM_PER_NODE": "900000000"}, None),
+        ({"SLURM_MEM_PER_NODE": "4G"}, None),
+        ({"SLURM_MEM_PER_CPU": "50"}, None),
+        ({}, None),
+    ],
+    ids=["of a node", "of its CPUs", "all of the node", "more than there is", "no number", "of CPUs unknown", "no Slurm"],
+)
+def test_memory_is_that_of_the_allocation(variables: dict[str, str], expected: int | None) -> None:
+    here = memory_allowed({})
+    assert here > 200 << 20
+    assert memory_allowed(variables) == (expected or here)

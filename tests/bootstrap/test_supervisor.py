@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +227,43 @@ def test_a_node_that_was_killed_may_come_again_before_the_run_begins(make_nodes:
     head.ends(0)
     again.ends(0)
     other.ends(0)
+
+
+def test_the_head_hears_again_after_it_had_too_many_open_files(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0)
+    head.said("rank 1, never heard of")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        resource.prlimit(head.process.pid, resource.RLIMIT_NOFILE, (40, hard))
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", nodes.port)))
+        head.said("could not be heard: Too many open files")
+    nodes.start(1).ends(0)
+    head.ends(0)
+
+
+def test_a_stranger_that_comes_again_and_again_is_told_of_once(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0)
+    head.said("rank 1, never heard of")
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", nodes.port)) as peer:
+            peer.shutdown(socket.SHUT_WR)
+            while peer.recv(4096):
+                continue
+    nodes.start(1).ends(0)
+    head.ends(0)
+    assert len(head.lines("a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run")) == 1
+
+
+def test_a_port_that_another_run_takes_at_the_same_moment(make_nodes: MakeNodes) -> None:
+    """After the plan was made, which has found it free."""
+    nodes = make_nodes(2)
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        nodes.start(0).ends(
+            90, f"UnfitNodeError: port {nodes.port}, on which the nodes' supervisors meet, cannot be had", "--control-port"
+        )
 
 
 def test_a_first_connection_that_hangs(make_nodes: MakeNodes, make_cable: MakeCable) -> None:

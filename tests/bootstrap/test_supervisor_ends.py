@@ -262,3 +262,20 @@ def test_a_member_that_is_killed_takes_its_ray_along_and_the_run_goes_on(make_no
     wait_gone({"its Ray": ray})
     nodes.release()
     head.ends(0)
+
+
+def test_a_node_that_comes_late_and_has_not_joined_when_the_run_ends(make_nodes: MakeNodes) -> None:
+    """The run had begun, and is not said to have not."""
+    nodes = make_nodes(2)
+    head, member = nodes.start_all()
+    nodes.wait_running()
+    member.signal(KILL)
+    head.said("is lost")
+    nodes.behaviour(1, "hangs")
+    (nodes.folder / "1" / "started").unlink()
+    late = nodes.start(1)
+    assert late.ray["pid"], "it is in the middle of its start"
+    nodes.release()
+    head.ends(0)
+    late.ends(91, "NotJoinedError: the run has ended before this node had joined: the script has ended with exit code 0")
+    assert "did not begin" not in late.output

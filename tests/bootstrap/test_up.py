@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -16,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from helmsman.controller.bootstrap.settings import CLUSTER_DEFAULTS, NODE_DEFAULTS
+from helmsman.controller.bootstrap.up import make_plan
+from helmsman.controller.cli import _parser
+from helmsman.controller.launchers import ALONE, NodeIdentity
 from helmsman.controller.node_checks import address_towards
 from tests.contract.helpers import ROOT, wait_until
 
@@ -101,6 +105,39 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started(
         assert fact in told
 
 
+@pytest.mark.parametrize("flag", ["--timeout", "--grace"])
+@pytest.mark.parametrize("value", ["nan", "-1", "soon"])
+def test_times_that_are_none(start: Start, flag: str, value: str) -> None:
+    code, _, told = ended(start(flag, value, "--", "true"))
+    assert code == 2
+    assert f"argument {flag}: {value!r} is no number of seconds from 0 on" in told
+
+
+def test_no_place_for_rays_files(start: Start) -> None:
+    code, _, told = ended(start("--show-settings", RAY_TMPDIR="/dev/null/below"))
+    assert code == 90
+    for fact in ("there is no place for Ray's files", "Not a directory", "/dev/null/below", "RAY_TMPDIR"):
+        assert fact in told
+
+
+def test_no_place_for_the_record_of_the_run(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "helmsman-somebody").touch()
+    code, _, told = ended(start("--show-settings", TMPDIR=str(tmp_path), USER="somebody", LOGNAME="somebody"))
+    assert code == 90
+    for fact in ("the record of the run", str(tmp_path), "TMPDIR"):
+        assert fact in told
+
+
+def test_the_folder_for_rays_files_is_made(start: Start) -> None:
+    place = Path(tempfile.gettempdir()) / secrets.token_hex(4)
+    try:
+        code, _, told = ended(start("--show-settings", RAY_TMPDIR=str(place)))
+        assert (code, told) == (0, "")
+        assert list(place.iterdir()) == []
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def test_a_port_that_is_held(start: Start, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     code, _, told = ended(start("--port", str(port), "--", "true"))
@@ -123,6 +160,16 @@ def test_launchers_that_disagree(start: Start) -> None:
     assert code == 2
     for fact in ("node rank", "BEAKER_REPLICA_RANK=1", "DSTACK_NODE_RANK=0", "--node-rank"):
         assert fact in told
+
+
+def test_a_secret_is_the_same_from_a_file_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes hands a secret that was made of a file to the container with its last line end."""
+    file = tmp_path / "token"
+    file.write_text("one two\n")
+    identity = NodeIdentity(launcher=ALONE, rank=0, count=1)
+    monkeypatch.setenv("HELMSMAN_TOKEN", "one two\n")
+    for arguments in (["up"], ["up", "--token-file", str(file)]):
+        assert make_plan(_parser().parse_args(arguments), identity, ["true"], "run", tmp_path).secret == "one two"
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
@@ -149,6 +196,28 @@ def test_the_allocation_counts_and_not_the_machine(start: Start) -> None:
     code, out, _ = ended(start("--show-settings", SLURM_CPUS_ON_NODE="1"))
     assert code == 0
     assert "Ray is told of 1 CPU" in out
+
+
+# --- who listens --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_when_nobody_takes_what_it_tells(listener: socket.socket, tmp_path: Path) -> None:
+    """As with a pipe whose reader has gone; a run that ended there would end with 0, too."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "helmsman.controller.cli", "up", *PROGRAM, "raise SystemExit(7)"],
+        env={
+            "PATH": os.environ["PATH"],
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": f"127.0.0.1:{listener.getsockname()[1]}",
+        },
+        stdin=subprocess.DEVNULL,
+        stderr=ours,
+    )
+    os.close(ours)
+    assert process.wait(60) == 7
 
 
 # --- a cluster that is there --------------------------------------------------------------------------------------------

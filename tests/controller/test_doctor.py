@@ -131,9 +131,19 @@ def test_this_machine() -> None:
     assert observe(ports=[port], rank=1, count=2, head="127.0.0.1", environ={}).address == "127.0.0.1"
 
 
+def test_what_slurm_has_allocated_counts() -> None:
+    seen = observe(ports=[], environ={"SLURM_MEM_PER_NODE": "100"})
+    assert seen.memory == 100 << 20
+
+
+def test_both_ports_of_a_head_are_tried() -> None:
+    assert observe(environ={}).tried_ports == [6379, 6380]
+
+
 def test_the_route_to_the_head_decides_the_address() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("no such host.invalid") == address_towards("")
+    for name in ("no such host.invalid", "a..b"):
+        assert address_towards(name) == address_towards("")
 
 
 def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -120,6 +120,56 @@ def test_an_interrupted_run_ends_at_once_and_goes_on(scheduler: str, number: int
     assert steps == list(range(12 + run_to + 1))
 
 
+def _rollout_pids(out: Path) -> list[int]:
+    """Processes of the run's rollout workers: those that have their log open."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            logs = {os.path.realpath(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
+        except OSError:
+            continue
+        if any("/logs/rollout-" in log and log.startswith(str(out.resolve())) for log in logs):
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("flags", [(), ("--async", "--staleness", "1.5")])
+def test_rollout_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """One is killed every few steps; every step is trained, on its full number of prompts."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(sums, out, "--scheduler", "local", "--steps", "12", *flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    num_killed = 0
+    try:
+        for at in (13, 17, 21):
+            wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
+            wait_for(lambda: len(_rollout_pids(out)) >= 1 or process.poll() is not None, 60)
+            if process.poll() is None:
+                os.kill(_rollout_pids(out)[0], signal.SIGKILL)
+                num_killed += 1
+        told, _ = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert num_killed >= 2
+    assert [record["step"] for record in records(out)] == list(range(25))
+
+
+def test_an_asynchronous_run_draws_the_same_tasks(sums: Path, tmp_path: Path) -> None:
+    flags = ("--scheduler", "local", "--steps", "4", "--temperature", "0")
+    waiting = run(sums, tmp_path / "sync", *flags)
+    ahead = run(sums, tmp_path / "async", *flags, "--staleness", "0")
+    keys = ("loss", "reward", "accuracy")
+    assert [[record[key] for key in keys] for record in ahead] == [
+        pytest.approx([record[key] for key in keys], abs=2e-4, nan_ok=True) if record["phase"] != "eval" else [None] * 3
+        for record in waiting
+    ]
+
+
 def num_lines(out: Path) -> int:
     try:
         return len((out / "metrics.jsonl").read_text().splitlines())

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from helmsman.api.errors import BootstrapError, NotJoinedError, ProtocolError, RayDiedError
+from helmsman.api.errors import BootstrapError, NotJoinedError, ProtocolError, RayDiedError, UnfitNodeError
 from helmsman.controller.bootstrap.link import (
     Ended,
     Hello,
@@ -83,6 +83,8 @@ class Head:
         """Settled when a node has left before the run began."""
         self._served: set[asyncio.Task[None]] = set()
         """One for each connection."""
+        self._strangers: set[str] = set()
+        """What was told of those that are not taken."""
         self._accepting: asyncio.Task[None] | None = None
         self._address = ""
         """Of Ray, once it is up."""
@@ -175,6 +177,8 @@ class Head:
     def _why_missing(self, rank: int, seen: Mapping[int, NodeSeen]) -> str:
         member = self._members.get(rank)
         if rank in seen and (member is None or member.state == "joined"):
+            if seen[rank].is_twice:
+                return f"{member}, Ray still counts the one that was killed before it"
             kind, num_devices = (member.hello.device_kind, member.hello.num_devices) if member else ("", 0)
             has = seen[rank].resources.get(kind, 0.0)
             return "" if has >= num_devices else f"{member}, {has:g} of {num_devices} {kind}"
@@ -192,14 +196,27 @@ class Head:
     # --- the other nodes --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        self._listener = socket.create_server((self._plan.address, self._plan.control_port), backlog=1024)
+        plan = self._plan
+        try:
+            self._listener = socket.create_server((plan.address, plan.control_port), backlog=1024)
+        except OSError as error:  # it was free a moment ago, when the plan was made
+            raise UnfitNodeError(
+                f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had on {plan.address}: "
+                f"{os.strerror(error.errno or 0)}. Another run may have started here at the same moment: choose another by "
+                "--control-port"
+            ) from error
         self._listener.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept(self._listener))
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, (host, *_) = await loop.sock_accept(listener)
+            try:
+                connection, (host, *_) = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files, or a peer that has gone: others can be heard later
+                self._tell_of_stranger(f"a process could not be heard: {error.strerror}")
+                await asyncio.sleep(_POLL_S)
+                continue
             task = asyncio.ensure_future(self._serve(connection, host))
             self._served.add(task)
             task.add_done_callback(self._served.discard)
@@ -208,7 +225,10 @@ class Head:
         try:
             link = await accept(connection, proof_key(self._plan.secret, self._plan.job), self._plan.patience)
         except ProtocolError as error:
-            self._tell(f"a process on {host} is not taken: it {error}")
+            self._tell_of_stranger(f"a process on {host} is not taken: it {error}")
+            return
+        except OSError as error:
+            self._tell_of_stranger(f"a process on {host} could not be heard: {error.strerror}")
             return
         try:
             hello = await link.receive()
@@ -224,6 +244,12 @@ class Head:
             return  # before it said who it is
         finally:
             await link.close()
+
+    def _tell_of_stranger(self, news: str) -> None:
+        """Once: a probe or a scanner comes again and again."""
+        if news not in self._strangers:
+            self._strangers.add(news)
+            self._tell(news)
 
     def _why_not(self, hello: Hello) -> Refused | None:
         plan, here = self._plan, self._plan.identity

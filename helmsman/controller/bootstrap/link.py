@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from helmsman.api.errors import ProtocolError
+from helmsman.controller.bootstrap.waits import in_daemon_thread
 from helmsman.rpc_server.proof import PROOF_LIMIT_S, connect_tcp, prove_as_server
 
 _LENGTH_BYTES = 4
@@ -205,13 +206,16 @@ async def connect(host: str, port: int, key: bytes, patience: Patience) -> Link:
         overloaded or ends), ProtocolError (it is not the head of this run).
     """
     try:
-        proved = await asyncio.to_thread(connect_tcp, (host, port), key, patience.connect_s)
+        # Where the name server does not answer, it takes half a minute until the host's name is known to be unknown.
+        proved = await in_daemon_thread(connect_tcp, (host, port), key, patience.connect_s)
     except ProtocolError as error:
         if isinstance(error.__cause__, BlockingIOError):  # the kernel's word for its time-out
             raise LinkLostError(f"connected, and then nothing was heard for {patience.connect_s:g} s") from error
         if isinstance(error.__cause__, (EOFError, ConnectionError)):
             raise LinkLostError("it closed the connection") from error
         raise
+    except UnicodeError as error:
+        raise OSError(f"{host!r} is no name of a host") from error
     proved.setblocking(False)
     return Link(*await asyncio.open_connection(sock=proved), patience)
 

@@ -190,7 +190,7 @@ class Member:
                 if isinstance(message, Waiting):
                     self._tell(message.text)
                 elif isinstance(message, Ended):
-                    raise NotJoinedError(f"the run did not begin: {message.reason}")
+                    raise _never_part_of(message)
             raise LinkLostError
         except LinkLostError:
             await self._link.close()
@@ -212,7 +212,7 @@ class Member:
         try:
             async for message in link.messages():
                 if isinstance(message, Ended):
-                    raise NotJoinedError(f"the run did not begin: {message.reason}")
+                    raise _never_part_of(message)
         except LinkLostError as error:
             raise NotJoinedError(f"the head at {self._where} was lost before this node had joined: {error}") from error
 
@@ -228,7 +228,7 @@ class Member:
                         self._tell(message.text)
                     elif isinstance(message, Ended):
                         if message.failed:
-                            raise NotJoinedError(f"the run did not begin: {message.reason}")
+                            raise _never_part_of(message)
                         return message
             except LinkLostError as error:
                 await self._link.close()
@@ -274,3 +274,9 @@ class Member:
                 async for answer in self._link.messages():
                     if isinstance(answer, Ended):
                         return
+
+
+def _never_part_of(ended: Ended) -> NotJoinedError:
+    """Of a run that has ended before this node was part of it."""
+    how = "the run did not begin" if ended.failed else "the run has ended before this node had joined"
+    return NotJoinedError(f"{how}: {ended.reason}")

@@ -19,6 +19,8 @@ class NodeSeen(msgspec.Struct, frozen=True):
 
     address: str
     resources: Mapping[str, float]
+    is_twice: bool = False
+    """Whether Ray still counts one of its rank that was killed before, for half a minute or so; work would be sent there."""
 
 
 class SeesNodes(Protocol):
@@ -54,8 +56,9 @@ class RayHead:
             rows = self._client.get_all_node_info(timeout=_ANSWER_S)
         except (RpcError, RaySystemError):
             return {}
-        return {
-            int(row.labels[RANK_LABEL]): NodeSeen(row.node_manager_address, dict(row.resources_total))
-            for row in rows.values()
-            if row.state == GcsNodeInfo.ALIVE and row.labels.get(RUN_LABEL) == run_id
-        }
+        seen: dict[int, NodeSeen] = {}
+        for row in rows.values():
+            if row.state == GcsNodeInfo.ALIVE and row.labels.get(RUN_LABEL) == run_id:
+                rank = int(row.labels[RANK_LABEL])
+                seen[rank] = NodeSeen(row.node_manager_address, dict(row.resources_total), is_twice=rank in seen)
+        return seen

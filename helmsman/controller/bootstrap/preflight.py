@@ -32,10 +32,10 @@ def versions() -> dict[str, str]:
 
 
 def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
-    """The address by which other nodes reach this one, and its interface, '' where that cannot be known.
+    """The IPv4 address by which other nodes reach this one, and its interface, '' where that cannot be known.
 
-    By ``interface`` when it is given, else by the route to the head. Raises: UnfitNodeError where there is none, or where only
-    this host could use it.
+    By ``interface`` when it is given, else by the route to the head; the head's own is the one by which the others know it.
+    Raises: UnfitNodeError where there is none, or where only this host could use it.
     """
     if interface:
         address = _address_of(interface)
@@ -44,15 +44,23 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
                 f"--interface {interface!r} is no interface of this node with an IPv4 address; it has {_described_interfaces()}"
             )
     elif identity.count == 1:
-        address = address_towards("") or "127.0.0.1"
+        address = address_towards("")
+        address = address if address and ":" not in address else "127.0.0.1"
     else:
-        address = address_towards(identity.head if identity.rank else "")
+        address = address_towards(identity.head)
+        if identity.rank == 0 and address.startswith("127."):  # many hosts have their own name there
+            address = address_towards("")
     others = identity.count - 1
     if others and not address:
         whom = f"to the head {identity.head}" if identity.rank else "to anywhere"
         raise UnfitNodeError(
             f"this node has no route {whom}, and {others} other node{'s' if others > 1 else ''} must reach it; it has "
             f"{_described_interfaces()}. Name the interface that leads to them with --interface"
+        )
+    if others and ":" in address:
+        raise UnfitNodeError(
+            f"this node's address would be {address}, and nodes meet by IPv4 alone; it has {_described_interfaces()}. Name an "
+            "interface with an IPv4 address with --interface"
         )
     if others and address.startswith("127."):
         raise UnfitNodeError(

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from helmsman.api.errors import UnfitNodeError
 from helmsman.controller.bootstrap.waits import Tell
 from helmsman.controller.clean import leftovers, remove
 from helmsman.controller.node_checks import RAY_SOCKET_BYTES, SOCKET_PATH_BYTES
@@ -21,25 +22,32 @@ _LONGEST = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789ab")
 
 @contextlib.contextmanager
 def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """(id, folder) for this node's part of a run: of this user alone, with a record that it lives, and gone at the end."""
-    for left in leftovers():
-        if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
-            remove(left)
+    """(id, folder) for this node's part of a run: of this user alone, with a record that it lives, and gone at the end.
+
+    Raises: UnfitNodeError where there is no place for it.
+    """
     run_id = secrets.token_hex(6)
-    folder = _parent(environ) / f"hm-{run_id}"
-    lock = RunLock(run_id, UP, folder)
-    folder.mkdir(mode=0o700)
-    try:
+    with contextlib.ExitStack() as undo:
+        try:
+            for left in leftovers():
+                if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
+                    remove(left)
+            folder = _parent(environ) / f"hm-{run_id}"
+            undo.callback(RunLock(run_id, UP, folder).release)
+            folder.mkdir(mode=0o700, parents=True)
+        except OSError as error:
+            raise UnfitNodeError(
+                f"there is no place for Ray's files and the record of the run: {error}. Name a folder that can be written to "
+                "by TMPDIR, and by RAY_TMPDIR if that is set"
+            ) from error
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         yield run_id, folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
 
 
 def _parent(environ: Mapping[str, str]) -> Path:
     """RAY_TMPDIR or the usual place for temporary files, if Ray's sockets fit there."""
-    places = [environ.get("RAY_TMPDIR", ""), tempfile.gettempdir()]
-    return Path(next((place for place in places if place and len(os.fsencode(place)) <= _LONGEST), "/tmp"))
+    places = [os.path.abspath(place) for place in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if place]
+    return Path(next((place for place in places if len(os.fsencode(place)) <= _LONGEST), "/tmp"))
 
 
 def keep_logs(run_id: str, folder: Path, tell: Tell) -> None:
@@ -47,7 +55,11 @@ def keep_logs(run_id: str, folder: Path, tell: Tell) -> None:
     kept = default_log_dir(run_id)
     for path in [folder / "ray_start.log", *folder.glob("ray/session_2*/logs")]:
         if path.exists():
-            kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.move(path, kept / path.name)
+            try:
+                kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+                shutil.move(path, kept / path.name)
+            except OSError as error:  # such as a full disk; the exit code is of the run, and not of its logs
+                tell(f"Ray's logs of this node cannot be kept in {kept}: {error}")
+                return
     if kept.exists():
         tell(f"Ray's logs of this node are kept in {kept}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -61,9 +62,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     up.add_argument(
         "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the memory)"
     )
-    up.add_argument("--timeout", type=float, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
+    up.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
     up.add_argument(
-        "--grace", type=float, default=5.0, metavar="S", help="what the program has to end when it is told to (default 5)"
+        "--grace", type=_seconds, default=5.0, metavar="S", help="what the program has to end when it is told to (default 5)"
     )
     up.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable on this node (repeatable)")
     up.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on the head")
@@ -71,6 +72,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     up.add_argument("--show-settings", action="store_true", help="print what would be set on this node, and start nothing")
     up.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     up.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    """A duration. Raises: ArgumentTypeError for what is none."""
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) >= 0.0:  # which nan is not
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 on")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -173,7 +182,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         num_devices=num_devices,
         device_kind=kind,
         resources=resources,
-        store_bytes=object_store_bytes(options.object_store, memory_allowed(), shutil.disk_usage("/dev/shm").free),
+        store_bytes=object_store_bytes(options.object_store, memory_allowed(os.environ), shutil.disk_usage("/dev/shm").free),
         cluster_settings=variables(CLUSTER_DEFAULTS, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
@@ -217,7 +226,8 @@ def describe(plan: NodePlan) -> str:
 
 def _secret(path: str | None) -> str:
     if path is None:
-        return os.environ.get(TOKEN_VARIABLE, "")
+        # As from a file: a launcher's secret may have been made of one, with its last line end.
+        return os.environ.get(TOKEN_VARIABLE, "").strip()
     try:
         secret = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

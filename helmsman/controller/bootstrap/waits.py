@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -63,13 +66,33 @@ async def unless(stop: asyncio.Future[StoppedError], work: Coroutine[Any, Any, T
         await cancelled(task)
 
 
+async def in_daemon_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking function off the loop, in a thread that nobody waits for once the waiting is broken off, as the loop does
+    for those of its executor when it ends."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
 Tell = Callable[[str], None]
 
 
 def teller(rank: int) -> Tell:
-    """Prints a line of news of this node."""
+    """Prints a line of news of this node. Where nobody can take it, a closed pipe or a full disk, the node goes on."""
 
     def tell(text: str) -> None:
-        print(f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+        line = f"[helmsman up, rank {rank}, {time.strftime('%H:%M:%S')}] {text}\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode(errors="backslashreplace"))  # sys.stderr would keep it, and fail once more at the exit
 
     return tell

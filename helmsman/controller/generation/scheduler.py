@@ -97,6 +97,8 @@ class GenerateScheduler:
         self._max_in_flight = max_in_flight
         self._why_hopeless = why_hopeless
         self.instances: dict[str, Instance] = {}
+        self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
+        """Told of an instance that a call has found to be gone."""
         self._queue: list[tuple[tuple[int, int], Ticket]] = []
         """A heap of those that wait, and of some that no longer do: not more than about as many."""
         self._waiting: dict[Ticket, None] = {}
@@ -256,7 +258,7 @@ class GenerateScheduler:
         if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
             self._settle(ticket, outcome)
             if isinstance(outcome, InstanceLostError) and instance.health not in (Health.DEAD, Health.RESTARTING):
-                self.set_health(instance.instance_id, Health.DEAD, outcome)
+                self.on_lost(instance.instance_id, outcome)  # or the request would go there again, and again
         self.pump()
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:

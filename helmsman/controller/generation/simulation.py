@@ -110,6 +110,11 @@ class SimulatedInstance:
         self._lost: str | None = None
         self.num_cached_tokens = self.num_prompt_tokens = self.num_new_tokens = 0
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has died."""
+        return self._lost is not None
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Continue a prompt. Raises InstanceLostError when it has died, or dies meanwhile."""
         if self._lost is not None:
@@ -140,8 +145,10 @@ class SimulatedInstance:
     def kill(self, reason: str = "it was killed") -> None:
         """Die, with all that it has."""
         self._lost = reason
+        self._advance()
         for running in self._running.values():
             if not running.done.done():
+                self.num_new_tokens += running.num_at(self._progress)
                 lost = InstanceLostError(instance_id=self.instance_id, reason=reason, may_have_begun=True)
                 running.done.set_exception(lost)
 

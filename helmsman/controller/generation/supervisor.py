@@ -43,6 +43,7 @@ class Supervisor:
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._rebuilding: dict[str, asyncio.Task[None]] = {}
         self._loop_task: asyncio.Task[None] | None = None
+        requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
 
     def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
         """Watch one more instance, which the scheduler serves by."""

@@ -1,0 +1,236 @@
+"""Try routing policies on simulated rollout instances: how long a batch takes, what the prefix caches save, what failures cost.
+
+    python examples/simulate_rollouts.py --instances 64 --prompts 512 --samples 8 --stragglers 0.05 --failures 3
+
+The scheduler is Helmsman's own, on a virtual clock; only the engines are simulated. It prints a table and draws what
+ran over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from helmsman.api.errors import InstanceLostError
+from helmsman.api.generation import GenerationRequest, SamplingParams
+from helmsman.controller.generation.health import SupervisionPolicy
+from helmsman.controller.generation.request import RequestOptions
+from helmsman.controller.generation.routing import (
+    LeastOutstandingTokens,
+    PrefixAffinity,
+    RoundRobin,
+    RoutingPolicy,
+)
+from helmsman.controller.generation.scheduler import GenerateScheduler, RetryGeneration
+from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance
+from helmsman.controller.generation.supervisor import Supervisor
+from helmsman.controller.generation.virtual_time import run_virtually
+
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+    "least outstanding tokens": LeastOutstandingTokens,
+    "round-robin": RoundRobin,
+    "prefix affinity": PrefixAffinity,
+}
+_SHARED_PREFIXES = 16
+"""Different system prompts, of which each prompt begins with one."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy came to. Times in virtual seconds."""
+
+    policy: str
+    makespan_s: float
+    bound_s: float
+    """No policy can be faster: all work over all capacity, or the longest request alone."""
+    cached: float
+    """Share of the prompt tokens that a prefix cache had."""
+    p95_s: float
+    """Within which 95 of 100 requests ended."""
+    num_repeated_tokens: int
+    """Generated again, since an instance died with them."""
+    running: list[tuple[float, int]]
+    """(time, requests in flight)."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """The requests of a step, and how long each will be."""
+
+    requests: list[GenerationRequest]
+    lengths: dict[str, int]
+
+
+def make_workload(options: argparse.Namespace) -> Workload:
+    """Groups of samples of one prompt, whose lengths are alike; prompts begin with one of a few system prompts."""
+    drawn = random.Random(options.seed)
+    prefixes = [[drawn.randrange(32_000) for _ in range(options.prefix_tokens)] for _ in range(_SHARED_PREFIXES)]
+    requests, lengths = [], {}
+    for prompt in range(options.prompts):
+        tokens = [*drawn.choice(prefixes), *(drawn.randrange(32_000) for _ in range(options.prompt_tokens))]
+        usual = drawn.lognormvariate(math.log(options.mean_tokens) - options.sigma**2 / 2, options.sigma)
+        for sample in range(options.samples):
+            request_id = f"{prompt}-{sample}"
+            lengths[request_id] = max(1, min(options.max_tokens, int(usual * drawn.lognormvariate(0.0, 0.25))))
+            sampling = SamplingParams(max_new_tokens=options.max_tokens)
+            requests.append(GenerationRequest(request_id=request_id, prompt_ids=tokens, sampling=sampling))
+    return Workload(requests, lengths)
+
+
+async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options: argparse.Namespace) -> Figures:
+    """Run the workload under a policy."""
+    loop, drawn = asyncio.get_running_loop(), random.Random(options.seed)
+    model = EngineModel(cached_tokens=options.cache_tokens)
+    slow = msgspec.structs.replace(model, slowdown=options.slowdown)
+    num_slow = round(options.stragglers * options.instances)
+    models = {f"instance-{index:04}": slow if index < num_slow else model for index in range(options.instances)}
+
+    def build(instance_id: str) -> SimulatedInstance:
+        return SimulatedInstance(instance_id, models[instance_id], lambda request: _remaining(request, workload))
+
+    backend = SimulatedBackend({instance_id: build(instance_id) for instance_id in models})
+    everyone = list(backend.instances.values())
+    requests = GenerateScheduler(backend, policy=policy, retries=RetryGeneration())
+
+    async def probe(instance_id: str) -> None:
+        if backend.instances[instance_id].is_lost:
+            raise InstanceLostError(instance_id=instance_id, reason="it was killed", may_have_begun=True)
+
+    async def rebuild(instance_id: str) -> bool:
+        await asyncio.sleep(options.rebuild_s)
+        backend.instances[instance_id] = build(instance_id)
+        everyone.append(backend.instances[instance_id])
+        return True
+
+    supervisor = Supervisor(requests, SupervisionPolicy(), probe, rebuild)
+    for instance_id in models:
+        requests.add(instance_id, options.capacity)
+        supervisor.watch(instance_id)
+    supervisor.start()
+    for doomed in drawn.sample(sorted(models), options.failures):
+        at_s = drawn.uniform(1.0, options.mean_tokens * model.step_s)
+        loop.call_later(at_s, _kill, backend, doomed)
+    ended: list[float] = []
+    running: list[tuple[float, int]] = []
+    tickets = []
+    for request in workload.requests:
+        expected = workload.lengths[request.request_id] if options.known_lengths else None
+        tickets += requests.put([request], RequestOptions(expected_tokens=expected, priority=expected or 0))
+    async for ticket in requests.stream(tickets):
+        ticket.future.result()
+        ended.append(loop.time())
+        running.append((loop.time(), requests.num_in_flight))
+    supervisor.stop()
+    num_new = sum(each.num_new_tokens for each in everyone)
+    work = sum(workload.lengths.values())
+    capacity = sum(options.capacity * each.rate(options.capacity) for each in models.values())
+    return Figures(
+        policy=name,
+        makespan_s=ended[-1],
+        bound_s=max(work / capacity, max(workload.lengths.values()) / model.rate(1)),
+        cached=sum(each.num_cached_tokens for each in everyone) / sum(each.num_prompt_tokens for each in everyone),
+        p95_s=ended[int(0.95 * (len(ended) - 1))],
+        num_repeated_tokens=num_new - work,
+        running=running,
+    )
+
+
+def _kill(backend: SimulatedBackend, instance_id: str) -> None:
+    backend.instances[instance_id].kill()
+
+
+def _remaining(request: GenerationRequest, workload: Workload) -> int:
+    return workload.lengths[request.request_id]
+
+
+def table(found: Sequence[Figures]) -> str:
+    """The figures as people read them."""
+    rows = [("policy", "makespan", "of the bound", "95 % ended", "cached prompts", "generated again")]
+    rows += [
+        (
+            each.policy,
+            f"{each.makespan_s:.1f} s",
+            f"{each.makespan_s / each.bound_s:.3f}",
+            f"{each.p95_s:.1f} s",
+            f"{each.cached:.1%}",
+            f"{each.num_repeated_tokens:,} tokens",
+        )
+        for each in found
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def draw(found: Sequence[Figures], path: Path) -> None:
+    """Requests in flight over time, a line for each policy."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for each in found:
+        times, counts = zip(*each.running, strict=True)
+        axes.step(times, counts, where="post", label=f"{each.policy}: {each.makespan_s:.0f} s")
+    axes.axvline(found[0].bound_s, color="gray", linestyle=":", label=f"lower bound: {found[0].bound_s:.0f} s")
+    axes.set(xlabel="virtual seconds", ylabel="requests in flight", ylim=(0, None), xlim=(0, None))
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--instances", type=int, default=64, help="rollout instances")
+    parser.add_argument("--capacity", type=int, default=64, help="requests that an instance takes at once")
+    parser.add_argument("--prompts", type=int, default=512, help="prompts of the batch")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--mean-tokens", type=float, default=1000.0, help="mean length of a sample")
+    parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths' logarithm")
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="longest sample")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens that a prompt has of its own")
+    parser.add_argument("--prefix-tokens", type=int, default=1024, help="tokens of the system prompts, of which there are 16")
+    parser.add_argument("--cache-tokens", type=int, default=65_536, help="prompt tokens that an instance's cache holds")
+    parser.add_argument("--stragglers", type=float, default=0.0, help="share of instances that are slow")
+    parser.add_argument("--slowdown", type=float, default=3.0, help="how many times slower these are")
+    parser.add_argument("--failures", type=int, default=0, help="instances that are killed while they run")
+    parser.add_argument("--rebuild-s", type=float, default=30.0, help="virtual seconds until a killed one is back")
+    parser.add_argument("--known-lengths", action="store_true", help="tell the scheduler each sample's length beforehand")
+    parser.add_argument("--policy", choices=sorted(POLICIES), action="append", help="only this one (repeatable)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/simulation.png"), help="where the picture goes")
+    options = parser.parse_args(arguments)
+    for name in ("instances", "capacity", "prompts", "samples", "max_tokens"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; expected 1 or more")
+    if not 0 <= options.failures <= options.instances:
+        parser.error(f"--failures is {options.failures}; expected 0 to {options.instances}, the number of instances")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate, tell and draw."""
+    options = parse(arguments)
+    workload = make_workload(options)
+    began = time.perf_counter()
+    found = [run_virtually(simulate(name, POLICIES[name](), workload, options)) for name in options.policy or POLICIES]
+    num_tokens = sum(workload.lengths.values())
+    print(f"{len(workload.requests):,} requests of {num_tokens:,} tokens on {options.instances:,} instances")
+    print(table(found))
+    draw(found, options.out)
+    print(f"simulated in {time.perf_counter() - began:.1f} s; {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The folder of a run on a node, and what is kept of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from helmsman.controller.bootstrap.run_folder import keep_logs, run_folder
+from helmsman.controller.runs import default_log_dir, read_runs, user_dir
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where all temporary files go."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_life(temporary: Path) -> None:
+    with run_folder({}) as (run_id, folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert [(record.run_id, alive) for record, alive in read_runs()] == [(run_id, True)]
+    assert not folder.exists()
+    assert read_runs() == []
+
+
+def test_a_relative_place_is_one_from_here(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/tmp")
+    with run_folder({"RAY_TMPDIR": "."}) as (_, folder):
+        assert folder.parent == Path("/tmp"), "Ray would take it from a folder of its own"
+
+
+def test_logs_are_kept(temporary: Path) -> None:
+    folder = temporary / "run"
+    logs = folder / "ray" / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("why")
+    told: list[str] = []
+    keep_logs("0123456789ab", folder, told.append)
+    kept = default_log_dir("0123456789ab")
+    assert (kept / "logs" / "raylet.out").read_text() == "why"
+    assert told == [f"Ray's logs of this node are kept in {kept}"]
+
+
+def test_logs_that_cannot_be_kept_are_told_of(temporary: Path) -> None:
+    folder = temporary / "run"
+    folder.mkdir()
+    (folder / "ray_start.log").touch()
+    user_dir().touch()  # a file, where a folder should be
+    told: list[str] = []
+    keep_logs("0123456789ab", folder, told.append)
+    (line,) = told
+    assert "cannot be kept in" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become a user without a name")
+def test_a_user_without_a_name(temporary: Path) -> None:
+    """As in a container that runs under an id which nobody has."""
+    pid = os.fork()
+    if pid == 0:
+        for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+            os.environ.pop(variable, None)
+        os.setuid(54_321)
+        os._exit(0 if user_dir() == temporary / "helmsman-54321" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,259 @@
+"""WorkflowExecutor: batches of episodes, as fresh as was asked for, and what becomes of slow, useless and failing ones."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helmsman.api.errors import HelmsmanError, WorkflowFailuresError
+from helmsman.controller.generation.sampling import BoundedStaleness, Pipe
+from helmsman.controller.generation.workflows import WorkflowExecutor
+from tests.contract.helpers import wait_until
+
+
+class Held:
+    """A workflow whose episodes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self._gates: dict[int, asyncio.Event] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, item: int) -> int:
+        self._loop = asyncio.get_running_loop()
+        gate = self._gates[item] = asyncio.Event()
+        self.started.append(item)
+        await gate.wait()
+        return item * 10
+
+    def end(self, *items: int) -> None:
+        """Let these end; they are started, or will be at once."""
+        wait_until(lambda: all(item in self._gates for item in items), f"{items} are started")
+        assert self._loop is not None
+        for item in items:
+            self._loop.call_soon_threadsafe(self._gates[item].set)
+
+
+async def _ten_times(item: int) -> int:
+    await asyncio.sleep(0)
+    return item * 10
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def _items(batch: Any) -> list[int]:
+    return [episode.item for episode in batch]
+
+
+def test_a_batch_of_given_items_comes_whole_and_in_order() -> None:
+    async def workflow(item: int) -> int | None:
+        await asyncio.sleep(0.001 * (10 - item))
+        return None if item == 3 else item * 10
+
+    with WorkflowExecutor(workflow) as executor:
+        assert executor.rollout_batch(range(5)) == [0, 10, 20, None, 40]
+        assert executor.rollout_batch([]) == []
+
+
+def test_an_error_in_a_batch_of_given_items_is_raised_once_all_have_ended() -> None:
+    ended = []
+
+    async def workflow(item: int) -> int:
+        if item == 0:
+            raise KeyError("answer")
+        await asyncio.sleep(0.01)
+        ended.append(item)
+        return item
+
+    with WorkflowExecutor(workflow) as executor, pytest.raises(KeyError, match="answer"):
+        executor.rollout_batch(range(3))
+    assert ended == [1, 2]
+
+
+def test_without_staleness_nothing_is_begun_before_the_weights_are_there() -> None:
+    started = []
+
+    async def workflow(item: int) -> int:
+        started.append(item)
+        return item
+
+    with WorkflowExecutor(workflow) as executor:
+        source = itertools.count()
+        for version in range(3):
+            batch = executor.prepare_batch(source, 4)
+            assert _items(batch) == list(range(4 * version, 4 * version + 4))
+            assert {episode.version for episode in batch} == {version}
+            assert len(started) == 4 * (version + 1)
+            executor.set_version(version + 1)
+
+
+@pytest.mark.parametrize(("staleness", "num_begun"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.25, 13)])
+def test_so_much_of_the_next_batches_is_begun_early(staleness: float, num_begun: int) -> None:
+    held = Held()
+    with WorkflowExecutor(held, sampler=BoundedStaleness(staleness)) as executor:
+        threading.Thread(target=lambda: held.end(*range(4))).start()
+        batch = executor.prepare_batch(itertools.count(), 4)
+        assert _items(batch) == [0, 1, 2, 3]
+        wait_until(lambda: len(held.started) == num_begun, "what may be begun is begun")
+        assert executor.figures().num_running == num_begun - 4
+
+
+def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    held = Held()
+    with WorkflowExecutor(held, sampler=BoundedStaleness(1)) as executor:
+        source = itertools.count()
+        asked = pool.submit(executor.prepare_batch, source, 2)
+        held.end(1, 2, 3)
+        assert _items(asked.result(10)) == [1, 2], "item 0 may come a version later"
+        executor.set_version(1)
+        asked = pool.submit(executor.prepare_batch, source, 2)
+        held.end(4)
+        wait_until(lambda: executor.figures().num_waiting == 2, "there are enough others")
+        with pytest.raises(concurrent.futures.TimeoutError):
+            asked.result(0.2)
+        held.end(0)
+        assert _items(asked.result(10)) == [0, 3], "and now is the last time"
+
+
+def test_taking_the_first_does_not_wait_and_drops_what_grows_old(pool: concurrent.futures.ThreadPoolExecutor) -> None:
+    held = Held()
+    with WorkflowExecutor(held, sampler=BoundedStaleness(1, takes_first=True)) as executor:
+        source = itertools.count()
+        for version, ended in enumerate([(1, 2), (3, 4), (5, 6)]):
+            asked = pool.submit(executor.prepare_batch, source, 2)
+            held.end(*ended)
+            assert _items(asked.result(10)) == list(ended)
+            executor.set_version(version + 1)
+        asked = pool.submit(executor.prepare_batch, source, 2)
+        held.end(0)
+        wait_until(lambda: executor.figures().num_evicted == 1, "three versions old")
+        held.end(7, 8)
+        assert _items(asked.result(10)) == [7, 8]
+
+
+def test_what_is_of_no_use_is_replaced_at_once() -> None:
+    async def workflow(item: int) -> int | None:
+        return None if item % 3 == 0 else item
+
+    with WorkflowExecutor(workflow, sampler=BoundedStaleness(keep=lambda episode: episode.value % 2 == 0)) as executor:
+        assert _items(executor.prepare_batch(itertools.count(), 3)) == [2, 4, 8]
+        assert executor.figures().num_rejected >= 5
+
+
+def test_failures_are_counted_and_too_many_end_the_batch() -> None:
+    async def workflow(item: int) -> int:
+        if item % 4 == 1 or item > 100:
+            raise ValueError(f"no answer in {item}")
+        return item
+
+    with WorkflowExecutor(workflow, max_failures=3, failure_window=8) as executor:
+        source = itertools.count()
+        assert _items(executor.prepare_batch(source, 6)) == [0, 2, 3, 4, 6, 7]
+        assert executor.figures().num_failed == 2
+        executor.set_version(1)
+        with pytest.raises(WorkflowFailuresError, match="no answer in") as caught:
+            executor.prepare_batch(itertools.count(101), 6)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert caught.value.num_failed > 3
+
+
+def test_a_source_that_ends_gives_a_shorter_batch_and_then_empty_ones() -> None:
+    with WorkflowExecutor(_ten_times, sampler=BoundedStaleness(3)) as executor:
+        source = iter(range(5))
+        sizes = []
+        for version in range(4):
+            sizes.append(len(executor.prepare_batch(source, 2)))
+            executor.set_version(version + 1)
+        assert sizes == [2, 2, 1, 0]
+
+
+def test_at_most_so_many_run_at_once() -> None:
+    running, most = 0, 0
+
+    async def workflow(item: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return item
+
+    with WorkflowExecutor(workflow, sampler=BoundedStaleness(4), max_in_flight=3) as executor:
+        executor.prepare_batch(itertools.count(), 20)
+    assert most == 3
+
+
+def test_what_makes_no_sense_is_said() -> None:
+    with WorkflowExecutor(_ten_times) as executor:
+        executor.set_version(3)
+        with pytest.raises(ValueError, match="weight version 2 after 3"):
+            executor.set_version(2)
+        with pytest.raises(ValueError, match="batch_size is 0"):
+            executor.prepare_batch(itertools.count(), 0)
+    with pytest.raises(HelmsmanError, match="closed; make a new one"):
+        executor.rollout_batch([1])
+    executor.close()
+    for options in ({"max_in_flight": 0}, {"max_failures": -1}, {"failure_window": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            WorkflowExecutor(_ten_times, **options)
+    with pytest.raises(ValueError, match="max_staleness is nan"):
+        BoundedStaleness(float("nan"))
+
+
+def test_closing_ends_what_runs() -> None:
+    ended = threading.Event()
+
+    async def workflow(item: int) -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return item
+
+    executor = WorkflowExecutor(workflow, sampler=BoundedStaleness(1))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(executor.prepare_batch, itertools.count(), 2)
+        wait_until(lambda: executor.figures().num_running == 4, "they run")
+        executor.close()
+        assert ended.wait(5)
+        with pytest.raises(HelmsmanError, match="closed; make a new one"):
+            asked.result(10)
+
+
+@given(
+    staleness=st.floats(0, 4),
+    version=st.integers(0, 20),
+    size=st.integers(1, 16),
+    num_used=st.integers(0, 200),
+    num_waiting=st.integers(0, 50),
+    num_running=st.integers(0, 50),
+)
+def test_what_is_admitted_can_never_be_too_old(
+    staleness: float, version: int, size: int, num_used: int, num_waiting: int, num_running: int
+) -> None:
+    """An episode begun now is used after all those begun before, a batch a version."""
+    pipe = Pipe(
+        version=version,
+        batch_size=size,
+        num_running=num_running,
+        oldest_running=None,
+        num_waiting=num_waiting,
+        num_used=num_used,
+    )
+    num_begun = num_used + num_waiting + num_running + BoundedStaleness(staleness).admit(pipe)
+    if num_begun > num_used + num_waiting + num_running:
+        used_at = (num_begun - 1) // size  # the version at which the batch with the last of them is made
+        assert used_at - version <= math.ceil(staleness)

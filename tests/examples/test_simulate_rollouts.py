@@ -1,0 +1,47 @@
+"""The simulation of rollouts: the policies it compares, and what failures and caches do to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.simulate_rollouts import POLICIES, main, make_workload, parse, simulate
+from helmsman.controller.generation.virtual_time import run_virtually
+
+SMALL = ["--instances", "8", "--capacity", "16", "--prompts", "32", "--samples", "4"]
+
+
+def test_it_tells_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "new" / "simulation.png"
+    assert main([*SMALL, "--out", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert "128 requests" in told
+    for policy in POLICIES:
+        assert policy in told
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_failures_cost_their_unfinished_tokens_and_nothing_else() -> None:
+    options = parse([*SMALL, "--failures", "3", "--rebuild-s", "5"])
+    workload = make_workload(options)
+    found = run_virtually(simulate("x", POLICIES["least outstanding tokens"](), workload, options))
+    again = run_virtually(simulate("x", POLICIES["least outstanding tokens"](), workload, options))
+    assert found == again, "the same seed gives the same run"
+    assert len(found.running) == len(workload.requests), "every request has ended, once"
+    assert 0 < found.num_repeated_tokens < sum(workload.lengths.values()) / 2
+    assert found.makespan_s >= found.bound_s
+
+
+def test_prefix_affinity_finds_more_in_the_caches() -> None:
+    options = parse([*SMALL, "--cache-tokens", "4096"])
+    workload = make_workload(options)
+    cached = {name: run_virtually(simulate(name, policy(), workload, options)).cached for name, policy in POLICIES.items()}
+    assert cached["prefix affinity"] > cached["least outstanding tokens"] + 0.1
+
+
+@pytest.mark.parametrize(("flag", "value", "told"), [("--instances", "0", "1 or more"), ("--failures", "9", "0 to 8")])
+def test_what_makes_no_sense_is_said(flag: str, value: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([*SMALL, flag, value])
+    assert told in capsys.readouterr().err
