@@ -44,7 +44,7 @@ class Event(Enum):
     """What can happen to an instance."""
 
     ANSWERED = "answered"
-    """A probe was answered, or a call returned."""
+    """A probe was answered. Not for a call that returned: there would be a second probe before the first is answered."""
     LATE = "late"
     """A probe has been without an answer for ``suspect_s``."""
     LOST = "lost"

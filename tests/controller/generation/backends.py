@@ -9,6 +9,8 @@ from typing import Any, ParamSpec
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams, StopReason
+from helmsman.controller.generation.request import RequestState, Ticket
+from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.virtual_time import run_virtually
 
 P = ParamSpec("P")
@@ -124,3 +126,21 @@ class HeldBackend:
     def sent(self) -> list[str]:
         """Ids of the requests, in the order in which they were sent."""
         return [call.request_id for call in self.calls]
+
+
+def make_scheduler(backend: HeldBackend, capacities: Sequence[int], **options: Any) -> GenerateScheduler:
+    """Instances i0, i1... of these capacities."""
+    scheduler = GenerateScheduler(backend, **options)
+    for index, capacity in enumerate(capacities):
+        scheduler.add(f"i{index}", capacity)
+    return scheduler
+
+
+def states(tickets: Sequence[Ticket]) -> list[RequestState]:
+    return [ticket.state for ticket in tickets]
+
+
+def assert_empty(scheduler: GenerateScheduler) -> None:
+    assert (scheduler.num_queued, scheduler.num_in_flight, scheduler.running()) == (0, 0, {})
+    for instance in scheduler.instances.values():
+        assert (instance.num_in_flight, instance.outstanding_tokens) == (0, 0)

@@ -1,0 +1,396 @@
+"""GenerateScheduler: deadlines, aborts, cancellations, streams, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller.generation.scheduler import RetryGeneration
+from helmsman.controller.generation.virtual_time import run_virtually
+from tests.controller.generation.backends import (
+    HeldBackend,
+    make_request,
+    make_requests,
+    make_scheduler,
+    settle,
+    states,
+    virtually,
+    waits,
+)
+
+S = RequestState
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_deadline_ends_what_waits() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.put([make_request("blocker")])
+    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
+    await asyncio.sleep(29.9)
+    assert ticket.state is S.QUEUED
+    await asyncio.sleep(0.2)
+    assert ticket.state is S.FAILED
+    error = ticket.future.exception(timeout=0)
+    assert isinstance(error, RequestDeadlineError)
+    assert (error.request_id, error.limit_s) == ("r", 30.0)
+    assert "it was queued" in str(error)
+    assert backend.aborts == []
+    backend.open()[0].end()
+    await settle()
+    assert backend.sent == ["blocker"]
+
+
+@virtually
+async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
+    (waiting,) = scheduler.put([make_request("waiting")])
+    await asyncio.sleep(30.1)
+    error = ticket.future.exception(timeout=0)
+    assert isinstance(error, RequestDeadlineError)
+    assert "it was running on i0" in str(error)
+    assert backend.aborts == [("i0", ["r"])]
+    assert waiting.state is S.RUNNING, "its place is free"
+    backend.last("r").end([1])
+    await settle()
+    assert ticket.state is S.FAILED
+    assert ticket.future.exception() is error
+    assert scheduler.num_in_flight == 1
+
+
+@virtually
+async def test_a_deadline_that_was_kept_does_nothing() -> None:
+    backend = HeldBackend()
+    backend.abort_error = RuntimeError("not to be asked")
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
+    await settle()
+    backend.last("r").end()
+    await asyncio.sleep(60.0)
+    assert ticket.state is S.DONE
+    assert backend.aborts == []
+
+
+# --- abort --------------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_abort_ends_each_where_it_is() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1])
+    (running,) = scheduler.put([make_request("running")])
+    await settle()
+    admitted, queued, other = scheduler.put([make_request(id_) for id_ in ("admitted", "queued", "other")])
+    assert states([running, admitted, queued, other]) == [S.RUNNING, S.ADMITTED, S.QUEUED, S.QUEUED]
+    assert await scheduler.abort(["running", "admitted", "queued", "unknown"]) == 3
+    assert states([running, admitted, queued]) == [S.RUNNING, S.ABORTED, S.ABORTED]
+    assert backend.aborts == [("i0", ["running"])]
+    backend.last("running").give_back([1, 2], version=3)
+    await settle()
+    assert running.state is S.PARTIAL
+    assert running.future.result().versions == [3, 3]
+    assert other.state is S.RUNNING
+    assert backend.sent == ["running", "other"]
+
+
+@virtually
+async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 2, 2])
+    tickets = scheduler.put(make_requests(10))
+    await settle()
+    assert await scheduler.abort() == 10
+    assert sorted(id_ for id_, _ in backend.aborts) == ["i0", "i1", "i2"]
+    assert sum(len(ids) for _, ids in backend.aborts) == 6
+    for call in backend.open():
+        call.give_back()
+    await settle()
+    assert set(states(tickets)) == {S.ABORTED}
+    assert await scheduler.abort() == 0
+
+
+@virtually
+async def test_a_request_that_comes_to_its_end_before_the_abort_is_done() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    await scheduler.abort(["r"])
+    backend.last("r").end([1, 2])
+    await settle()
+    assert ticket.state is S.DONE
+
+
+@virtually
+async def test_an_instance_that_refuses_an_abort_is_told_and_stops_no_other() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1])
+    tickets = scheduler.put(make_requests(2))
+    await settle()
+    backend.abort_error = RuntimeError("abort is not known here")
+    with pytest.raises(RuntimeError, match="not known here"):
+        await scheduler.abort()
+    assert len(backend.aborts) == 2
+    for call in backend.open():
+        call.give_back([1])
+    await settle()
+    assert states(tickets) == [S.PARTIAL, S.PARTIAL]
+
+
+# --- cancellation -------------------------------------------------------------------------------------------------------
+
+
+def cancel_in_thread(ticket: Ticket) -> bool:
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(ticket.future.cancel()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+@virtually
+async def test_cancelled_from_another_thread_while_it_waits() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.put([make_request("blocker")])
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    assert cancel_in_thread(ticket)
+    await settle()
+    assert ticket.state is S.ABORTED
+    assert scheduler.num_queued == 0
+    backend.open()[0].end()
+    await settle()
+    assert backend.sent == ["blocker"]
+
+
+@virtually
+async def test_cancelled_from_another_thread_when_admitted() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    ticket, other = scheduler.put(make_requests(2))
+    assert ticket.state is S.ADMITTED
+    assert cancel_in_thread(ticket)
+    await settle()
+    assert ticket.state is S.ABORTED
+    assert other.state is S.RUNNING, "its place is free"
+    assert backend.sent == ["r1"]
+
+
+@virtually
+async def test_what_was_sent_is_not_cancelled_from_another_thread() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    assert not cancel_in_thread(ticket)
+    backend.last("r").end([1])
+    await settle()
+    assert ticket.future.result().token_ids == [1]
+    assert not cancel_in_thread(ticket)
+
+
+@virtually
+async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    drained = asyncio.ensure_future(scheduler.drain("i0", migrate=True))
+    await settle()
+    backend.last("r").give_back([1, 2])
+    await drained
+    assert ticket.state is S.QUEUED
+    assert not cancel_in_thread(ticket)
+    await scheduler.abort(["r"])
+    assert ticket.state is S.PARTIAL
+    assert ticket.future.result().token_ids == [1, 2]
+
+
+@virtually
+async def test_many_cancelled_ones_are_passed_over() -> None:
+    """In the turn of their cancellation, when the scheduler has not been told of it yet."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.suspend()
+    tickets = scheduler.put(make_requests(3000))
+    for ticket in tickets[:-1]:
+        assert ticket.future.cancel()
+    scheduler.resume()
+    await settle()
+    assert backend.sent == ["r2999"]
+    assert set(states(tickets[:-1])) == {S.ABORTED}
+
+
+# --- stream and close ---------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_stream_gives_tickets_as_they_end() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [3])
+    tickets = scheduler.put(make_requests(5))
+    await settle()
+    seen: list[tuple[str, RequestState]] = []
+
+    def see(ticket: Ticket) -> None:
+        seen.append((ticket.request_id, ticket.state))
+
+    async def read() -> None:
+        async for ticket in scheduler.stream(tickets):
+            see(ticket)
+
+    reader = await waits(read())
+    backend.last("r2").end()
+    await settle()
+    assert seen == [("r2", S.DONE)]
+    tickets[4].future.cancel()
+    backend.last("r0").answer.set_exception(ValueError("no"))
+    await settle()
+    assert sorted(seen[1:], key=lambda pair: pair[0]) == [("r0", S.FAILED), ("r4", S.ABORTED)]
+    backend.last("r1").give_back([1])
+    backend.last("r3").end()
+    await reader
+    assert sorted(id_ for id_, _ in seen) == ["r0", "r1", "r2", "r3", "r4"]
+
+
+@virtually
+async def test_a_stream_gives_what_has_ended_before() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    tickets = scheduler.put(make_requests(1))
+    await settle()
+    backend.last("r0").end()
+    await settle()
+    assert [ticket.request_id async for ticket in scheduler.stream(tickets)] == ["r0"]
+    assert [ticket async for ticket in scheduler.stream([])] == []
+
+
+@virtually
+async def test_close_fails_what_was_not_sent_and_lets_the_rest_end() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1], max_queue=1)
+    running, queued = [await scheduler.submit(make_request(id_)) for id_ in ("running", "queued")]
+    submitting = await waits(scheduler.submit(make_request("submitting")))
+    scheduler.close("the job is over")
+    scheduler.close("again")
+    assert states([running, queued]) == [S.RUNNING, S.FAILED]
+    assert "was not sent: the job is over" in str(queued.future.exception(timeout=0))
+    await settle()
+    with pytest.raises(HelmsmanError, match="no request is taken: the job is over"):
+        await submitting
+    with pytest.raises(HelmsmanError, match="no request is taken: the job is over"):
+        scheduler.put([make_request("late")])
+    backend.last("running").end()
+    await settle()
+    assert running.state is S.DONE
+    assert backend.sent == ["running"]
+
+
+@virtually
+async def test_nothing_is_sent_after_close() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [4])
+    tickets = scheduler.put(make_requests(3))
+    assert set(states(tickets)) == {S.ADMITTED}
+    scheduler.close()
+    await settle()
+    assert set(states(tickets)) == {S.FAILED}
+    assert backend.sent == []
+    assert scheduler.num_in_flight == 0
+
+
+@virtually
+async def test_what_is_lost_after_close_fails_instead_of_waiting_for_ever() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [4], retries=RetryGeneration())
+    lost, aborted = scheduler.put(make_requests(2))
+    await settle()
+    await scheduler.abort(["r1"])
+    scheduler.close("the job is over")
+    for call in backend.open():
+        call.lose()
+    await settle()
+    assert states([lost, aborted]) == [S.FAILED, S.ABORTED]
+    assert isinstance(lost.future.exception(timeout=0), InstanceLostError)
+
+
+@virtually
+async def test_a_callback_may_do_anything() -> None:
+    """Futures call back in the midst of what ended them."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 2])
+    tickets = scheduler.put(make_requests(12))
+    await settle()
+    again: list[Ticket] = []
+
+    def meddle(_: Any) -> None:
+        scheduler.set_health("i0", Health.DEAD)
+        if not again:
+            again.extend(scheduler.put([make_request("again")]))
+        scheduler.suspend()
+        scheduler.resume()
+        scheduler.close()
+
+    for ticket in tickets:
+        ticket.future.add_done_callback(meddle)
+    scheduler.set_health("i0", Health.DEAD)
+    for call in backend.open("i1"):
+        call.end()
+    await settle()
+    assert all(ticket.state.is_end for ticket in [*tickets, *again])
+    assert all(ticket.future.done() for ticket in [*tickets, *again])
+    assert (scheduler.num_queued, scheduler.num_in_flight) == (0, 0)
+    assert {instance.outstanding_tokens for instance in scheduler.instances.values()} == {0}
+
+
+@virtually
+async def test_results_of_any_shape_end_their_request() -> None:
+    class Broken(HeldBackend):
+        async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+            return None  # type: ignore[return-value]
+
+    scheduler = make_scheduler(Broken(), [1])
+    tickets = scheduler.put(make_requests(2))
+    await settle()
+    assert states(tickets) == [S.FAILED, S.FAILED]
+
+
+@virtually
+async def test_a_call_that_was_cancelled_is_an_error_and_cancels_nobody() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    ticket, other = scheduler.put(make_requests(2))
+    await settle()
+    backend.last("r0").answer.cancel()
+    await settle()
+    assert "the call to i0 was cancelled" in str(ticket.future.exception(timeout=0))
+    assert states([ticket, other]) == [S.FAILED, S.RUNNING]
+
+
+def test_with_its_loop_all_requests_end() -> None:
+    tickets: list[Ticket] = []
+    backends: list[HeldBackend] = []
+
+    async def leave() -> None:
+        backends.append(HeldBackend())
+        scheduler = make_scheduler(backends[0], [2])
+        tickets.extend(scheduler.put(make_requests(5)))
+        await settle()
+
+    run_virtually(leave())
+    assert set(states(tickets)) == {S.FAILED}
+    assert all(isinstance(ticket.future.exception(timeout=0), HelmsmanError) for ticket in tickets)
+    assert backends[0].sent == ["r0", "r1"]

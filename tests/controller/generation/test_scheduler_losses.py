@@ -1,0 +1,290 @@
+"""GenerateScheduler: instances that die, hang and are suspected."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from helmsman.api.errors import HelmsmanError, InstanceLostError
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.request import RequestOptions, RequestState
+from helmsman.controller.generation.scheduler import RetryGeneration, RetryPolicy, RetryUnbegun
+from tests.controller.generation.backends import (
+    HeldBackend,
+    assert_empty,
+    make_request,
+    make_requests,
+    make_scheduler,
+    settle,
+    states,
+    virtually,
+    waits,
+)
+
+S = RequestState
+
+
+@pytest.mark.parametrize(
+    ("retries", "may_have_begun", "is_retried"),
+    [
+        (None, False, True),
+        (None, True, False),
+        (RetryUnbegun(), False, True),
+        (RetryUnbegun(), True, False),
+        (RetryGeneration(), False, True),
+        (RetryGeneration(), True, True),
+        (RetryGeneration(1), True, False),
+        (RetryGeneration(1), False, True),
+    ],
+)
+def test_what_was_lost_is_tried_again_as_the_policy_says(
+    retries: RetryPolicy | None, may_have_begun: bool, is_retried: bool
+) -> None:
+    @virtually
+    async def check() -> None:
+        backend = HeldBackend()
+        scheduler = make_scheduler(backend, [1, 1], retries=retries)
+        (ticket,) = scheduler.put([make_request("r")])
+        await settle()
+        backend.last("r").lose(may_have_begun=may_have_begun)
+        await settle()
+        if is_retried:
+            assert backend.last("r").instance_id == "i1"
+            backend.last("r").end()
+            await settle()
+            assert ticket.state is S.DONE
+        else:
+            error = ticket.future.exception(timeout=0)
+            assert ticket.state is S.FAILED
+            assert isinstance(error, InstanceLostError)
+            assert (error.instance_id, error.may_have_begun) == ("i0", True)
+            assert backend.sent == ["r"]
+
+    check()
+
+
+@virtually
+async def test_attempts_are_bounded() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1] * 9, retries=RetryGeneration(3))
+    (ticket,) = scheduler.put([make_request("r")])
+    for _ in range(3):
+        await settle()
+        backend.last("r").lose()
+    await settle()
+    assert ticket.state is S.FAILED
+    assert backend.sent == ["r"] * 3
+    with pytest.raises(ValueError, match="max_attempts is 0"):
+        RetryGeneration(0)
+
+
+@virtually
+async def test_a_lost_instance_draws_nothing_more() -> None:
+    """It would have the fewest tokens outstanding for ever."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 2], retries=RetryGeneration())
+    tickets = scheduler.put(make_requests(8))
+    await settle()
+    begun, unbegun = backend.open("i0")
+    unbegun.lose(may_have_begun=False)
+    await settle()
+    assert scheduler.instances["i0"].health is Health.DEAD
+    assert scheduler.instances["i0"].num_in_flight == 0
+    while backend.open("i1"):
+        backend.open("i1")[0].end()
+        await settle()
+    assert set(states(tickets)) == {S.DONE}
+    assert sum(call.instance_id == "i0" for call in backend.calls) == 2
+    begun.end([66])
+    await settle()
+    assert all(ticket.future.result().token_ids == [7] for ticket in tickets)
+
+
+@virtually
+async def test_each_lost_request_has_an_error_of_its_own() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [3])
+    unbegun, *begun = scheduler.put(make_requests(3))
+    await settle()
+    backend.last("r0").lose(may_have_begun=False)
+    await settle()
+    assert unbegun.state is S.QUEUED
+    errors = [ticket.future.exception(timeout=0) for ticket in begun]
+    assert errors[0] is not errors[1]
+    for error in errors:
+        assert isinstance(error, InstanceLostError)
+        assert error.may_have_begun
+        assert error.reason == "its node was lost"
+
+
+@virtually
+async def test_what_an_instance_died_of_is_told() -> None:
+    scheduler = make_scheduler(HeldBackend(), [1])
+    (ticket,) = scheduler.put(make_requests(1))
+    await settle()
+    cause = HelmsmanError("rollout/0 was ended by SIGKILL")
+    scheduler.set_health("i0", Health.DEAD, cause)
+    assert ticket.future.exception(timeout=0) is cause
+    assert scheduler.instances["i0"].error is cause
+    scheduler.set_health("i0", Health.RESTARTING)
+    assert scheduler.instances["i0"].error is cause
+    scheduler.set_health("i0", Health.HEALTHY)
+    assert scheduler.instances["i0"].error is None
+
+
+@virtually
+async def test_the_dead_lose_what_they_have_although_their_calls_hang() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [3, 3], retries=RetryGeneration())
+    (first,) = scheduler.put([make_request("running")])
+    await settle()
+    hanging = backend.last("running")
+    others = scheduler.put([make_request(id_) for id_ in ("a", "b", "c")])
+    on_i0 = [ticket for ticket in others if ticket.instance is scheduler.instances["i0"]]
+    assert on_i0, "some are admitted there, and not sent yet"
+    scheduler.set_health("i0", Health.DEAD, HelmsmanError("it has not answered for 60 s"))
+    await settle()
+    assert {call.instance_id for call in backend.open() if call is not hanging} == {"i1"}
+    again = backend.last("running")
+    assert again is not hanging
+    hanging.end([66])
+    await settle()
+    assert first.state is S.RUNNING, "an answer of the dead is nobody's"
+    while backend.open("i1"):
+        backend.open("i1")[0].end([1])
+        await settle()
+    assert set(states([first, *others])) == {S.DONE}
+    assert first.future.result().token_ids == [1]
+    assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("late", ["result", "loss", "abort"])
+def test_late_news_of_a_former_life_are_ignored(late: str) -> None:
+    """The same instance serves again, and has the same request again."""
+
+    @virtually
+    async def check() -> None:
+        backend = HeldBackend()
+        scheduler = make_scheduler(backend, [1], retries=RetryGeneration())
+        (ticket,) = scheduler.put([make_request("r")])
+        await settle()
+        former = backend.last("r")
+        for health in (Health.DEAD, Health.RESTARTING, Health.STALE, Health.HEALTHY):
+            scheduler.set_health("i0", health)
+        if late == "result":
+            former.end([66])
+        elif late == "loss":
+            former.lose()
+        else:
+            former.give_back([66])
+        await settle()
+        assert ticket.state is S.RUNNING
+        assert scheduler.instances["i0"].health is Health.HEALTHY
+        assert scheduler.num_in_flight == 1
+        backend.last("r").end([1])
+        await settle()
+        assert ticket.future.result().token_ids == [1]
+        assert_empty(scheduler)
+
+    check()
+
+
+@virtually
+async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 1])
+    (running,) = scheduler.put([make_request("running")])
+    await settle()
+    scheduler.set_health("i0", Health.SUSPECT)
+    scheduler.put(make_requests(3))
+    await settle()
+    assert [call.request_id for call in backend.open("i0")] == ["running"]
+    backend.last("running").end()
+    await settle()
+    assert running.state is S.DONE
+    scheduler.set_health("i0", Health.HEALTHY)
+    await settle()
+    assert len(backend.open("i0")) == 2
+
+
+@virtually
+async def test_what_was_admitted_to_a_suspect_goes_elsewhere_at_once() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1])
+    (ticket,) = scheduler.put([make_request("r")])
+    assert ticket.instance is scheduler.instances["i0"]
+    scheduler.set_health("i0", Health.SUSPECT)
+    await settle()
+    assert [(call.instance_id, call.request_id) for call in backend.calls] == [("i1", "r")]
+
+
+@virtually
+async def test_an_aborted_request_ends_with_its_instance() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    await scheduler.abort(["r"])
+    backend.last("r").lose()
+    await settle()
+    assert ticket.state is S.ABORTED
+    assert backend.sent == ["r"]
+
+
+@virtually
+async def test_the_abort_of_what_was_lost_is_no_error() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+    assert await scheduler.abort() == 1
+    backend.last("r").lose()
+    await settle()
+    assert ticket.state is S.ABORTED
+
+
+@pytest.mark.parametrize("what", ["abort", "drain"])
+def test_nobody_waits_for_what_a_dead_instance_was_asked(what: str) -> None:
+    @virtually
+    async def check() -> None:
+        backend = HeldBackend()
+        backend.abort_gate.clear()
+        scheduler = make_scheduler(backend, [2], retries=RetryGeneration())
+        tickets = scheduler.put(make_requests(2))
+        await settle()
+        asked = await waits(scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True))
+        scheduler.set_health("i0", Health.DEAD)
+        await settle()
+        assert asked.done()
+        assert set(states(tickets)) == ({S.ABORTED} if what == "abort" else {S.QUEUED})
+
+    check()
+
+
+@virtually
+async def test_a_drain_whose_instance_is_lost_when_asked_ends_with_its_loss() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put(make_requests(1))
+    await settle()
+    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+    drained = await waits(scheduler.drain("i0", migrate=True))
+    backend.last("r0").lose()
+    await drained
+    assert ticket.state is S.FAILED
+
+
+@virtually
+async def test_a_deadline_holds_across_attempts() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
+    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
+    await asyncio.sleep(20.0)
+    backend.last("r").lose()
+    await asyncio.sleep(9.9)
+    assert ticket.state is S.RUNNING
+    await asyncio.sleep(0.2)
+    assert ticket.state is S.FAILED
+    assert backend.aborts == [("i1", ["r"])]
