@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -89,6 +90,8 @@ class RolloutController(RoleController):
         self._supervisor: Supervisor | None = None
         self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
+        self._builds: Counter[str] = Counter()
+        """How often each worker was built anew: what is heard of an earlier process is no news of the one that is there."""
         self._version: int | None = None
         """Of the last update."""
         self._request_timeout_s = request_timeout_s
@@ -313,6 +316,7 @@ class RolloutController(RoleController):
         self._version, self._served = version, (weights, version) if self.keeps_weights else None
 
         async def update(worker_id: str) -> None:
+            build = self._builds[worker_id]
             try:
                 served = await self._ask(worker_id, "update_weights", weights, version, timeout=timeout)
                 if served != version:
@@ -323,9 +327,11 @@ class RolloutController(RoleController):
                     )
             except BaseException as error:
                 cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
-                supervisor.note(worker_id, Event.UPDATE_FAILED, error if isinstance(error, Exception) else cancelled)
+                if self._builds[worker_id] == build:
+                    supervisor.note(worker_id, Event.UPDATE_FAILED, error if isinstance(error, Exception) else cancelled)
                 raise
-            supervisor.note(worker_id, Event.UPDATED)
+            if self._builds[worker_id] == build:
+                supervisor.note(worker_id, Event.UPDATED)
 
         try:
             await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
@@ -390,6 +396,7 @@ class RolloutController(RoleController):
 
     async def _rebuild(self, worker_id: str) -> bool:
         """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
+        self._builds[worker_id] += 1
         await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
         self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
         rank = [worker.id for worker in self._workers].index(worker_id)
@@ -436,11 +443,12 @@ class RolloutController(RoleController):
 
     async def _ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None) -> Any:
         """Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
+        build = self._builds[worker_id]
         try:
             return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout)
         except WorkerFailedError as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
-            if self._supervisor is not None:
+            if self._supervisor is not None and self._builds[worker_id] == build:
                 self._supervisor.note(worker_id, Event.LOST, error)
             raise
 

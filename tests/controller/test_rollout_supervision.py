@@ -88,6 +88,20 @@ def test_a_worker_that_hangs_is_given_up_and_built_anew(scheduler: Scheduler) ->
         assert len(rollout.generate([[1]] * 6)) == 6
 
 
+def test_calls_that_hung_with_a_worker_do_not_cost_the_next_one_its_life(scheduler: Scheduler) -> None:
+    policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.2, dead_s=0.5, restart_pause_s=0.05, max_restarts=1)
+    with _rollout(scheduler, policy, engine_kwargs={"gated": True}) as rollout:
+        futures = [rollout.submit([i + 1]) for i in range(4)]
+        wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 2, "two of them are at the second")
+        stopped = _pid(scheduler, "rollout/1")
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: _others_serve(rollout, scheduler, {stopped}), "its one restart is enough")
+        while not all(future.done() for future in futures):
+            for index in range(2):
+                scheduler.call_engine(f"rollout/{index}", "finish")
+        assert [future.result().token_ids for future in futures] == [[2], [3], [4], [5]]
+
+
 def test_a_worker_that_is_busy_for_long_is_not_given_up(scheduler: Scheduler) -> None:
     with _rollout(scheduler) as rollout:
         pids = {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers}
