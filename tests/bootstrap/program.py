@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 
@@ -77,7 +76,7 @@ def stubborn() -> int:
         signal.signal(number, signal.SIG_IGN)
     print("deaf", flush=True)
     while True:
-        time.sleep(60)
+        signal.pause()
 
 
 def wait() -> int:
@@ -87,5 +86,19 @@ def wait() -> int:
     return 0
 
 
+def interrupts() -> int:
+    """Say whether one SIGINT comes, or another after it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    print("waits", flush=True)
+    signal.sigwait({signal.SIGINT})
+    again = signal.sigtimedwait({signal.SIGINT}, 1.0)
+    print("interrupted once" if again is None else "interrupted twice", flush=True)
+    return 130
+
+
 if __name__ == "__main__":
-    sys.exit({"count": count, "busy": busy, "loses": loses, "stubborn": stubborn, "wait": wait}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(
+        {"count": count, "busy": busy, "loses": loses, "stubborn": stubborn, "wait": wait, "interrupts": interrupts}[
+            sys.argv[1]
+        ](*sys.argv[2:])
+    )

@@ -75,7 +75,7 @@ class Head:
     ) -> None:
         self._plan, self._tell, self._stop, self._make_view = plan, tell, stop, make_view
         self._cluster = {setting.name: setting.value for setting in plan.cluster_settings}
-        self._token = ray_token(plan.secret or secrets.token_hex(32), self._plan.run_id)
+        self._token = ray_token(plan.secret or secrets.token_hex(32), plan.run_id)
         self._environ = node_environ(plan, self._cluster, self._token, os.environ)
         self._leases = PortLeases()
         self._members: dict[int, Member] = {}
@@ -114,16 +114,15 @@ class Head:
 
     async def _live(self) -> int:
         plan = self._plan
-        guard(os.getpid(), self._plan.tag)
+        guard(os.getpid(), plan.tag)
         if plan.identity.count > 1:
             self._listen()
         elif not plan.port:
             self._plan = plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
-        self._ray = RayProcess(
-            ray_start(plan, self._plan.run_id, self._leases), self._environ, self._plan.tag, log, plan.ray_start_s
-        )
+        command = ray_start(plan, plan.run_id, self._leases)
+        self._ray = RayProcess(command, self._environ, plan.tag, log, plan.ray_start_s)
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start())
         self._address = address
@@ -253,7 +252,7 @@ class Head:
 
     def _why_not(self, hello: Hello) -> Refused | None:
         plan, here = self._plan, self._plan.identity
-        if hello.run_id and hello.run_id != self._plan.run_id:
+        if hello.run_id and hello.run_id != plan.run_id:
             return Refused("the run to which it belonged has ended", ended=True)
         if hello.count != here.count:
             return Refused(f"it was told of {hello.count} nodes, the head of {here.count}")

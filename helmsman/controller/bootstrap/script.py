@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from helmsman.api.errors import UnfitNodeError
 
+_KILLED_S = 2.0
+"""What the kernel may take to end a script that was killed: one that hangs in a file system is left to it."""
+
 
 class Script:
     """A running script, in the process group of its supervisor: it may read from the terminal, and a Ctrl-C reaches it."""
@@ -39,7 +42,7 @@ class Script:
         await asyncio.wait({self._ending}, timeout=grace_s)
         if not self._ending.done():
             self._signal(signal.SIGKILL)
-            await asyncio.wait({self._ending})
+            await asyncio.wait({self._ending}, timeout=_KILLED_S)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -200,9 +200,14 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
 def _outline(plan: NodePlan) -> str:
     """What is set here, and what of it is the user's own, on a line."""
     own = [f"{each.name}={each.value}" for each in (*plan.cluster_settings, *plan.node_settings) if each.source != "default"]
-    resources = ", ".join(f"{amount:g} {name}" for name, amount in plan.resources.items())
     kind = f"your own settings: {', '.join(own)}" if own else "default settings"
-    return f"address {plan.address}, {resources}, object store {size(plan.store_bytes)}; {kind} (--show-settings shows all)"
+    return (
+        f"address {plan.address}, {_amounts(plan)}, object store {size(plan.store_bytes)}; {kind} (--show-settings shows all)"
+    )
+
+
+def _amounts(plan: NodePlan) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in plan.resources.items())
 
 
 def describe(plan: NodePlan) -> str:
@@ -212,7 +217,7 @@ def describe(plan: NodePlan) -> str:
     return "\n".join(
         [
             where,
-            f"Ray is told of {', '.join(f'{amount:g} {name}' for name, amount in plan.resources.items())}",
+            f"Ray is told of {_amounts(plan)}",
             f"object store {size(plan.store_bytes)}",
             "",
             "the same on all nodes, as the head has it:",
