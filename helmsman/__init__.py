@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from helmsman.controller.factory import make_scheduler as make_scheduler
     from helmsman.controller.generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller.generation.request import RequestOptions as RequestOptions
+    from helmsman.controller.generation.retries import RetryGeneration as RetryGeneration
+    from helmsman.controller.generation.retries import RetryUnbegun as RetryUnbegun
     from helmsman.controller.generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
     from helmsman.controller.generation.routing import PrefixAffinity as PrefixAffinity
     from helmsman.controller.generation.routing import RoundRobin as RoundRobin
     from helmsman.controller.generation.routing import SessionAffinity as SessionAffinity
     from helmsman.controller.generation.sampling import BoundedStaleness as BoundedStaleness
     from helmsman.controller.generation.scheduler import GenerateScheduler as GenerateScheduler
-    from helmsman.controller.generation.scheduler import RetryGeneration as RetryGeneration
-    from helmsman.controller.generation.scheduler import RetryUnbegun as RetryUnbegun
     from helmsman.controller.generation.workflows import WorkflowExecutor as WorkflowExecutor
     from helmsman.controller.inline import InlineScheduler as InlineScheduler
     from helmsman.controller.local import LocalScheduler as LocalScheduler
@@ -88,8 +88,8 @@ _HOMES = {
     "RequestOptions": "helmsman.controller.generation.request",
     "ResourceManager": "helmsman.controller.resource_manager",
     "ResultHandle": "helmsman.api.scheduler",
-    "RetryGeneration": "helmsman.controller.generation.scheduler",
-    "RetryUnbegun": "helmsman.controller.generation.scheduler",
+    "RetryGeneration": "helmsman.controller.generation.retries",
+    "RetryUnbegun": "helmsman.controller.generation.retries",
     "RolloutController": "helmsman.controller.rollout",
     "RoundRobin": "helmsman.controller.generation.routing",
     "SamplingParams": "helmsman.api.generation",

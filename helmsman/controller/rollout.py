@@ -25,8 +25,9 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller.generation.request import RequestOptions, Ticket
+from helmsman.controller.generation.retries import RetryPolicy
 from helmsman.controller.generation.routing import RoutingPolicy
-from helmsman.controller.generation.scheduler import GenerateScheduler, RetryPolicy
+from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync

@@ -15,7 +15,7 @@ from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.generation.scheduler import RetryGeneration
+from helmsman.controller.generation.retries import RetryGeneration
 from helmsman.controller.loop import background_loop
 from helmsman.controller.rollout import RolloutController
 from tests.contract.helpers import wait_until

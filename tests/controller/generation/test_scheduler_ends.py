@@ -12,7 +12,7 @@ from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlin
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.scheduler import RetryGeneration
+from helmsman.controller.generation.retries import RetryGeneration
 from helmsman.controller.generation.virtual_time import run_virtually
 from tests.controller.generation.backends import (
     HeldBackend,

@@ -8,7 +8,7 @@ import pytest
 
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.request import RequestState
-from helmsman.controller.generation.scheduler import RetryGeneration
+from helmsman.controller.generation.retries import RetryGeneration
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,

@@ -16,7 +16,8 @@ from helmsman.api.errors import InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.scheduler import GenerateScheduler, RetryGeneration
+from helmsman.controller.generation.retries import RetryGeneration
+from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
 from helmsman.controller.generation.virtual_time import run_virtually
 
