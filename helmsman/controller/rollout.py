@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from helmsman.api.errors import (
-    GroupCallError,
     HandleLostError,
     HelmsmanError,
     InstanceLostError,
@@ -296,13 +295,8 @@ class RolloutController(RoleController):
             observe(asyncio.create_task(self._abort_if_open(running)), what)
 
     async def _abort_if_open(self, request_ids: Collection[str]) -> None:
-        try:
+        with contextlib.suppress(SchedulerClosedError):  # the requests have ended with their workers
             await self._abort(request_ids)
-        except SchedulerClosedError:
-            return  # the requests have ended with their workers
-        except GroupCallError as error:
-            if not all(isinstance(each, SchedulerClosedError) for each in error.errors.values()):
-                raise
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -390,8 +384,8 @@ class RolloutController(RoleController):
 
         async def serve(worker_id: str) -> None:
             health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
+            supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
             requests.add(worker_id, self._max_in_flight_per_worker, health)
-            supervisor.watch(worker_id, health)
 
         await asyncio.gather(*map(serve, new))
 
@@ -478,8 +472,8 @@ class RolloutController(RoleController):
             )
             self._supervisor = Supervisor(requests, self._supervision or SupervisionPolicy(), self._probe, self._rebuild)
             for worker in self.workers:
-                requests.add(worker.id, self._max_in_flight_per_worker)
                 self._supervisor.watch(worker.id)
+                requests.add(worker.id, self._max_in_flight_per_worker)
             if self._supervision is not None:
                 self._supervisor.start()
             return requests

@@ -178,3 +178,19 @@ def test_a_cancelled_shrink_leaves_all_serving(scheduler: Scheduler) -> None:
                 scheduler.call_engine(f"rollout/{index}", "finish")
         assert [future.result().request_id for future in futures] == [f"rollout-{index}" for index in range(16)]
         assert len(scheduler.get_workers("rollout")) == 2
+
+
+def test_a_worker_that_comes_without_the_weights_leaves_those_waiting_that_wait(scheduler: Scheduler) -> None:
+    policy = SupervisionPolicy(probe_every_s=0.05, restart_pause_s=600.0)
+    with _rollout(scheduler, policy) as rollout:
+        handle = scheduler.put({"weight": [1.0]})
+        assert rollout.update_weights(handle, 1) == 1
+        scheduler.release(handle)
+        _kill_all(rollout, scheduler)
+        wait_until(lambda: {each.state for each in rollout.load().instances.values()} == {Health.DEAD}, "both are dead")
+        waiting = rollout.submit([1])
+        rollout.scale(3)
+        assert rollout.load().instances["rollout/2"].state is Health.STALE
+        assert not waiting.done()
+        assert rollout.update_weights({"weight": [1.0]}, 2) == 2
+        assert waiting.result(30).versions == [2]
