@@ -13,6 +13,7 @@ from typing import Any
 from helmsman.api.errors import InstanceLostError
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy, Watched
 from helmsman.controller.generation.scheduler import GenerateScheduler
+from helmsman.controller.group import observe
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Supervisor:
     def start(self) -> None:
         """Begin to probe and to rebuild; without it, only what others tell counts."""
         self._loop_task = asyncio.get_running_loop().create_task(self._run())
+        observe(self._loop_task, "the supervision of rollout instances")
 
     def stop(self) -> None:
         """Ask nothing more and rebuild nothing more. Idempotent."""
