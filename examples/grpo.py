@@ -5,6 +5,7 @@
     python examples/grpo.py --model path/to/model --data tasks.jsonl
     python examples/grpo.py --out runs/grpo --resume          # go on from the last checkpoint
     python examples/grpo.py --async --staleness 1             # generate ahead while the trainer works
+    python examples/grpo.py --faults "kill rollout/0 at step 170"   # a drill: the run goes on
 
 The loop is `Run.train`, and a step of it `Run.grpo_step`: draw prompts, generate answers, reward them, compare each with the
 others of its prompt, take one optimizer step, bring the new weights to the rollout workers. What surrounds it is in
@@ -36,6 +37,7 @@ from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_mod
 from examples.common.view import View, open_view
 from helmsman import (
     BoundedStaleness,
+    FaultPlan,
     HelmsmanError,
     Job,
     RetryGeneration,
@@ -84,6 +86,7 @@ class Run:
         self.tokenizer = tokenizer
         self.trainer = trainer
         self.rollout = rollout
+        self.drill = FaultPlan.parse(settings.faults).begin(rollout.scheduler)
         self.max_new_tokens = max_new_tokens
         self.executor: WorkflowExecutor | None = None
         """Runs the groups of later steps while the trainer works, in an asynchronous run."""
@@ -98,6 +101,7 @@ class Run:
         settings = self.settings
         for step in range(first_step, settings.total_steps + 1):
             started = time.monotonic()
+            self.drill.step(step)
             if step in (first_step, settings.sft_steps + 1):
                 self.trainer.set_lr(settings.sft_lr if step <= settings.sft_steps else settings.lr)
             if step == 0:

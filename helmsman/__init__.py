@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from helmsman.api.engines import InferenceEngine as InferenceEngine
     from helmsman.api.engines import TrainEngine as TrainEngine
     from helmsman.api.errors import HelmsmanError as HelmsmanError
+    from helmsman.api.faults import DropNode as DropNode
+    from helmsman.api.faults import Hang as Hang
+    from helmsman.api.faults import Kill as Kill
+    from helmsman.api.faults import Slow as Slow
     from helmsman.api.generation import GenerationRequest as GenerationRequest
     from helmsman.api.generation import GenerationResult as GenerationResult
     from helmsman.api.generation import SamplingParams as SamplingParams
@@ -38,7 +42,10 @@ if TYPE_CHECKING:
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller.bootstrap.initialize import initialize as initialize
     from helmsman.controller.cluster import Cluster as Cluster
+    from helmsman.controller.drill import Drill as Drill
+    from helmsman.controller.drill import FaultRecord as FaultRecord
     from helmsman.controller.factory import make_scheduler as make_scheduler
+    from helmsman.controller.fault_plan import FaultPlan as FaultPlan
     from helmsman.controller.generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller.generation.request import RequestOptions as RequestOptions
     from helmsman.controller.generation.retries import RetryGeneration as RetryGeneration
@@ -68,16 +75,22 @@ _HOMES = {
     "ClusterConfig": "helmsman.api.cluster_config",
     "Collect": "helmsman.api.dispatch",
     "Dispatch": "helmsman.api.dispatch",
+    "Drill": "helmsman.controller.drill",
+    "DropNode": "helmsman.api.faults",
     "EngineSpec": "helmsman.api.scheduler",
     "Execute": "helmsman.api.dispatch",
+    "FaultPlan": "helmsman.controller.fault_plan",
+    "FaultRecord": "helmsman.controller.drill",
     "GenerateScheduler": "helmsman.controller.generation.scheduler",
     "GenerationRequest": "helmsman.api.generation",
     "GenerationResult": "helmsman.api.generation",
     "GroupWorker": "helmsman.api.worker_group",
+    "Hang": "helmsman.api.faults",
     "HelmsmanError": "helmsman.api.errors",
     "InferenceEngine": "helmsman.api.engines",
     "InlineScheduler": "helmsman.controller.inline",
     "Job": "helmsman.api.scheduler",
+    "Kill": "helmsman.api.faults",
     "LeastOutstandingTokens": "helmsman.controller.generation.routing",
     "LocalScheduler": "helmsman.controller.local",
     "PrefixAffinity": "helmsman.controller.generation.routing",
@@ -98,6 +111,7 @@ _HOMES = {
     "SchedulingStrategy": "helmsman.api.scheduler",
     "SessionAffinity": "helmsman.controller.generation.routing",
     "Shard": "helmsman.api.dispatch",
+    "Slow": "helmsman.api.faults",
     "SupervisionPolicy": "helmsman.controller.generation.health",
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller.train",

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from helmsman import FaultPlan
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides what a run does."""
@@ -33,6 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     staleness: float | None = None
     """Weight versions that answers may be older than the weights they train; None for a synchronous run."""
+    faults: str = ""
+    """A fault plan for a drill, by the numbers of the steps."""
     max_new_tokens: int | None = None
     num_tasks: int = 6000
     num_held_out: int = 256
@@ -61,6 +65,7 @@ _FREE_ON_RESUME = {
     "eval_every",
     "save_every",
     "staleness",
+    "faults",
     "out",
 }
 """What may differ from the run that is resumed; everything else decides what the steps before were."""
@@ -108,6 +113,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, bool]:
         parser.error(f"--seed is {settings.seed}; expected less than 2**32")
     if settings.scheduler == "inline" and settings.train_workers > 1:
         parser.error("--scheduler inline has one process and so one rank; leave --train-workers out, or use --scheduler local")
+    try:
+        FaultPlan.parse(settings.faults)
+    except ValueError as error:
+        parser.error(f"--faults: {error}")
+    if settings.faults and settings.scheduler == "inline":
+        parser.error("--scheduler inline has the workers in this process, which --faults would end; use --scheduler local")
     if settings.data is not None and "task" in given:
         parser.error("--data takes the place of --task; give one of them")
     return settings, resume
@@ -157,6 +168,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", "of the sampling in training; evaluation is greedy", type=float)
     parser.add_argument("--async", action="store_true", help="generate the answers of later steps while the trainer works")
     add("--staleness", "weight versions that answers may be behind, also a fraction (with --async: 1)", type=float)
+    add(
+        "--faults",
+        "what to do to workers at which steps, such as 'kill rollout/0 at step 170; hang rollout/1 at step 180 for 9 s'",
+    )
     add("--max-new-tokens", "longest answer; what the known answers need when not given (with --model: 256)", type=int)
     add("--num-tasks", "tasks to generate", type=int)
     add("--num-held-out", "tasks to evaluate on, never trained on", type=int)

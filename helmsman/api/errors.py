@@ -48,6 +48,8 @@ HelmsmanError
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has gone
 │   └── RequestDeadlineError (TimeoutError)
+├── FaultPlanError (ValueError)           a fault plan that makes no sense
+├── FaultsUnsupportedError                workers that are no processes of their own
 ├── WorkflowFailuresError                 too many episodes have failed
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
@@ -537,6 +539,8 @@ class WorkerFailedError(CallError):
     index: int
     node: str
     pid: int | None
+    cause: str
+    """How it ended, as in 'was ended by SIGKILL'."""
     exit_code: int | None
     exit_signal: int | None
     running: str | None
@@ -812,6 +816,40 @@ class RequestDeadlineError(GenerationError, TimeoutError):
             "Raise the deadline, lower max_new_tokens, or add instances if requests wait long.",
             request_id=request_id,
             limit_s=limit_s,
+        )
+
+
+class FaultPlanError(HelmsmanError, ValueError):
+    """A line of a fault plan that cannot be read."""
+
+    line: int
+    """From 1; parts of a line that ';' divides have one number."""
+    text: str
+    found: str
+    expected: str
+
+    def __init__(self, *, line: int, text: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"fault plan, line {line}: {text!r}: found {found} where {expected} is expected. Write 'kill rollout/3 at step 5', "
+            "'hang rollout/1 at step 7 for 20 s', 'slow rollout/2 by 3x at step 3 for 60 s' (without 'for', until its end) or "
+            "'drop the node of rollout/0 at step 9', one on each line or divided by ';'.",
+            line=line,
+            text=text,
+            found=found,
+            expected=expected,
+        )
+
+
+class FaultsUnsupportedError(HelmsmanError):
+    """A scheduler whose workers cannot be killed or stopped alone."""
+
+    scheduler: str
+
+    def __init__(self, *, scheduler: str) -> None:
+        super().__init__(
+            f"{scheduler} has its workers in the script's own process, which a fault would kill or stop with them. Run the "
+            "drill on the 'local' or 'ray' scheduler, or leave the fault plan out.",
+            scheduler=scheduler,
         )
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
+from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.topology import RankInfo
 
@@ -410,6 +411,16 @@ class Scheduler(abc.ABC):
         Args:
             timeout: seconds; ``timeouts.health_s`` when None.
         Raises: WorkerFailedError when it has died, CallTimeoutError when it does not answer, WorkerNotFoundError.
+        """
+
+    @abc.abstractmethod
+    async def inject(self, fault: Fault) -> list[Injection]:
+        """Have a worker do this to itself now, whatever the fault's step, to see that the run survives it; see FaultPlan.
+
+        It costs other calls nothing. A worker that does not answer cannot be told, and nothing is inflicted on it later.
+
+        Returns: what became of it at each worker that it concerns; a DropNode concerns all workers of this run on the node.
+        Raises: WorkerNotFoundError; FaultsUnsupportedError where workers are no processes of their own.
         """
 
     @abc.abstractmethod

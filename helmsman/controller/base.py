@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node
 from helmsman.api.scheduler import CONTROLLER, EngineSpec, ResultHandle, Timeouts, WorkerState, WorkerStatus
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.exchange import GroupExchange, exchange_async, exchange_sync
 from helmsman.controller.fanout import Fanout
+from helmsman.controller.injection import inject
 from helmsman.controller.loop import await_all, run_async, run_sync
+from helmsman.controller.places import Place
 from helmsman.controller.rendezvous import probe
 from helmsman.controller.role_book import RoleBook
 from helmsman.controller.transport import Outgoing
@@ -68,6 +71,17 @@ class SchedulerBase(RoleBook):
     async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
         client = self._client(worker_id)
         await run_async(client.control(Verb.HEALTH, limit_s=self.timeouts.health_s if timeout is None else timeout))
+
+    async def inject(self, fault: Fault) -> list[Injection]:
+        if self.shares_process:
+            raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
+        target = self._client(fault.worker_id)
+        clients = [client for role in list(self._roles.values()) for client in role.clients]
+        return await run_async(inject(fault, target, clients, self._why_node_stays))
+
+    def _why_node_stays(self, place: Place) -> str:
+        """Why a node cannot be dropped but for the workers there; '' when it can. Blocks for one look at a cluster at most."""
+        return "the script runs on it"
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)

@@ -224,6 +224,17 @@ def has_started_its_cluster() -> bool:
     return node is not None and bool(node.is_head())
 
 
+def is_own_node(node_id: str) -> bool:
+    """Whether a node belongs to this run: to the cluster that this process, or ``helmsman up``, has started for it."""
+    if has_started_its_cluster():
+        return True
+    import ray
+
+    run_id = os.environ.get(RUN_VARIABLE)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)
+
+
 async def end_embedded_ray(limit_s: float) -> None:
     """Shut the embedded cluster down; its processes are killed if that takes longer than ``limit_s`` seconds."""
     import ray

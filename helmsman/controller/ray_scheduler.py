@@ -23,7 +23,7 @@ from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import physical_ids, visibility
-from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray
+from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray, is_own_node
 from helmsman.controller.loop import await_all
 from helmsman.controller.places import Place, in_device_order
 from helmsman.controller.resources import ACCELERATORS, Resources, show
@@ -176,6 +176,11 @@ class RayScheduler(SchedulerBase):
         return place, Reservation(
             node_id=slot.node_id, node=slot.node, devices=devices, bundles=bundles, placement_group=slot.group
         )
+
+    def _why_node_stays(self, place: Place) -> str:
+        if place.node_id == self._here:
+            return "the script runs on it"
+        return "" if is_own_node(place.node_id) else "it is a cluster that this run has not started"
 
     def _make_store(self) -> HandleStore:
         self._values = ControllerStore(self._reference_of)

@@ -25,6 +25,7 @@ from helmsman.rpc_server import inspection, reach
 from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.environment import Environment, follow_thread_count
+from helmsman.rpc_server.faults import Faults, Prepared
 from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
@@ -60,6 +61,7 @@ class EngineHost:
         self._ports = PortLeases()
         self._environment = Environment("node" if seeding else "driver")  # what is not seeded is the driver's own process
         self._listener = reach.Listener()
+        self._faults = Faults()
         self._num_calls = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class EngineHost:
             elif request.verb is Verb.REACH:  # it waits for another machine, and nothing else may wait for it
                 work = functools.partial(reach.reach, *decode(payload))
                 threading.Thread(target=self._answer, args=(request, reply, work), name="reach", daemon=True).start()
+            elif request.verb is Verb.FAULT:  # a helper has to start
+                threading.Thread(target=self._suffer, args=(request, payload, reply), name="fault", daemon=True).start()
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
@@ -120,6 +124,17 @@ class EngineHost:
     def _decline(self, request: Request, reply: ReplyFn) -> None:
         """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
         reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
+
+    def _suffer(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        prepared: list[Prepared] = []
+
+        def prepare() -> str:
+            prepared.append(self._faults.prepare(*decode(payload)))
+            return prepared[0].ended
+
+        self._answer(request, reply, prepare)
+        for fault in prepared:
+            fault.happen()
 
     # --- control verbs ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Literal
 
@@ -39,6 +40,8 @@ class Verb(StrEnum):
     """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes on."""
     RELEASE = "release"
     """(handle id) -> None."""
+    FAULT = "fault"
+    """(FaultOrder) -> str, what it has ended that lasted. The worker does this to itself once it has answered."""
     RECEIVED = "received"
     """Without a reply, from transport to transport: the replies to these requests have arrived, and may be forgotten."""
     DESTROY = "destroy"
@@ -110,6 +113,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Set before anything else; torch gets as many threads as OMP_NUM_THREADS says."""
     grant: DeviceGrant | None = None
     """Accelerators that the worker was granted, which it verifies on the first use of its platform."""
+
+
+class FaultOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Argument of FAULT."""
+
+    kind: Literal["kill", "stop"]
+    factor: float = math.inf
+    """A process that is stopped runs for one part of the time in so many; infinity for none."""
+    seconds: float = math.inf
+    """For how long; infinity until its end."""
+    ends_raylet: bool = False
+    """Whether Ray's own process on the node is killed, too."""
+
+    def describe(self) -> str:
+        """What becomes of the process, for people."""
+        if self.kind == "kill":
+            return "killed"
+        what = "stopped" if math.isinf(self.factor) else f"slowed by {self.factor:g}x"
+        return f"{what} for {self.seconds:g} s" if math.isfinite(self.seconds) else f"{what} until its end"
 
 
 def dotted(engine_name: str | None, method: str) -> str:

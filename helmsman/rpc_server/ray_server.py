@@ -305,6 +305,11 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
     @_control
+    async def fault(self, message: bytes, payload: Payload | None = None) -> RayReply:
+        """Verb.FAULT."""
+        return await self._ask(message, payload)
+
+    @_control
     async def shutdown(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.SHUTDOWN; the process itself is ended by the controller through Ray, which then knows that it was meant."""
         return await self._ask(message, payload)

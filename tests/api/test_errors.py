@@ -177,6 +177,16 @@ ROWS = [
         "Raise the deadline",
     ),
     Row(
+        errors.FaultPlanError(line=2, text="kil a/0", found="'kil'", expected="'kill', 'hang', 'slow' or 'drop'"),
+        ("line 2", "'kil a/0'", "found 'kil' where 'kill', 'hang'"),
+        "Write 'kill rollout/3 at step 5'",
+    ),
+    Row(
+        errors.FaultsUnsupportedError(scheduler="InlineScheduler"),
+        ("InlineScheduler", "the script's own process"),
+        "Run the drill on the 'local' or 'ray' scheduler",
+    ),
+    Row(
         errors.WorkflowFailuresError(num_failed=17, limit=16, window=256, last=KeyError("answer")),
         ("17 of the last 256", "16 are tolerated", "KeyError: 'answer'"),
         "Mend the workflow",
@@ -429,6 +439,7 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("StrangeClusterError", ConnectionError),
         ("InstanceLostError", ConnectionError),
         ("RequestDeadlineError", TimeoutError),
+        ("FaultPlanError", ValueError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),

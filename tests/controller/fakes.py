@@ -19,7 +19,9 @@ from helmsman.api.errors import (
     RoleNotFoundError,
     SchedulerClosedError,
     WorkerFailedError,
+    WorkerNotFoundError,
 )
+from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
 from helmsman.controller.loop import background_loop, run_sync
@@ -49,6 +51,7 @@ class FakeScheduler(Scheduler):
         self.probed: list[tuple[str, str, int]] = []
         self.engines: dict[str, Any] = {}
         self.sent: list[Sent] = []
+        self.injected: list[Fault] = []
         self.kept: dict[str, Any] = {}
         self.released: list[str] = []
         self.closed = False
@@ -122,6 +125,12 @@ class FakeScheduler(Scheduler):
     async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
         if self._deaths[worker_id].done():
             raise _death(worker_id, None, "health")
+
+    async def inject(self, fault: Fault) -> list[Injection]:
+        if fault.worker_id not in self._deaths:
+            raise WorkerNotFoundError(name=fault.worker_id, known=list(self._deaths))
+        self.injected.append(fault)
+        return [Injection(worker_id=fault.worker_id, pid=1, node="127.0.0.1", done=True, outcome="recorded")]
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         self.probed.append((role, address, port))

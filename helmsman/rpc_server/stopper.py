@@ -1,0 +1,66 @@
+"""Stops a process and lets it go on, for a time: the helper beside a worker that hangs or is slow on request.
+
+It ends when its time is over, when it is told to, or with the process, and never leaves a living process stopped.
+
+Standard library only: a script of its own (``python -I -S stopper.py``), since a process that is stopped cannot let itself go
+on. It reads "PID FACTOR SECONDS", writes a byte once it is ready, begins when it is sent one, and ends with another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+_PERIOD_S = 0.1
+"""Of being slow: short beside what anybody waits for, and long beside what the system needs to switch processes."""
+
+
+def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
+    """Let a process run for one part of the time in ``factor`` (infinity: none), for so many seconds.
+
+    Args:
+        told: is readable when this is to end.
+    """
+
+    def is_over(after_s: float) -> bool:
+        left_s = deadline - time.monotonic()
+        timeout = None if min(after_s, left_s) == float("inf") else max(0.0, min(after_s, left_s))
+        return bool(select.select([pidfd, told], [], [], timeout)[0]) or time.monotonic() >= deadline
+
+    deadline = time.monotonic() + seconds
+    runs_s = _PERIOD_S / factor
+    stands_s = float("inf") if runs_s == 0.0 else _PERIOD_S - runs_s
+    try:
+        while True:
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+            if is_over(stands_s):
+                return
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            if is_over(runs_s):
+                return
+    except ProcessLookupError:
+        return
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+def main() -> None:
+    """The helper's whole life."""
+    pid, factor, seconds = os.read(0, 256).split()
+    pidfd = os.pidfd_open(int(pid))
+    if os.getppid() != int(pid):
+        return  # it has ended before the line above, and another may have its number
+    os.write(1, b"r")
+    ready, _, _ = select.select([pidfd, 0], [], [])
+    if 0 in ready and os.read(0, 1) == b"b":
+        hold(pidfd, 0, float(factor), float(seconds))
+
+
+if __name__ == "__main__":
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(_number, signal.SIG_IGN)  # with it the worker would stay stopped
+    main()

@@ -1,0 +1,186 @@
+"""Faults on request: each is caused by the worker itself, and seen from outside, in /proc and in the calls that it meets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from helmsman import DropNode, FaultPlan, Hang, Kill, Slow
+from helmsman.api import errors
+from helmsman.api.faults import Fault, Injection
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
+from helmsman.controller.factory import make_scheduler
+from tests.contract.conftest import OPTIONS, TIMEOUTS
+from tests.contract.engines import Counter
+from tests.contract.helpers import LIMIT_S, Engine, Gate, held, is_running, wait_gone, wait_until
+
+pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed or stopped without the script")
+
+
+class Ticker:
+    """Counts what it gets done, in small waits."""
+
+    def __init__(self) -> None:
+        self.num_ticks = 0
+
+    async def tick(self, num: int) -> int:
+        """Get so much done."""
+        for _ in range(num):
+            self.num_ticks += 1
+            await asyncio.sleep(0.001)
+        return self.num_ticks
+
+    async def count(self) -> int:
+        """What has been done."""
+        return self.num_ticks
+
+    def pid(self) -> int:
+        """The process."""
+        return os.getpid()
+
+
+def _inject(scheduler: Scheduler, fault: Fault) -> Injection:
+    (injection,) = asyncio.run(scheduler.inject(fault))
+    return injection
+
+
+def _is_stopped(pid: int) -> bool:
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
+def _helpers(pid: int) -> dict[str, int]:
+    """Those beside a worker; also one that has ended and is not reaped, which has no command line any more."""
+    found = {}
+    for child in psutil.Process(pid).children():
+        try:
+            is_helper = child.status() == psutil.STATUS_ZOMBIE or "stopper.py" in " ".join(child.cmdline())
+        except psutil.ZombieProcess:
+            is_helper = True
+        except psutil.NoSuchProcess:
+            continue
+        if is_helper:
+            found[f"helper {child.pid}"] = child.pid
+    return found
+
+
+@pytest.fixture
+def worker(scheduler: Scheduler, role: str) -> Engine:
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    return Engine.create(scheduler, worker_id, Counter)
+
+
+@pytest.mark.also_apart
+def test_a_killed_worker_is_dead_and_says_so(scheduler: Scheduler, worker: Engine, engine: Engine, gate: Gate) -> None:
+    pid = worker.call("pid")
+    running = worker.begin("wait", *gate.files)
+    gate.wait_started()
+    drill = FaultPlan([Kill(worker.worker_id, at_step=3)]).begin(scheduler)
+    assert drill.step(2) == []
+    (record,) = drill.step(3)
+    assert (record.injection.worker_id, record.injection.pid, record.injection.done) == (worker.worker_id, pid, True)
+    assert record.injection.outcome == "killed"
+    assert record.injection.node
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        running.result(LIMIT_S)
+    assert caught.value.exit_signal == signal.SIGKILL
+    wait_gone({"worker": pid})
+    assert engine.call("add") == 1, "others are unharmed"
+
+    again = _inject(scheduler, Kill(worker.worker_id, at_step=4))
+    assert not again.done
+    assert "had ended before: it was ended by SIGKILL" in again.outcome
+    with pytest.raises(errors.WorkerNotFoundError):
+        asyncio.run(scheduler.inject(Kill("nobody/0", at_step=1)))
+
+
+def test_a_hang_ends_after_its_time_and_the_call_goes_on(scheduler: Scheduler, worker: Engine, gate: Gate) -> None:
+    pid = worker.call("pid")
+    with held(worker, gate) as running:
+        injection = _inject(scheduler, Hang(worker.worker_id, at_step=1, seconds=1.0))
+        assert (injection.done, injection.outcome, injection.pid) == (True, "stopped for 1 s", pid)
+        wait_until(lambda: _is_stopped(pid), "all of its threads have stopped")
+        gate.open()
+        with pytest.raises(errors.CallTimeoutError):
+            asyncio.run(scheduler.check_health(worker.worker_id, 0.05))
+        assert not running.done()
+        assert running.result(LIMIT_S) == 1
+    wait_until(lambda: not _helpers(pid), "its helper has ended, and was reaped")
+    assert worker.call("add") == 2
+
+
+@pytest.mark.parametrize("fault", [Hang("x/0", at_step=1), Slow("x/0", at_step=1, factor=20)])
+def test_a_helper_ends_with_its_worker(scheduler: Scheduler, worker: Engine, fault: Fault) -> None:
+    pid = worker.call("pid")
+    kind = {"factor": fault.factor} if isinstance(fault, Slow) else {}
+    _inject(scheduler, type(fault)(worker.worker_id, at_step=1, **kind))
+    helpers = _helpers(pid)
+    assert len(helpers) == 1
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped")
+    scheduler.delete_workers(worker.worker_id.rpartition("/")[0])
+    wait_gone({"worker": pid, **helpers})
+
+
+def test_a_slow_worker_gets_less_done(scheduler: Scheduler, role: str) -> None:
+    first, second = scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0.5)]))
+    slow, other = Engine.create(scheduler, first, Ticker), Engine.create(scheduler, second, Ticker)
+    injection = _inject(scheduler, Slow(first, at_step=1, factor=10))
+    assert injection.outcome == "slowed by 10x until its end"
+    working = [each.begin("tick", 10_000, timeout=2 * LIMIT_S) for each in (slow, other)]
+    wait_until(lambda: other.call("count") >= 1000, "one works")
+    done, done_meanwhile = slow.call("count"), other.call("count")
+    assert 0 < done < done_meanwhile / 2
+    assert not any(each.done() for each in working)
+    pid = slow.call("pid")
+    later = _inject(scheduler, Slow(first, at_step=2, factor=2, seconds=0.2))
+    assert later.outcome == "slowed by 2x for 0.2 s, no longer slowed by 10x until its end"
+    wait_until(lambda: not _helpers(pid), "it is over")
+    before, compared = slow.call("count"), other.call("count")
+    wait_until(lambda: other.call("count") >= compared + 500, "both work")
+    assert slow.call("count") > before + 100, "it is as fast as the other"
+
+
+def test_a_worker_that_hangs_is_told_nothing_that_it_would_do_later(backend: str, tmp_path: Path) -> None:
+    if backend == "ray":
+        pytest.skip("ray: the limits of the shared scheduler are too long to wait for; what is told is the same")
+    with make_scheduler(backend, log_dir=tmp_path, timeouts=Timeouts(health_s=0.5), **OPTIONS[backend]) as scheduler:
+        (worker_id,) = scheduler.create_workers(Job(role="a"))
+        engine = Engine.create(scheduler, worker_id, Counter)
+        pid = engine.call("pid")
+        _inject(scheduler, Hang(worker_id, at_step=1))
+        wait_until(lambda: _is_stopped(pid), "it is stopped")
+        injection = _inject(scheduler, Kill(worker_id, at_step=2))
+        assert (injection.done, injection.pid) == (False, pid)
+        assert injection.outcome == "it was not told, since it gave no sign of life within 0.5 s"
+        os.kill(pid, signal.SIGCONT)
+        assert engine.call("add") == 1
+        assert is_running(pid)
+
+
+@pytest.fixture
+def run(scheduler: Scheduler, backend: str, tmp_path: Path) -> Iterator[Scheduler]:
+    """Another run beside the shared one, whose workers are not its own; on Ray, in the same cluster."""
+    options: dict[str, Any] = OPTIONS[backend] if backend != "ray" else {}
+    with make_scheduler(backend, log_dir=tmp_path / "logs", timeouts=TIMEOUTS, **options) as made:
+        yield made
+
+
+def test_dropping_the_scripts_node_ends_all_workers_of_this_run_there(run: Scheduler, engine: Engine) -> None:
+    workers = run.create_workers([Job(role="a", replicas=2), Job(role="b", tasks=[SchedulingSpec(cpu=0.5)])])
+    engines = [Engine.create(run, worker, Counter) for worker in workers]
+    pids = {each.worker_id: each.call("pid") for each in engines}
+    records = FaultPlan([DropNode("a/1", at_step=1)]).begin(run).step(1)
+    assert {record.injection.worker_id: record.injection.pid for record in records} == pids
+    assert {record.injection.outcome for record in records} == {"killed; the node itself stays: the script runs on it"}
+    wait_gone(pids)
+    for each in engines:
+        with pytest.raises(errors.WorkerFailedError):
+            each.call("add")
+    assert engine.call("add") == 1, "another run's worker lives"
