@@ -159,6 +159,16 @@ def test_rollout_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path,
     assert [record["step"] for record in records(out)] == list(range(25))
 
 
+def test_a_drill_does_not_change_what_is_trained(sums: Path, tmp_path: Path) -> None:
+    faults = "kill rollout/0 at step 14; hang rollout/1 at step 15 for 1 s; slow rollout/1 by 3x at step 16 for 2 s"
+    flags = ("--scheduler", "local", "--steps", "6")
+    quiet, drilled = run(sums, tmp_path / "quiet", *flags), run(sums, tmp_path / "drill", *flags, "--faults", faults)
+    assert [record["step"] for record in drilled] == list(range(19))
+    for ours, theirs in zip(drilled, quiet, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (ours, theirs)
+        assert ours["reward"] == theirs["reward"], (ours, theirs)
+
+
 def test_an_asynchronous_run_draws_the_same_tasks(sums: Path, tmp_path: Path) -> None:
     flags = ("--scheduler", "local", "--steps", "4", "--temperature", "0")
     waiting = run(sums, tmp_path / "sync", *flags)
