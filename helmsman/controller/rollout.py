@@ -383,9 +383,15 @@ class RolloutController(RoleController):
             raise
 
         async def serve(worker_id: str) -> None:
-            health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
+            lost: WorkerFailedError | None = None
+            try:
+                health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
+            except WorkerFailedError as error:  # it has died since: it is a worker as the others, and supervision sees to it
+                health, lost = Health.STALE, error
             supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
             requests.add(worker_id, self._max_in_flight_per_worker, health)
+            if lost is not None:
+                supervisor.note(worker_id, Event.LOST, lost)
 
         await asyncio.gather(*map(serve, new))
 

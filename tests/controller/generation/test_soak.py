@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from helmsman.api.errors import InstanceLostError, RequestDeadlineError
+from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
@@ -20,6 +20,7 @@ from helmsman.controller.generation.retries import RetryGeneration
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
 from helmsman.controller.generation.virtual_time import run_virtually
+from tests.controller.generation.invariants import end_of
 
 NUM_INSTANCES = 8
 CAPACITY = 16
@@ -143,26 +144,13 @@ class Soak:
     def ended(self, ticket: Ticket) -> None:
         """Look at what a request has become; told apart from its state, which cancelled ones get a turn later."""
         del self.open[ticket.request_id]
-        future, versions = ticket.future, list[int]()
-        if future.cancelled():
-            state = RequestState.ABORTED
-        elif (error := future.exception()) is not None:
-            state = ticket.state
-            assert state is RequestState.FAILED
-            assert isinstance(error, RequestDeadlineError | InstanceLostError), error
-        else:
-            state, result = ticket.state, future.result()
-            versions, num, length = result.versions, len(result.token_ids), min(LENGTHS(ticket.request), MAX_NEW_TOKENS)
-            assert len(versions) == len(result.logprobs) == num
-            assert versions == sorted(versions)
-            assert max(versions, default=0) <= self.version
-            if state is RequestState.DONE:
-                assert num == length, "of all attempts together"
-                assert result.stop_reason in ("stop", "length")
-            else:
-                assert result.stop_reason == "abort"
-                assert num <= length
-                assert state is (RequestState.PARTIAL if num else RequestState.ABORTED)
+        future = ticket.future
+        length = min(LENGTHS(ticket.request), MAX_NEW_TOKENS)
+        state = end_of(future, length, range(self.version + 1))
+        if not future.cancelled():
+            assert ticket.state is state
+        has_result = not future.cancelled() and future.exception() is None
+        versions = future.result().versions if has_result else []
         self.ends[state] += 1
         self.digest.update(
             f"{ticket.request_id} {state} {ticket.num_attempts} {ticket.sent_to} {versions} {now()!r}\n".encode()

@@ -1,0 +1,340 @@
+"""Thousands of requests over real processes that are killed, stopped and slowed, come and go, and get new weights meanwhile.
+
+What happens, and to whom, is drawn from a seed, and when by the number of requests that have ended, never by the time: so a
+seed replays its schedule on any machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from helmsman import Hang, Kill, Slow
+from helmsman.api.errors import HelmsmanError, RequestDeadlineError, WorkerNotFoundError
+from helmsman.api.faults import Fault
+from helmsman.api.generation import GenerationResult
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.generation.health import Health, SupervisionPolicy
+from helmsman.controller.generation.request import RequestOptions, RequestState
+from helmsman.controller.generation.retries import RetryGeneration
+from helmsman.controller.loop import background_loop
+from helmsman.controller.rollout import RolloutController
+from helmsman.rpc_server.inspection import task_stack
+from tests.contract.helpers import wait_until
+from tests.controller.generation.invariants import end_of
+from tests.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of
+
+NUM_WORKERS = 8
+MOST_WORKERS = 10
+PAUSE_S = 0.002
+MEAN_GAP = 60
+"""Requests from one event to the next."""
+LIMIT_S = 60.0
+"""How long anything may take before it counts as never."""
+POLICY = SupervisionPolicy(
+    probe_every_s=0.1, suspect_s=0.5, dead_s=1.5, max_restarts=1_000_000, restart_window_s=1.0, restart_pause_s=0.01
+)
+
+
+class Event(NamedTuple):
+    """Something that happens when so many requests have ended."""
+
+    at: int
+    kind: str
+    """Events of one kind wait for each other; different ones happen at once."""
+    numbers: tuple[int, ...]
+    """What it needs to know, such as a worker's index."""
+
+
+def schedule(seed: int, num: int) -> Iterator[Event]:
+    """All that happens in a run."""
+    source = random.Random(seed)
+    at = 0
+    while (at := at + 1 + int(source.expovariate(1 / MEAN_GAP))) < num * 0.95:
+        kind = source.choice(("kill", "kill", "hang", "slow", "abort", "abort", "pause", "scale", "update", "update"))
+        match kind:
+            case "kill" | "slow":
+                numbers = (source.randrange(MOST_WORKERS),)
+            case "hang":
+                numbers = (source.randrange(MOST_WORKERS), source.randrange(2))
+            case "scale":
+                numbers = (source.randint(NUM_WORKERS // 2, MOST_WORKERS), source.randrange(2))
+            case "abort":
+                numbers = tuple(source.randrange(at, at + 300) for _ in range(source.choice((1, 5, 30))))
+            case "update":
+                numbers = (source.randrange(2),)
+            case _:
+                numbers = ()
+        yield Event(at, kind, numbers)
+
+
+class Request(NamedTuple):
+    """One that was submitted."""
+
+    number: int
+    length: int
+    oldest: int
+    """Version of the last update that was complete before it was submitted: none of its tokens may be older."""
+
+
+class Soak:
+    """One run of a seed."""
+
+    def __init__(self, scheduler: Scheduler, seed: int, num: int) -> None:
+        self.scheduler, self.num = scheduler, num
+        self.random = random.Random(f"requests/{seed}")
+        self.events = list(schedule(seed, num))
+        self.rollout = RolloutController(
+            scheduler,
+            "tests.controller.generation.pure_rollout.PureRollout",
+            Job(role="rollout", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)]),
+            engine_args=(PAUSE_S,),
+            max_in_flight_per_worker=16,
+            max_in_flight=100,
+            max_queue=100,
+            retries=RetryGeneration(50),
+            supervision=POLICY,
+        )
+        self.begun = self.complete = 0
+        """Versions of the last update that has begun, and that was complete."""
+        self.num_ended = 0
+        self.num_ends = bytearray(num)
+        """How often each request has ended."""
+        self.ends: Counter[RequestState] = Counter()
+        self.happened: list[Event] = []
+        self.outcomes: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.changed = threading.Condition()
+        self.sizes: list[tuple[int, int]] = []
+        """Bytes in memory and objects of this process, at each quarter."""
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit_all(self) -> None:
+        for number in range(self.num):
+            self.submit(number)
+
+    def submit(self, number: int) -> None:
+        length = min(1 + int(self.random.lognormvariate(2.0, 1.0)), MAX_NEW_TOKENS)
+        options = RequestOptions(
+            priority=self.random.choice((0, 0, 0, 1)),
+            deadline_s=self.random.uniform(0.01, 3.0) if self.random.random() < 0.02 else None,
+            expected_tokens=length,
+        )
+        cancels = self.random.random() < 0.01
+        request = Request(number, length, self.complete)
+        future = self.rollout.submit(make_request(f"r{number}", number, length), None, options)
+        future.add_done_callback(lambda future: self.ended(request, future))
+        if cancels:
+            future.cancel()
+
+    def ended(self, request: Request, future: Future[GenerationResult]) -> None:
+        """Called in any thread, once for each time that a future ends; what is wrong is kept, since nobody hears it here."""
+        with self.changed:
+            try:
+                state = end_of(future, request.length, range(request.oldest, self.begun + 1))
+                if state in (RequestState.DONE, RequestState.PARTIAL):
+                    result = future.result()
+                    assert result.request_id == f"r{request.number}"
+                    assert result.token_ids == tokens_of(request.number, result.versions)
+                elif state is RequestState.FAILED:
+                    assert isinstance(future.exception(), RequestDeadlineError), "what a worker's death costs is done again"
+                self.ends[state] += 1
+            except AssertionError as error:
+                self.problems.append(f"request {request}: {error!r}")
+            self.num_ends[request.number] += 1
+            self.num_ended += 1
+            self.changed.notify_all()
+
+    def wait_ended(self, num: int) -> None:
+        """Until so many have ended; some always do."""
+        going_on = True
+        while going_on and (before := self.num_ended) < num:
+            with self.changed:
+                going_on = self.changed.wait_for(lambda before=before: self.num_ended > before, LIMIT_S)  # type: ignore[misc]
+        assert going_on, f"{self.num_ended} of {num} have ended, and no more. {self.what_runs()}"
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def live(self, events: list[Event]) -> None:
+        """Let the events of a kind happen, one after another."""
+        for event in events:
+            try:
+                self.wait_ended(event.at)
+                self.happened.append(event)
+                getattr(self, event.kind)(*event.numbers)
+                self.outcomes[event.kind] += 1
+            except Exception as error:  # noqa: BLE001 - shown by the test, which runs in another thread
+                self.problems.append(f"{event}: {''.join(traceback.format_exception(error))}")
+
+    def inject(self, fault: Fault) -> None:
+        try:
+            (injection,) = asyncio.run(self.scheduler.inject(fault))
+        except WorkerNotFoundError:
+            self.outcomes[f"{type(fault).__name__} of nobody"] += 1
+        else:
+            self.outcomes[f"{type(fault).__name__}{'' if injection.done else ' of a dead one'}"] += 1
+
+    def kill(self, index: int) -> None:
+        self.inject(Kill(f"rollout/{index}", at_step=0))
+
+    def hang(self, index: int, for_ever: int) -> None:
+        self.inject(Hang(f"rollout/{index}", at_step=0, seconds=None if for_ever else 0.7))
+
+    def slow(self, index: int) -> None:
+        self.inject(Slow(f"rollout/{index}", at_step=0, factor=5, seconds=1.0))
+
+    def abort(self, *numbers: int) -> None:
+        num = self.rollout.abort([f"r{number}" for number in numbers])
+        self.outcomes["requests aborted"] += num
+
+    def pause(self) -> None:
+        """Once it has returned nothing begins, whatever instances die and come back."""
+        self.rollout.pause()
+        try:
+            most = self.in_flight()
+            deadline = time.monotonic() + LIMIT_S
+            while most and time.monotonic() < deadline:
+                num = self.in_flight()
+                assert num <= most, "a request was sent although all is suspended"
+                most = num
+            assert most == 0
+        finally:
+            self.rollout.resume()
+
+    def in_flight(self) -> int:
+        return sum(each.num_in_flight for each in self.rollout.load().instances.values())
+
+    def scale(self, replicas: int, migrate: int) -> None:
+        try:
+            self.rollout.scale(replicas, migrate=bool(migrate))
+        except HelmsmanError as error:  # a new worker was killed before it served
+            self.outcomes[f"scale: {type(error).__name__}"] += 1
+
+    def update(self, by_handle: int) -> None:
+        self.begun += 1
+        weights = {"version": self.begun}
+        self.rollout.update_weights(self.scheduler.put(weights) if by_handle else weights, self.begun)
+        self.complete = self.begun
+
+    # --- the whole ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        kinds = sorted({event.kind for event in self.events})
+        threads = [
+            threading.Thread(target=self.live, args=([e for e in self.events if e.kind == kind],), name=kind, daemon=True)
+            for kind in kinds
+        ]
+        threads.append(threading.Thread(target=self.submit_all, name="submit", daemon=True))
+        for thread in threads:
+            thread.start()
+        for quarter in range(1, 5):
+            self.wait_ended(quarter * self.num // 4)
+            self.measure()
+        for thread in threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive(), f"{thread.name} does not end: {self.what_runs()}"
+
+    def what_runs(self) -> str:
+        """For people, when something does not end: what has happened last, and the tasks that wait."""
+
+        async def stacks() -> list[str]:
+            return [task_stack(task) for task in asyncio.all_tasks()]
+
+        tasks = asyncio.run_coroutine_threadsafe(stacks(), background_loop()).result(10.0)
+        return "\n\n".join([*self.problems, str(self.happened[-10:]), str(self.rollout.load()), *tasks])
+
+    def measure(self) -> None:
+        gc.collect()
+        self.sizes.append((psutil.Process().memory_info().rss, len(gc.get_objects())))
+
+    def all_serve(self) -> bool:
+        return all(each.state is Health.HEALTHY for each in self.rollout.load().instances.values())
+
+    def settle(self) -> None:
+        """As many workers as in the beginning, all of them serving."""
+        self.rollout.scale(NUM_WORKERS)
+        wait_until(self.all_serve, "all serve again", LIMIT_S)
+
+
+@pytest.fixture
+def errors_logged() -> Iterator[list[str]]:
+    """What is logged as an error meanwhile: tasks and callbacks whose exception nobody has seen."""
+    told: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(self.format(record))
+
+    handler = Handler(logging.ERROR)
+    logging.getLogger().addHandler(handler)
+    yield told
+    logging.getLogger().removeHandler(handler)
+
+
+def num_descriptors() -> int:
+    """Open ones of this process, without those of segments, of which it keeps some for a minute to use them again."""
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return len([path for path in paths if os.path.lexists(path) and "memfd:helmsman" not in os.readlink(path)])
+
+
+def family() -> dict[int, str]:
+    """The processes below this one, zombies too."""
+    return {each.pid: each.name() for each in psutil.Process().children(recursive=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("seed", "num"), [(int(os.environ.get("HELMSMAN_SOAK_SEED", "1")), 20_000)])
+def test_each_request_has_one_end(seed: int, num: int, tmp_path: Path, errors_logged: list[str]) -> None:
+    assert list(schedule(seed, num)) == list(schedule(seed, num))
+    with make_scheduler("local", log_dir=tmp_path / "first", preload=()) as scheduler:
+        scheduler.create_workers(Job(role="a"))  # what the first run of a process opens stays open, such as its event loop
+    before, descriptors_before = family(), num_descriptors()
+    with make_scheduler("local", log_dir=tmp_path, timeouts=Timeouts(health_s=2.0), preload=()) as scheduler:
+        soak = Soak(scheduler, seed, num)
+        with soak.rollout:
+            soak.rollout.initialize()
+            started_with, had = family(), num_descriptors()
+            began = time.monotonic()
+            soak.run()
+            print(f"{time.monotonic() - began:.1f} s", dict(soak.ends), dict(soak.outcomes), soak.sizes)
+            soak.settle()
+            load = soak.rollout.load()
+            versions = soak.rollout.versions()
+            serves_on = soak.rollout.generate([make_request(f"last{i}", i, 5) for i in range(64)])
+            wait_until(lambda: Counter(family().values()) == Counter(started_with.values()), "no process more, no zombie")
+            has = num_descriptors()
+    assert not soak.problems, "\n".join(soak.problems[:10])
+    assert sorted(soak.happened) == sorted(soak.events), "the schedule is the seed's"
+    assert soak.num_ends == bytearray([1]) * num, "each has ended once"
+    assert soak.ends.total() == num
+    assert set(soak.ends) == {RequestState.DONE, RequestState.PARTIAL, RequestState.ABORTED, RequestState.FAILED}
+    assert soak.ends[RequestState.DONE] > 0.9 * num
+    assert (load.num_queued, load.paused) == (0, False)
+    assert {(each.num_in_flight, each.outstanding_tokens) for each in load.instances.values()} == {(0, 0)}
+    assert versions == {f"rollout/{index}": soak.begun for index in range(NUM_WORKERS)}
+    assert {version for result in serves_on for version in result.versions} == {soak.begun}
+    assert errors_logged == []
+
+    (bytes_half, objects_half), (bytes_end, objects_end) = soak.sizes[1], soak.sizes[3]
+    assert bytes_end < 1.2 * bytes_half
+    assert objects_end < 1.2 * objects_half
+    assert has <= had + 8
+    wait_until(lambda: family().keys() <= before.keys(), "no process is left")
+    assert num_descriptors() <= descriptors_before
