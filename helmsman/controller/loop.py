@@ -143,6 +143,25 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await running
 
 
+async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
+
+    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
+    once what they wait for needs one of these threads itself.
+    """
+    ended: concurrent.futures.Future[T] = concurrent.futures.Future()
+    ended.set_running_or_notify_cancel()  # a cancelled await leaves it running, as it does in an executor
+
+    def work() -> None:
+        try:
+            ended.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+            ended.set_exception(error)
+
+    threading.Thread(target=work, name="helmsman-blocking", daemon=True).start()
+    return await asyncio.wrap_future(ended)
+
+
 async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all; when one fails the rest are cancelled and awaited before its error is raised."""
     tasks = [asyncio.ensure_future(each) for each in awaitables]

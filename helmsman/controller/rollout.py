@@ -32,7 +32,7 @@ from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
-from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.loop import in_own_thread, run_async, run_sync
 from helmsman.controller.role import RoleController
 from helmsman.controller.weight_sync import InFlight
 
@@ -436,7 +436,7 @@ class RolloutController(RoleController):
             for worker_id in leaving:
                 requests.instances[worker_id].is_draining = True
             await asyncio.gather(*(requests.drain(worker_id, migrate=migrate) for worker_id in leaving))
-            new = await asyncio.to_thread(self.scheduler.scale, self.role, replicas)
+            new = await in_own_thread(self.scheduler.scale, self.role, replicas)
         except BaseException:
             for worker_id in leaving:
                 requests.instances[worker_id].is_draining = False
@@ -445,7 +445,7 @@ class RolloutController(RoleController):
         for worker_id in leaving:
             requests.remove(worker_id)
             supervisor.forget(worker_id)
-        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
         if new:
             await self._welcome(new)
 
@@ -457,7 +457,7 @@ class RolloutController(RoleController):
         try:
             await self._make_ready(self._workers, ranks)
         except BaseException:
-            await asyncio.to_thread(self.scheduler.scale, self.role, ranks[0])
+            await in_own_thread(self.scheduler.scale, self.role, ranks[0])
             self._workers = self._workers[: ranks[0]]
             raise
 
@@ -477,8 +477,8 @@ class RolloutController(RoleController):
     async def _rebuild(self, worker_id: str) -> bool:
         """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
         self._builds[worker_id] += 1
-        await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
-        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
+        await in_own_thread(self.scheduler.restart_worker, worker_id)
+        self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
         return await self._bring_weights(worker_id)

@@ -12,7 +12,7 @@ import pytest
 
 from helmsman.api.errors import GroupCallError, WorkerFailedError
 from helmsman.api.generation import SamplingParams
-from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.generation.health import Health, SupervisionPolicy
 from helmsman.controller.generation.retries import RetryGeneration
@@ -70,6 +70,18 @@ def test_a_killed_worker_comes_back_with_the_weights_and_its_requests_go_on_else
         _, _, served = scheduler.call_engine("rollout/0", "figures")
         assert len(rollout.generate([[1]] * 20)) == 20
         assert len(scheduler.call_engine("rollout/0", "figures")[2]) > len(served), "it serves again"
+
+
+def test_more_workers_die_at_once_than_the_event_loop_has_threads(scheduler: Scheduler) -> None:
+    num = min(32, (os.cpu_count() or 1) + 4) + 1  # of an executor, by default
+    rollout = RolloutController(
+        scheduler, ENGINE, Job(role="rollout", replicas=num, tasks=[SchedulingSpec(cpu=0.0)]), supervision=POLICY
+    )
+    with rollout:
+        rollout.initialize()
+        before = _kill_all(rollout, scheduler)
+        wait_until(lambda: _others_serve(rollout, scheduler, before), "all are back")
+        assert len(rollout.generate([[1]] * num)) == num
 
 
 def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:
