@@ -462,15 +462,13 @@ class RolloutController(RoleController):
             raise
 
         async def serve(worker_id: str) -> None:
-            lost: WorkerFailedError | None = None
-            try:
-                health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
-            except WorkerFailedError as error:  # it has died since: it is a worker as the others, and supervision sees to it
-                health, lost = Health.STALE, error
-            supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
-            requests.add(worker_id, self._max_in_flight_per_worker, health)
-            if lost is not None:
-                supervisor.note(worker_id, Event.LOST, lost)
+            # Before it has the weights: from here on it is a worker as the others, and when it dies or hangs it is built anew.
+            supervisor.watch(worker_id, Health.STALE)  # first: whoever serves by it asks whether it comes back
+            requests.add(worker_id, self._max_in_flight_per_worker, Health.STALE)
+            build = self._builds[worker_id]
+            with contextlib.suppress(WorkerFailedError):
+                if await self._bring_weights(worker_id) and self._builds[worker_id] == build:
+                    supervisor.note(worker_id, Event.UPDATED)
 
         await asyncio.gather(*map(serve, new))
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def test_more_workers_die_at_once_than_the_event_loop_has_threads(scheduler: Sch
         before = _kill_all(rollout, scheduler)
         wait_until(lambda: _others_serve(rollout, scheduler, before), "all are back")
         assert len(rollout.generate([[1]] * num)) == num
+
+
+def test_a_worker_that_hangs_while_it_is_built_is_built_once_more(scheduler: Scheduler, tmp_path: Path) -> None:
+    stops = tmp_path / "stops"
+    rollout = RolloutController(
+        scheduler, f"{ENGINE}ThatStops", Job(role="rollout"), engine_args=(str(stops),), supervision=POLICY
+    )
+    with rollout:
+        rollout.initialize()
+        stops.touch()
+        before = _kill_all(rollout, scheduler)
+        wait_until(lambda: not stops.exists(), "its constructor has stopped its process")
+        wait_until(lambda: _others_serve(rollout, scheduler, before), "it is back")
+        assert len(rollout.generate([[1]])) == 1
 
 
 def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:

@@ -148,9 +148,25 @@ class Supervisor:
         else:
             self.note(instance_id, Event.ANSWERED)
 
+    async def _while_it_answers(self, instance_id: str, building: Awaitable[bool]) -> bool:
+        """Await the building of an instance. Raises InstanceLostError when it hangs meanwhile: a model may load for long, and
+        probes are answered beside that."""
+        built = asyncio.ensure_future(building)
+        try:
+            while not (await asyncio.wait([built], timeout=self.policy.probe_every_s))[0]:
+                try:
+                    await asyncio.wait_for(self._probe(instance_id), self.policy.dead_s)
+                except TimeoutError as error:
+                    raise self._silent(instance_id) from error
+                except Exception as error:  # noqa: BLE001 - its process is not there yet, or its building ends by this, too
+                    log.debug("%s: a probe failed while it is built: %s", instance_id, error)
+            return built.result()
+        finally:
+            built.cancel()
+
     async def _build(self, instance_id: str) -> None:
         try:
-            has_weights = await self._rebuild(instance_id)
+            has_weights = await self._while_it_answers(instance_id, self._rebuild(instance_id))
         except Exception as error:  # noqa: BLE001 - whatever it is, the instance is not there, and the budget decides
             log.warning("%s could not be built anew: %s", instance_id, error)
             self.note(instance_id, Event.LOST, error)
