@@ -177,7 +177,8 @@ class RolloutController(RoleController):
         Before the last ones leave, their requests end there or, with ``migrate``, are continued elsewhere with the tokens they
         have. An error, or an interrupt, leaves the workers serving that serve.
 
-        Raises: as Scheduler.scale, or what building the engines raised.
+        Raises: as Scheduler.scale, or what building the engines raised; under supervision also InstanceLostError, when a new
+            one hangs meanwhile.
         """
         run_sync(self._scale(replicas, migrate))
 
@@ -455,7 +456,8 @@ class RolloutController(RoleController):
         assert supervisor is not None
         ranks = [rank for rank, worker in enumerate(self._workers) if worker.id in new]
         try:
-            await self._make_ready(self._workers, ranks)
+            ready = self._make_ready(self._workers, ranks)
+            await (ready if self._supervision is None else supervisor.while_they_answer(new, ready))
         except BaseException:
             await in_own_thread(self.scheduler.scale, self.role, ranks[0])
             self._workers = self._workers[: ranks[0]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import GroupCallError, WorkerFailedError
+from helmsman.api.errors import GroupCallError, InstanceLostError, WorkerFailedError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
@@ -97,6 +97,22 @@ def test_a_worker_that_hangs_while_it_is_built_is_built_once_more(scheduler: Sch
         wait_until(lambda: not stops.exists(), "its constructor has stopped its process")
         wait_until(lambda: _others_serve(rollout, scheduler, before), "it is back")
         assert len(rollout.generate([[1]])) == 1
+
+
+def test_workers_are_not_added_when_one_of_them_hangs_while_it_is_built(scheduler: Scheduler, tmp_path: Path) -> None:
+    stops = tmp_path / "stops"
+    rollout = RolloutController(
+        scheduler, f"{ENGINE}ThatStops", Job(role="rollout"), engine_args=(str(stops),), supervision=POLICY
+    )
+    with rollout:
+        rollout.initialize()
+        stops.touch()
+        with pytest.raises(InstanceLostError, match="has not answered a probe for 1.5 s"):
+            rollout.scale(2)
+        assert list(rollout.load().instances) == ["rollout/0"]
+        rollout.scale(2)
+        assert len(rollout.generate([[1]] * 8)) == 8
+        assert scheduler.call_engine("rollout/1", "figures")[2]
 
 
 def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:

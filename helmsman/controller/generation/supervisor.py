@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy, Watched
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.group import observe
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,27 @@ class Supervisor:
         waits = watched.health is Health.DEAD and watched.restart_at(self._now()) is not None
         return waits or watched.health in (Health.RESTARTING, Health.SUSPECT)
 
+    async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
+        """Await what is done to instances that are not probed yet, such as the loading of a model, for however long it takes.
+
+        Raises: InstanceLostError when one of them hangs meanwhile, as probes are answered beside it; what ``work`` raises.
+        """
+        working = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([working], timeout=self.policy.probe_every_s))[0]:
+                await asyncio.gather(*map(self._require_answer, instance_ids))
+            return working.result()
+        finally:
+            working.cancel()
+
+    async def _require_answer(self, instance_id: str) -> None:
+        try:
+            await asyncio.wait_for(self._probe(instance_id), self.policy.dead_s)
+        except TimeoutError as error:
+            raise self._silent(instance_id) from error
+        except Exception as error:  # noqa: BLE001 - its process is not there yet, or what is done to it fails by this, too
+            log.debug("%s: a probe failed while it is built: %s", instance_id, error)
+
     # --- inside -----------------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
@@ -148,25 +171,9 @@ class Supervisor:
         else:
             self.note(instance_id, Event.ANSWERED)
 
-    async def _while_it_answers(self, instance_id: str, building: Awaitable[bool]) -> bool:
-        """Await the building of an instance. Raises InstanceLostError when it hangs meanwhile: a model may load for long, and
-        probes are answered beside that."""
-        built = asyncio.ensure_future(building)
-        try:
-            while not (await asyncio.wait([built], timeout=self.policy.probe_every_s))[0]:
-                try:
-                    await asyncio.wait_for(self._probe(instance_id), self.policy.dead_s)
-                except TimeoutError as error:
-                    raise self._silent(instance_id) from error
-                except Exception as error:  # noqa: BLE001 - its process is not there yet, or its building ends by this, too
-                    log.debug("%s: a probe failed while it is built: %s", instance_id, error)
-            return built.result()
-        finally:
-            built.cancel()
-
     async def _build(self, instance_id: str) -> None:
         try:
-            has_weights = await self._while_it_answers(instance_id, self._rebuild(instance_id))
+            has_weights = await self.while_they_answer([instance_id], self._rebuild(instance_id))
         except Exception as error:  # noqa: BLE001 - whatever it is, the instance is not there, and the budget decides
             log.warning("%s could not be built anew: %s", instance_id, error)
             self.note(instance_id, Event.LOST, error)
