@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from helmsman.api.scheduler import Timeouts as Timeouts
     from helmsman.api.scheduler import Worker as Worker
     from helmsman.api.topology import RankInfo as RankInfo
+    from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller.bootstrap.initialize import initialize as initialize
     from helmsman.controller.cluster import Cluster as Cluster
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
     from helmsman.controller.resource_manager import ResourceManager as ResourceManager
     from helmsman.controller.rollout import RolloutController as RolloutController
     from helmsman.controller.train import TrainController as TrainController
+    from helmsman.controller.weight_sync import ViaCollective as ViaCollective
+    from helmsman.controller.weight_sync import ViaDisk as ViaDisk
+    from helmsman.controller.weight_sync import ViaMemory as ViaMemory
+    from helmsman.controller.weight_sync import WeightSync as WeightSync
 
 _HOMES = {
     "AxisSharding": "helmsman.api.dispatch",
@@ -102,6 +107,11 @@ _HOMES = {
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller.train",
     "TrainEngine": "helmsman.api.engines",
+    "ViaCollective": "helmsman.controller.weight_sync",
+    "ViaDisk": "helmsman.controller.weight_sync",
+    "ViaMemory": "helmsman.controller.weight_sync",
+    "WeightFormat": "helmsman.api.weights",
+    "WeightSync": "helmsman.controller.weight_sync",
     "Worker": "helmsman.api.scheduler",
     "WorkflowExecutor": "helmsman.controller.generation.workflows",
     "current_platform": "helmsman.api.platforms",
