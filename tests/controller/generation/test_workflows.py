@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import HelmsmanError, WorkflowFailuresError
+from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
+from helmsman.api.scheduler import Job
 from helmsman.controller.generation.sampling import BoundedStaleness
 from helmsman.controller.generation.workflows import WorkflowExecutor
+from helmsman.controller.rollout import RolloutController
 from tests.contract.helpers import wait_until
+from tests.controller.engines import CountingRollout
+from tests.controller.fakes import FakeScheduler
 
 
 class Held:
@@ -227,3 +231,19 @@ def test_closing_ends_what_runs() -> None:
         assert ended.wait(5)
         with pytest.raises(HelmsmanError, match="closed; make a new one"):
             asked.result(10)
+
+
+def test_the_requests_of_an_episode_that_takes_too_long_are_aborted_at_their_instance() -> None:
+    with FakeScheduler() as scheduler:
+        rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=1), engine_args=(True,))
+
+        async def workflow(item: int) -> int:
+            return len((await rollout.agenerate([item, item])).token_ids)
+
+        with rollout:
+            rollout.initialize()
+            with WorkflowExecutor(workflow, episode_timeout_s=0.5) as executor:
+                with pytest.raises(EpisodeTimeoutError):
+                    executor.rollout_batch([1])
+                wait_until(lambda: not scheduler.engines["rollout/0"].running, "its instance has it no more")
+        assert "abort" in scheduler.methods("rollout/0")
