@@ -543,6 +543,8 @@ class WorkerFailedError(CallError):
     index: int
     node: str
     pid: int | None
+    cause: str
+    """How it ended, as 'was killed by SIGKILL'."""
     exit_code: int | None
     exit_signal: int | None
     running: str | None
