@@ -84,6 +84,8 @@ class EpisodeRunner:
         self._num_evicted = self._num_stopped = self._num_failed = 0
         self._recent: list[BaseException | None] = []
         self._changed = asyncio.Event()
+        self._num_asking = 0
+        """Batches that wait for it; who asks for one then does what there is to do."""
         self._is_closing = False
 
     async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
@@ -125,7 +127,11 @@ class EpisodeRunner:
                 self._take(batch)
                 self._turn(batch_size)
                 return batch
-            await self._changed.wait()
+            self._num_asking += 1
+            try:
+                await self._changed.wait()
+            finally:
+                self._num_asking -= 1
 
     def set_version(self, version: int) -> None:
         """See WorkflowExecutor."""
@@ -165,8 +171,9 @@ class EpisodeRunner:
         for number in stopped:
             self._leave(number).cancel()
         self._num_stopped += len(stopped)
-        self._waiting = [each for each in self._waiting if each.number not in old]
-        self._num_evicted += len(old)
+        if old:
+            self._waiting = [each for each in self._waiting if each.number not in old]
+            self._num_evicted += len(old)
         return self._feed()
 
     def _pipe(self, batch_size: int) -> Pipe:
@@ -247,7 +254,7 @@ class EpisodeRunner:
                 self._num_rejected += 1
         self._leave(number)
         self._changed.set()
-        if self._feeding is not None and len(self._failures()) <= self._max_failures:
+        if self._feeding is not None and not self._num_asking and len(self._failures()) <= self._max_failures:
             try:
                 self._turn(self._feeding[1])  # also while the script trains
             except Exception as error:  # noqa: BLE001 - of the source or the sampler, for whoever asks for the next batch
