@@ -196,8 +196,9 @@ def test_a_worker_that_dies_fails_its_score_with_the_reason_and_comes_back(make_
 
 
 @HAS_NO_PROCESS
-def test_what_idle_workers_died_of_costs_no_score(make_pool: MakePool) -> None:
-    pool = make_pool()
+@pytest.mark.parametrize("function", [ACT, AACT])
+def test_what_idle_workers_died_of_costs_no_score(make_pool: MakePool, function: str) -> None:
+    pool = make_pool(function)
     assert pool.map([1, 2, 3]) == [2, 4, 6]
     before = pids(pool)
     for pid in before:

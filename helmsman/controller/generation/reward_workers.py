@@ -17,29 +17,20 @@ _PAUSE_S = 0.1
 """After a restart that failed; doubled with each more."""
 
 
-class Member:
-    """A worker, by the process that it has now."""
+class Process:
+    """A worker's process, until it is lost."""
 
     def __init__(self, worker_id: str) -> None:
-        self.id = worker_id
-        self.process = 0
-        """Which of its processes: what is heard of an earlier one is no news."""
-        self.last_turn = -1
-        self.renew()
-
-    def renew(self) -> None:
-        """Serve by the process that is there now."""
-        self.process += 1
+        self.worker_id = worker_id
         self.num_in_flight = 0
-        self.serves, self.comes_back = True, False
+        """Places that were given out."""
+        self.num_sent = 0
+        """Scores that it has been sent and that have not ended."""
+        self.last_turn = -1
+        self.alive: asyncio.Task[None] | None = None
+        """The question whether it lives, while it has been sent nothing."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done, with the reason, when this process is gone."""
-
-    def lose(self, reason: str) -> None:
-        """The process is gone, or of no use. Idempotent."""
-        self.serves = False
-        if not self.lost.done():
-            self.lost.set_result(reason)
+        """Done, with the reason, when it is gone."""
 
 
 class RewardWorkers:
@@ -62,8 +53,10 @@ class RewardWorkers:
         rebuild: Callable[[str], Awaitable[None]],
     ) -> None:
         self._role, self._capacity, self._max_restarts, self._rebuild = role, capacity, max_restarts, rebuild
-        self._members = [Member(worker_id) for worker_id in worker_ids]
-        self._queue: collections.deque[asyncio.Future[Member]] = collections.deque()
+        self._processes: dict[str, Process | None] = {worker_id: Process(worker_id) for worker_id in worker_ids}
+        """By worker; None where it is lost."""
+        self._coming_back: set[str] = set()
+        self._queue: collections.deque[asyncio.Future[Process]] = collections.deque()
         """Of those that wait for a place; some wait no more."""
         self._turns = itertools.count()
         self._restarted_at: list[float] = []
@@ -74,14 +67,14 @@ class RewardWorkers:
 
     # --- places -----------------------------------------------------------------------------------------------------------
 
-    async def acquire(self, *, is_again: bool) -> Member:
+    async def acquire(self, *, is_again: bool) -> Process:
         """A place at the worker that has the fewest scores, in the order of asking; who was sent in vain comes first.
 
         Raises: RewardWorkersSpentError when no worker is left; what close was given.
         """
         if self._closed is not None:
             raise self._closed
-        place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
         if is_again:
             self._queue.appendleft(place)
         else:
@@ -91,33 +84,32 @@ class RewardWorkers:
             return await place
         except asyncio.CancelledError:
             if not place.cancelled() and place.exception() is None:  # it came at the same time
-                member = place.result()
-                self.give_back(member, member.process)
+                self.give_back(place.result())
             raise
 
-    def give_back(self, member: Member, process: int) -> None:
-        """A score has ended at that process."""
-        if member.process == process:
-            member.num_in_flight -= 1
-            self._hand_out()
+    def give_back(self, process: Process) -> None:
+        """A place is free again."""
+        process.num_in_flight -= 1
+        self._hand_out()
 
     def _hand_out(self) -> None:
+        processes = [process for process in self._processes.values() if process is not None]
         while self._queue:
             if self._queue[0].done():  # cancelled
                 self._queue.popleft()
                 continue
-            free = [member for member in self._members if member.serves and member.num_in_flight < self._capacity]
+            free = [process for process in processes if process.num_in_flight < self._capacity]
             if not free:
                 break
-            member = min(free, key=lambda each: (each.num_in_flight, each.last_turn))
-            member.num_in_flight += 1
-            member.last_turn = next(self._turns)
-            self._queue.popleft().set_result(member)
-        if self._queue and not any(member.serves or member.comes_back for member in self._members):
+            process = min(free, key=lambda each: (each.num_in_flight, each.last_turn))
+            process.num_in_flight += 1
+            process.last_turn = next(self._turns)
+            self._queue.popleft().set_result(process)
+        if self._queue and not processes and not self._coming_back:
             self._fail_waiting(
                 RewardWorkersSpentError(
                     role=self._role,
-                    num_workers=len(self._members),
+                    num_workers=len(self._processes),
                     max_restarts=self._max_restarts,
                     window_s=_RESTART_WINDOW_S,
                     reason=self._last_reason,
@@ -131,34 +123,35 @@ class RewardWorkers:
 
     # --- losses -----------------------------------------------------------------------------------------------------------
 
-    def lose(self, member: Member, process: int, reason: str) -> None:
-        """That process is gone, or of no use: what it has fails, and another is started in its place."""
-        if member.process != process or not member.serves:
+    def lose(self, process: Process, reason: str) -> None:
+        """A process is gone, or of no use: what it has fails, and another is started in its place. Idempotent."""
+        if process.lost.done():
             return
-        log.warning("%s: %s", member.id, reason)
+        worker_id = process.worker_id
+        log.warning("%s: %s", worker_id, reason)
         self._last_reason = reason
-        member.comes_back = True
-        member.lose(reason)
-        task = asyncio.ensure_future(self._restart(member))
+        self._processes[worker_id] = None
+        self._coming_back.add(worker_id)
+        process.lost.set_result(reason)
+        task = asyncio.ensure_future(self._restart(worker_id))
         self._restarts.add(task)  # the event loop itself holds tasks only weakly
         task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, member: Member) -> None:
+    async def _restart(self, worker_id: str) -> None:
         pause_s = _PAUSE_S
         while self._closed is None and self._may_restart():
             try:
-                await self._rebuild(member.id)
+                await self._rebuild(worker_id)
             except Exception as error:  # noqa: BLE001 - whatever it is, the worker is not there, and the budget decides
                 if self._closed is None:
-                    log.warning("%s could not be started anew: %s", member.id, error)
+                    log.warning("%s could not be started anew: %s", worker_id, error)
                     self._last_reason = f"it could not be started anew: {error}"
                     await asyncio.sleep(pause_s)
                     pause_s *= 2
             else:
-                if self._closed is None:
-                    member.renew()
+                self._processes[worker_id] = Process(worker_id)
                 break
-        member.comes_back = False
+        self._coming_back.discard(worker_id)
         self._hand_out()
 
     def _may_restart(self) -> bool:
@@ -175,8 +168,9 @@ class RewardWorkers:
         """Fail what waits, and let go of what runs."""
         self._closed = error
         self._fail_waiting(error)
-        for member in self._members:
-            member.lose(str(error))
+        for process in self._processes.values():
+            if process is not None and not process.lost.done():
+                process.lost.set_result(str(error))
 
     async def settle(self, limit_s: float) -> None:
         """Wait for restarts that were under way when it was closed."""

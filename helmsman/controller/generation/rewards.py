@@ -21,7 +21,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.controller.client import encode_arguments
-from helmsman.controller.generation.reward_workers import Member, RewardWorkers
+from helmsman.controller.generation.reward_workers import Process, RewardWorkers
 from helmsman.controller.local import LocalScheduler
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.role import RoleController
@@ -47,7 +47,8 @@ class RewardPool(RoleController):
         scheduler: of any kind. On the inline scheduler what takes too long is left to run beside the script.
         function: ``def`` or ``async def``; picklable, or an import path 'package.module.function'.
         job: the workers, such as ``Job(role="reward", replicas=8)``.
-        timeout_s: seconds from sending a score to a worker until its result; ``timeouts.call_s`` when None.
+        timeout_s: seconds from sending a score to a worker until its result; ``timeouts.call_s`` when None. What blocks a
+            worker's event loop, or holds the interpreter's lock, is noticed some seconds later.
         max_in_flight_per_worker: scores that run at once on a worker, of an async function.
         max_restarts: of all workers together, within an hour; beyond them a worker that is lost stays so.
     """
@@ -150,9 +151,9 @@ class RewardPool(RoleController):
         assert places is not None
         is_again = False
         while True:
-            member = await places.acquire(is_again=is_again)
+            process = await places.acquire(is_again=is_again)
             # A task of its own: a worker has what it was sent, also when nobody waits for it any more.
-            attempt = asyncio.ensure_future(self._attempt(places, member, call))
+            attempt = asyncio.ensure_future(self._attempt(places, process, call))
             self._attempts.add(attempt)
             attempt.add_done_callback(self._attempts.discard)
             attempt.add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())  # seen, by somebody or not
@@ -161,61 +162,67 @@ class RewardPool(RoleController):
             except _NotBegunError:
                 is_again = True
 
-    async def _attempt(self, places: RewardWorkers, member: Member, call: _Call) -> Any:
-        process = member.process
+    async def _attempt(self, places: RewardWorkers, process: Process, call: _Call) -> Any:
         try:
-            if member.num_in_flight == 1:  # while it had nothing, nobody would have noticed that it is gone
-                await self._require_alive(places, member)
-            return self._answer(member, call, await self._sent(member, call))
+            await self._require_alive(places, process)
+            return self._answer(process, call, await self._sent(process, call))
         except CallTimeoutError as error:
-            places.lose(member, process, f"a score did not end within {error.elapsed_s:.2f} s, so it is started anew")
-            raise self._overtime(member, call, error.elapsed_s, "The worker is started anew", error.stack) from error
+            places.lose(process, f"a score did not end within {error.elapsed_s:.2f} s, so it is started anew")
+            raise self._overtime(process, call, error.elapsed_s, "The worker is started anew", error.stack) from error
         except WorkerFailedError as error:
             reason = _reason(error)
-            places.lose(member, process, reason)
-            raise self._lost(member, call, reason) from error
+            places.lose(process, reason)
+            raise self._lost(process, call, reason) from error
         except (NotFoundError, SchedulerClosedError):
-            self._check_started()
+            self._check_started()  # a pool that is being closed says so
             raise
         finally:
-            places.give_back(member, process)
+            places.give_back(process)
 
-    async def _require_alive(self, places: RewardWorkers, member: Member) -> None:
-        process = member.process
-        try:
-            await self.scheduler.check_health(member.id)
-        except (CallTimeoutError, WorkerFailedError) as error:
-            places.lose(member, process, _reason(error))
-            raise _NotBegunError from error
-        if member.process != process or not member.serves:  # another score has lost it meanwhile
+    async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
+        """While a process has been sent nothing, nobody would notice that it is gone; so it is asked, once for all who wait."""
+        if not process.num_sent:
+            if process.alive is None:
+                process.alive = asyncio.ensure_future(self.scheduler.check_health(process.worker_id))
+            try:
+                await asyncio.shield(process.alive)
+            except (CallTimeoutError, WorkerFailedError) as error:
+                places.lose(process, _reason(error))
+                raise _NotBegunError from error
+            process.alive = None
+        if process.lost.done():  # noticed by another meanwhile
             raise _NotBegunError
 
-    async def _sent(self, member: Member, call: _Call) -> Any:
+    async def _sent(self, process: Process, call: _Call) -> Any:
         """What the worker answers."""
         method, limit_s, arguments = "score", self.timeout_s, tuple[Any, ...]((call.packed,))
         if self._is_async:
             method, limit_s, arguments = "ascore", self.timeout_s + _GRACE_S, (call.packed, self.timeout_s)
-        sent = self.scheduler.async_call_engine(member.id, method, None, *arguments, timeout=limit_s)
-        work = asyncio.ensure_future(sent)
-        await asyncio.wait([work, member.lost], return_when=asyncio.FIRST_COMPLETED)
+        process.num_sent += 1
+        try:
+            sent = self.scheduler.async_call_engine(process.worker_id, method, None, *arguments, timeout=limit_s)
+            work = asyncio.ensure_future(sent)
+            await asyncio.wait([work, process.lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            process.num_sent -= 1
         if work.done():
             return work.result()
         work.cancel()
         work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen, though nobody waits for it
-        raise self._lost(member, call, member.lost.result())
+        raise self._lost(process, call, process.lost.result())
 
-    def _lost(self, member: Member, call: _Call, reason: str) -> HelmsmanError:
-        self._check_started()  # a pool that is being closed says so
-        return RewardLostError(worker_id=member.id, call=str(call), reason=reason)
+    def _lost(self, process: Process, call: _Call, reason: str) -> HelmsmanError:
+        self._check_started()  # as above
+        return RewardLostError(worker_id=process.worker_id, call=str(call), reason=reason)
 
-    def _answer(self, member: Member, call: _Call, answer: Any) -> Any:
+    def _answer(self, process: Process, call: _Call, answer: Any) -> Any:
         if isinstance(answer, Overtime):
-            raise self._overtime(member, call, answer.elapsed_s, "The function was cancelled", "")
+            raise self._overtime(process, call, answer.elapsed_s, "The function was cancelled", "")
         return answer
 
-    def _overtime(self, member: Member, call: _Call, elapsed_s: float, then: str, stack: str) -> RewardTimeoutError:
+    def _overtime(self, process: Process, call: _Call, elapsed_s: float, then: str, stack: str) -> RewardTimeoutError:
         return RewardTimeoutError(
-            worker_id=member.id, call=str(call), elapsed_s=elapsed_s, limit_s=self.timeout_s, then=then, stack=stack
+            worker_id=process.worker_id, call=str(call), elapsed_s=elapsed_s, limit_s=self.timeout_s, then=then, stack=stack
         )
 
     # --- life -------------------------------------------------------------------------------------------------------------
