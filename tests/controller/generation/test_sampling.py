@@ -113,6 +113,18 @@ async def test_stopping_the_rest_leaves_what_the_bound_lets_begin_early() -> Non
 
 
 @virtually
+async def test_stopping_the_rest_stops_what_would_be_too_old_for_the_next_batch() -> None:
+    runner = EpisodeRunner(lasting(100, 100), sampler=BoundedStaleness(1, takes_first=True, stops_rest=True))
+    source = itertools.count()
+    assert numbers(await runner.prepare_batch(source, 2)) == [2, 3]
+    assert runner.figures().num_stopped == 0, "0 and 1 may be in the next batch"
+    runner.set_version(1)
+    assert numbers(await runner.prepare_batch(source, 2)) == [4, 5]
+    figures = runner.figures()
+    assert (figures.num_stopped, figures.num_started, figures.num_running) == (2, 8, 2), "and not in the one after it"
+
+
+@virtually
 async def test_spare_ones_that_go_on_are_used_by_a_later_batch_within_the_bound() -> None:
     workflow = lasting(*[1.0] * 12, useless=(4, 5, 6, 7))
     runner = EpisodeRunner(workflow, sampler=BoundedStaleness(1, oversample=2))
