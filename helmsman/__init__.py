@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from helmsman.controller.generation.request import RequestOptions as RequestOptions
     from helmsman.controller.generation.retries import RetryGeneration as RetryGeneration
     from helmsman.controller.generation.retries import RetryUnbegun as RetryUnbegun
+    from helmsman.controller.generation.rewards import RewardPool as RewardPool
     from helmsman.controller.generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
     from helmsman.controller.generation.routing import PrefixAffinity as PrefixAffinity
     from helmsman.controller.generation.routing import RoundRobin as RoundRobin
@@ -95,6 +96,7 @@ _HOMES = {
     "ResultHandle": "helmsman.api.scheduler",
     "RetryGeneration": "helmsman.controller.generation.retries",
     "RetryUnbegun": "helmsman.controller.generation.retries",
+    "RewardPool": "helmsman.controller.generation.rewards",
     "RolloutController": "helmsman.controller.rollout",
     "RoundRobin": "helmsman.controller.generation.routing",
     "SamplingParams": "helmsman.api.generation",

@@ -41,6 +41,7 @@ PUBLIC = [
     "ResultHandle",
     "RetryGeneration",
     "RetryUnbegun",
+    "RewardPool",
     "RolloutController",
     "RoundRobin",
     "SamplingParams",
