@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from typing import TypeAlias
 
 import msgspec
@@ -94,7 +95,9 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _number(value: float) -> str:
-    return f"{value:.12g}"
+    """Without an exponent, and so that it is read as the same."""
+    text = format(Decimal(repr(value)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _for(seconds: float | None) -> str:

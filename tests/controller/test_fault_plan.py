@@ -42,7 +42,7 @@ def test_text_is_read_in_the_order_of_the_steps() -> None:
 
 
 def test_a_plan_is_written_as_it_is_read() -> None:
-    plan = FaultPlan([*FAULTS, Hang("b/0", at_step=1, seconds=0.0125)])
+    plan = FaultPlan([*FAULTS, Hang("b/0", at_step=1, seconds=1e-5), Slow("b/0", at_step=1, factor=10 / 3)])
     assert "slow rollout/2 by 3x at step 3 for 90 s" in str(plan)
     assert FaultPlan.parse(str(plan)) == plan
 

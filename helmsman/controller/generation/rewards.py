@@ -23,7 +23,7 @@ from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.controller.client import encode_arguments
 from helmsman.controller.generation.reward_workers import Process, RewardWorkers
 from helmsman.controller.local import LocalScheduler
-from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.loop import in_own_thread, run_async, run_sync
 from helmsman.controller.role import RoleController
 from helmsman.rpc_server.codec import Packed
 from helmsman.rpc_server.reward import Overtime
@@ -241,7 +241,7 @@ class RewardPool(RoleController):
         self._places = run_sync(start())
 
     async def _rebuild(self, worker_id: str) -> None:
-        await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
+        await in_own_thread(self.scheduler.restart_worker, worker_id)
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
 
