@@ -349,6 +349,8 @@ class RolloutController(RoleController):
         # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
         self._version, self._served = version, (kept, version) if self.keeps_weights and kept is not None else None
 
+        self._queue().expect_weights(version)
+
         def note(worker_id: str, build: int, event: Event, error: Exception | None = None) -> None:
             if self._builds[worker_id] == build:
                 supervisor.note(worker_id, event, error)
@@ -364,6 +366,8 @@ class RolloutController(RoleController):
             except Exception as error:
                 note(worker_id, build, Event.UPDATE_FAILED, error)
                 raise
+            if self._builds[worker_id] == build and worker_id in self._queue().instances:
+                self._queue().have_weights(worker_id, version)
             note(worker_id, build, Event.UPDATED)
 
         for left_out in set(self._living_ids()).difference(weights):
@@ -496,6 +500,8 @@ class RolloutController(RoleController):
                     return False  # their trainer has gone
                 continue  # they were replaced meanwhile
             if self._version == version:
+                if served == version and worker_id in self._queue().instances:
+                    self._queue().have_weights(worker_id, version)
                 return bool(served == version)
         return False
 

@@ -150,8 +150,8 @@ class Soak:
                 state = end_of(future, request.length, range(request.oldest, self.begun + 1))
                 if state in (RequestState.DONE, RequestState.PARTIAL):
                     result = future.result()
-                    assert result.request_id == f"r{request.number}"
-                    assert result.token_ids == tokens_of(request.number, result.versions)
+                    assert result.request_id == f"r{request.number}", result
+                    assert result.token_ids == tokens_of(request.number, result.versions), f"other tokens: {result}"
                 elif state is RequestState.FAILED:
                     assert isinstance(future.exception(), RequestDeadlineError), "what a worker's death costs is done again"
                 self.ends[state] += 1

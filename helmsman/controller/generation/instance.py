@@ -23,6 +23,8 @@ class Instance:
     health: Health = Health.HEALTHY
     error: Exception | None = None
     """Why it does not serve."""
+    version: int | None = None
+    """Its weights are not newer than this; None while that is not known."""
     is_draining: bool = False
     """Whether it gets nothing more, as it is to leave."""
     outstanding_tokens: int = 0
@@ -47,6 +49,10 @@ class Instance:
     def has_room(self) -> bool:
         """Whether it serves, and may be given one more."""
         return self.serves and self.num_in_flight < self.capacity
+
+    def may_continue(self, ticket: Ticket) -> bool:
+        """Whether the weights of a sample do not go back by its going on here."""
+        return self.version is None or ticket.newest_version is None or ticket.newest_version <= self.version
 
     def take(self, ticket: Ticket) -> None:
         """Count a request that it is given."""

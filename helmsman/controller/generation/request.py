@@ -135,6 +135,11 @@ class Ticket:
         """Tokens of earlier attempts."""
         return sum(len(piece.token_ids) for piece in self._pieces)
 
+    @property
+    def newest_version(self) -> int | None:
+        """Weight version of the last token of earlier attempts; None without any."""
+        return self._pieces[-1].versions[-1] if self._pieces else None
+
     def to_send(self) -> GenerationRequest:
         """What the next attempt is asked: to continue the prompt and all tokens so far, up to what is left of the limit."""
         if not self._pieces:

@@ -146,20 +146,28 @@ class GenerateScheduler:
         """Give out what can be given out now; to be called whenever an instance has changed."""
         if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
             self._fail_waiting(reason)
+        held: list[Ticket] = []
         while self._waiting and not self._suspended and self._has_room():
             able = [instance for instance in self.instances.values() if instance.has_room]
             if not able:
                 break
-            ticket = self._next()
+            if (ticket := self._next()) is None:
+                break
             if ticket.future.cancelled():
                 self._end_cancelled(ticket)
                 continue
+            if not (fit := [instance for instance in able if instance.may_continue(ticket)]):
+                held.append(ticket)
+                continue
             try:
-                chosen = self._policy.choose(ticket, able)
+                chosen = self._policy.choose(ticket, fit)
             except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
                 self._end(ticket, RequestState.FAILED, error)
             else:
                 self._admit(ticket, chosen)
+        for ticket in held:
+            if ticket in self._waiting:  # what the end of another has caused may have ended it
+                heapq.heappush(self._queue, (ticket.order, ticket))
 
     def _fail_waiting(self, reason: Exception) -> None:
         for ticket in list(self._waiting):
@@ -176,12 +184,13 @@ class GenerateScheduler:
         self._waiting[ticket] = None
         heapq.heappush(self._queue, (ticket.order, ticket))
 
-    def _next(self) -> Ticket:
-        """The first that waits; there is one."""
-        while True:
+    def _next(self) -> Ticket | None:
+        """The first that waits, and has not been held back by a turn that is under way."""
+        while self._queue:
             _, ticket = heapq.heappop(self._queue)
             if ticket in self._waiting:
                 return ticket
+        return None
 
     def _admit(self, ticket: Ticket, instance: Instance) -> None:
         ticket.to(RequestState.ADMITTED)
@@ -434,6 +443,17 @@ class GenerateScheduler:
         instance = self.instances[instance_id] = Instance(instance_id, capacity, health)
         self.pump()
         return instance
+
+    def expect_weights(self, version: int) -> None:
+        """Weights are on their way to the instances: a request that has tokens by them goes on only where they have arrived."""
+        for instance in self.instances.values():
+            if instance.version is None:
+                instance.version = version - 1
+
+    def have_weights(self, instance_id: str, version: int) -> None:
+        """Weights have arrived at an instance."""
+        self.instances[instance_id].version = version
+        self.pump()
 
     def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
         """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""

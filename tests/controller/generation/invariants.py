@@ -24,11 +24,11 @@ def end_of(future: Future[GenerationResult], length: int, versions: range) -> Re
         return RequestState.FAILED
     result = future.result()
     num = len(result.token_ids)
-    assert len(result.versions) == len(result.logprobs) == num
-    assert result.versions == sorted(result.versions)
-    assert all(version in versions for version in result.versions), (result.request_id, result.versions, versions)
+    assert len(result.versions) == len(result.logprobs) == num, result
+    assert result.versions == sorted(result.versions), f"weights went back: {result}"
+    assert all(version in versions for version in result.versions), f"weights that did not serve in {versions}: {result}"
     if result.stop_reason != "abort":
-        assert num == length, "of all attempts together"
+        assert num == length, f"{num} tokens of {length}, of all attempts together: {result}"
         return RequestState.DONE
-    assert num <= length
+    assert num <= length, result
     return RequestState.PARTIAL if num else RequestState.ABORTED

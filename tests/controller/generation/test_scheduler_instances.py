@@ -160,6 +160,35 @@ async def test_a_request_moves_as_often_as_it_must() -> None:
 
 
 @virtually
+async def test_a_sample_does_not_go_back_to_older_weights_and_holds_nobody_up() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1, 1])
+    moves, *_ = scheduler.put(make_requests(3))
+    await settle()
+    scheduler.expect_weights(5)
+    scheduler.have_weights("i0", 5)
+    leaving = await waits(scheduler.drain("i0", migrate=True))
+    backend.last("r0").give_back([7, 8], version=5)
+    await leaving
+    scheduler.put([make_request("r3"), make_request("r4")])
+    backend.last("r1").end(version=4)
+    await settle()
+    assert [call.request_id for call in backend.open("i1")] == ["r3"], "a later one, as the first has tokens by newer weights"
+    assert moves.state is S.QUEUED
+    scheduler.have_weights("i2", 5)
+    backend.last("r2").end(version=5)
+    await settle()
+    assert [call.request_id for call in backend.open("i2")] == ["r0"], "it has kept its place"
+    backend.last("r0").end([9], version=5)
+    backend.last("r3").end(version=4)
+    await settle()
+    backend.last("r4").end(version=4)
+    await settle()
+    assert moves.future.result().versions == [5, 5, 5]
+    assert_empty(scheduler)
+
+
+@virtually
 async def test_what_is_aborted_while_it_moves_ends_with_all_its_tokens() -> None:
     backend = HeldBackend()
     scheduler = make_scheduler(backend, [2])
