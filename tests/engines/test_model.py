@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -24,6 +25,13 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
     for a, b, c in zip(first.parameters(), second.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.ndim == 1 or not torch.equal(a, c)
+
+
+def test_the_seed_decides_the_weights_in_each_thread() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: build_model(QWEN2, seed=3, dtype=torch.float32).state_dict(), range(16)))
+    for weights in made[1:]:
+        assert all(torch.equal(weight, made[0][name]) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2], ids=lambda config: config["model_type"])

@@ -245,7 +245,7 @@ class SimulatedBackend:
 
     async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """See Backend. Prompts that are computed at once take as long as one, so this takes the right time."""
-        return list(await asyncio.gather(*(self.instances[instance_id].generate(request) for request in requests)))
+        return list(await asyncio.gather(*(self.generate(instance_id, request) for request in requests)))
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """See Backend."""
