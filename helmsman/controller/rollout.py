@@ -21,6 +21,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller.generation.prompts import RequestMaker
 from helmsman.controller.generation.retries import RetryPolicy
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
@@ -93,7 +94,7 @@ class RolloutController(RolloutRequests):
         self._version: int | None = None
         """Of the last update."""
         self._request_timeout_s = request_timeout_s
-        self._samples_by_engine = samples_by_engine
+        self._samples_by_engine, self._maker = samples_by_engine, RequestMaker(self.role)
         self._requests: GenerateScheduler | None = None
 
     # --- control ----------------------------------------------------------------------------------------------------

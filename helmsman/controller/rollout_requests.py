@@ -27,12 +27,8 @@ class RolloutRequests(RoleController):
     Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
     """
 
-    _samples_by_engine = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As RoleController."""
-        super().__init__(*args, **kwargs)
-        self._maker = RequestMaker(self.role)
+    _maker: RequestMaker
+    _samples_by_engine: bool
 
     @abc.abstractmethod
     def _queue(self) -> GenerateScheduler:

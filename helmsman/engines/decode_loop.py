@@ -116,12 +116,13 @@ class DecodeLoop:
             ValueError, RuntimeError: As submit.
         """
         sequences = [_Sequence(request, self._max_len) for request in requests]
-        ids = {request.request_id for request in requests}
+        ids: set[str] = set()
         with self._changed:
             self._check_open()
-            if len(ids) < len(requests) or ids & self._ids:
-                used = sorted(ids & self._ids) or [request.request_id for request in requests]
-                raise ValueError(f"the request id {used[0]!r} is already in flight; ids are unique among those")
+            for id_ in (request.request_id for request in requests):
+                if id_ in self._ids or id_ in ids:
+                    raise ValueError(f"the request id {id_!r} is already in flight; ids are unique among those")
+                ids.add(id_)
             self._ids |= ids
             most = self._batch.num_slots
             self._waiting += [sequences[start : start + most] for start in range(0, len(sequences), most)]

@@ -225,8 +225,10 @@ class GenerateScheduler:
 
     def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
         """Those that wait and can be sent by the same call as one that does, which is the first of them."""
-        others = [each for each in ticket.together if each is not ticket and each in self._waiting and not each.num_kept]
-        return [ticket] if ticket.num_kept else [ticket, *others]
+        if ticket.num_kept:
+            return [ticket]
+        others = (each for each in ticket.together if each is not ticket and each in self._waiting)
+        return [ticket, *(each for each in others if not each.num_kept)]
 
     def _admit(self, samples: Sequence[Ticket], instance: Instance) -> None:
         for ticket in samples:
@@ -288,15 +290,10 @@ class GenerateScheduler:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 self.close("its event loop has ended")  # nobody else cancels these tasks
-            return [self._cancelled_call(ticket, instance_id, error) for ticket in samples]
+            return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to these requests, and others must go on
             return [error] * len(samples)
         return results
-
-    def _cancelled_call(self, ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
-        error = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance_id} was cancelled.")
-        error.__cause__ = cause
-        return error
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
         """Take in how an attempt ended."""
@@ -375,6 +372,7 @@ class GenerateScheduler:
         self._tidy()
         self._release(ticket)
         self._wake()
+        ticket.together = ()  # they refer to each other
         self._open.pop(ticket.request_id, None)
         self._free_slot(ticket)
         if (timer := self._timers.pop(ticket, None)) is not None:
@@ -624,6 +622,12 @@ class GenerateScheduler:
             if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
                 error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
                 self._end(ticket, RequestState.FAILED, error)
+
+
+def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
+    error = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance_id} was cancelled.")
+    error.__cause__ = cause
+    return error
 
 
 def _have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:
