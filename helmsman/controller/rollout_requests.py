@@ -307,7 +307,7 @@ class RolloutRequests(RoleController):
         if in_flight == "finish":
             await self._within(requests.wait_ended(), f"pause(in_flight={in_flight!r})", timeout)
         elif in_flight == "recall":
-            await self._within(requests.recall(), f"pause(in_flight={in_flight!r})", timeout)
+            await self._within(requests.take_back(), f"pause(in_flight={in_flight!r})", timeout)
 
     async def _resume(self, by: str = "") -> None:
         self._queue().resume(by)

@@ -488,7 +488,7 @@ class GenerateScheduler:
         waited for."""
         await self._until(_have_ended([each for each in self._open.values() if each.is_running]))
 
-    async def recall(self) -> None:
+    async def take_back(self) -> None:
         """Take back what instances have been sent by now, and wait until they have given it back: it waits again, with the
         tokens that it has, and goes on anywhere; what came to its end on the way is DONE. To be called when suspended, or it
         starts again at once.
@@ -574,14 +574,16 @@ class GenerateScheduler:
                     self._requeue(ticket)
             self.pump()
             if migrate:
-                await self._recall(instance)
+                await self.recall(instance_id)
             await self._until(lambda: not instance.tickets)
         except BaseException:
             instance.is_draining = False
             self.pump()
             raise
 
-    async def _recall(self, instance: Instance) -> None:
+    async def recall(self, instance_id: str) -> None:
+        """Have an instance give back what it runs, to be continued elsewhere with the tokens so far; does not wait for it."""
+        instance = self.instances[instance_id]
         for ticket in instance.tickets:
             ticket.is_recalled = True
         if instance.tickets:

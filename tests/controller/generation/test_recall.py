@@ -37,7 +37,7 @@ async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> No
     tickets = scheduler.put(make_requests(5, max_new_tokens=6))
     await settle()
     scheduler.suspend()
-    recalled = await waits(scheduler.recall())
+    recalled = await waits(scheduler.take_back())
     assert sorted((id_, sorted(ids)) for id_, ids in backend.aborts) == [("i0", ["r0", "r2"]), ("i1", ["r1", "r3"])]
     backend.last("r0").give_back([10, 11], version=3)
     backend.last("r1").give_back()
@@ -72,7 +72,7 @@ async def test_tokens_that_end_with_a_stop_token_are_the_end() -> None:
     (ticket,) = scheduler.put([GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)])
     await settle()
     scheduler.suspend()
-    recalled = await waits(scheduler.recall())
+    recalled = await waits(scheduler.take_back())
     backend.last("r").give_back([4, 5])
     await recalled
     assert (ticket.state, ticket.future.result(0).stop_reason) == (S.DONE, "stop")
@@ -87,12 +87,12 @@ async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -
     await settle()
     scheduler.suspend()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(scheduler.recall(), 60.0)
+        await asyncio.wait_for(scheduler.take_back(), 60.0)
     assert states(tickets) == [S.RUNNING, S.RUNNING]
     backend.last("r0").give_back([7])  # late, but it comes back
     await settle()
     assert states(tickets) == [S.QUEUED, S.RUNNING]
-    again = await waits(scheduler.recall())
+    again = await waits(scheduler.take_back())
     scheduler.set_health("i1", Health.DEAD)
     await again
     assert states(tickets) == [S.QUEUED, S.QUEUED]
@@ -108,7 +108,7 @@ async def test_aborted_on_the_way_it_ends_with_what_it_has() -> None:
     (ticket,) = scheduler.put([make_request("r")])
     await settle()
     scheduler.suspend()
-    recalled = await waits(scheduler.recall())
+    recalled = await waits(scheduler.take_back())
     await scheduler.abort()
     backend.last("r").give_back([7])
     await recalled
@@ -122,7 +122,7 @@ async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_els
     scheduler.put(make_requests(2))
     await settle()
     scheduler.suspend()
-    recalled, finished = await waits(scheduler.recall()), await waits(scheduler.wait_ended())
+    recalled, finished = await waits(scheduler.take_back()), await waits(scheduler.wait_ended())
     backend.last("r0").give_back([7])
     scheduler.resume()
     await settle()

@@ -262,7 +262,7 @@ class Soak:
         self.scheduler.suspend()
         num_calls = self.backend.num_calls
         if self.random.random() < 0.5:
-            await asyncio.wait_for(self.scheduler.recall(), 60.0)
+            await asyncio.wait_for(self.scheduler.take_back(), 60.0)
             self.happened["recall"] += 1
             assert self.scheduler.num_in_flight == 0
         await asyncio.wait_for(self.scheduler.wait_idle(), 60.0)
