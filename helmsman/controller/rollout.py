@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -34,8 +35,7 @@ from helmsman.controller.rollout_requests import InFlight, RolloutRequests
 
 log = logging.getLogger(__name__)
 
-_HOLD = "an update of the weights"
-"""By whom requests are held during one: the script's own pause and resume leave that alone."""
+_holds = itertools.count()
 
 
 class RolloutController(RolloutRequests):
@@ -351,11 +351,12 @@ class RolloutController(RolloutRequests):
         if in_flight == "continue":
             yield
             return
+        by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold lets go what this one holds
         try:
-            await self._pause(in_flight, by=_HOLD)
+            await self._pause(in_flight, by=by)
             yield
         finally:
-            await self._resume(_HOLD)
+            await self._resume(by)
 
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""

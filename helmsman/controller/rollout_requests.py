@@ -240,7 +240,7 @@ class RolloutRequests(RoleController):
         await run_async(self._pause(in_flight, timeout))
 
     def resume(self) -> None:
-        """Send queued requests again."""
+        """Send queued requests again, as soon as no update of the weights holds them either."""
         run_sync(self._resume())
 
     async def aresume(self) -> None:
@@ -283,11 +283,11 @@ class RolloutRequests(RoleController):
     async def _generate_one(
         self, request: GenerationRequest, options: RequestOptions | None, resume_from: GenerationResult | None
     ) -> GenerationResult:
-        tickets = self._put([request], options, resume_from=resume_from)
+        queue, tickets = self._queue(), self._put([request], options, resume_from=resume_from)
         try:
             return await asyncio.wrap_future(tickets[0].future)
         except asyncio.CancelledError:
-            withdraw(self._queue(), tickets)
+            withdraw(queue, tickets)
             raise
 
     async def _generate(
