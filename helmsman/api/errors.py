@@ -47,7 +47,8 @@ HelmsmanError
 │   └── HandleLostError (LookupError)
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has gone
-│   └── RequestDeadlineError (TimeoutError)
+│   ├── RequestDeadlineError (TimeoutError)
+│   └── RequestsInFlightError (TimeoutError) they have not ended, or come back, in time
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
 ├── RewardError                           one score of a RewardPool
@@ -819,6 +820,30 @@ class RequestDeadlineError(GenerationError, TimeoutError):
             f"request {request_id!r} did not end within {limit_s:g} s (RequestOptions.deadline_s); it was {state}{where}. "
             "Raise the deadline, lower max_new_tokens, or add instances if requests wait long.",
             request_id=request_id,
+            limit_s=limit_s,
+        )
+
+
+class RequestsInFlightError(GenerationError, TimeoutError):
+    """Requests that had not ended, or been given back, when the wait for it was over; they are where they were."""
+
+    role: str
+    in_flight: dict[str, int]
+    """Instance -> how many requests it has."""
+    num_queued: int
+    limit_s: float
+
+    def __init__(
+        self, *, role: str, operation: str, in_flight: dict[str, int], num_queued: int, paused: bool, limit_s: float
+    ) -> None:
+        have = ", ".join(f"{instance} has {num}" for instance, num in in_flight.items()) or "none is in flight"
+        state = f"It is paused, and {num_queued} wait" if paused else f"{num_queued} wait"
+        super().__init__(
+            f"role {role!r}: {operation} has waited {limit_s:g} s for requests in flight: {have}. {state}. Wait on with "
+            "wait_idle, end them with abort, or go on with resume: they come to their ends wherever they are.",
+            role=role,
+            in_flight=in_flight,
+            num_queued=num_queued,
             limit_s=limit_s,
         )
 

@@ -207,6 +207,13 @@ ROWS = [
         "or allow more restarts",
     ),
     Row(
+        errors.RequestsInFlightError(
+            role="rollout", operation="wait_idle", in_flight={"rollout/1": 3}, num_queued=7, paused=True, limit_s=2.5
+        ),
+        ("'rollout'", "wait_idle", "2.5 s", "rollout/1 has 3", "It is paused, and 7 wait"),
+        "end them with abort",
+    ),
+    Row(
         errors.WorkflowFailuresError(num_failed=17, limit=16, window=256, last=KeyError("answer")),
         ("17 of the last 256", "16 are tolerated", "KeyError: 'answer'"),
         "Mend the workflow",
@@ -461,6 +468,7 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("RequestDeadlineError", TimeoutError),
         ("EpisodeTimeoutError", TimeoutError),
         ("RewardTimeoutError", TimeoutError),
+        ("RequestsInFlightError", TimeoutError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),
