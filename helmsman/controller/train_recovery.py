@@ -114,6 +114,8 @@ class RecoverableTraining:
         step, folder = self.checkpoints.latest() or (first_step - 1, None)
         try:
             version = self.trainer.recover(None if folder is None else str(folder))
+        except JobError as error:
+            raise error from self._last_loss
         except (StartError, RendezvousError) as error:
             raise _NotStartedError from error
         source = "the weights of the start" if folder is None else folder

@@ -17,6 +17,7 @@ from helmsman.api.errors import (
     GroupCallError,
     InvalidSpecError,
     RecoveryExhaustedError,
+    WorkerFailedError,
 )
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts
 from helmsman.controller.generation.health import SupervisionPolicy
@@ -298,7 +299,9 @@ def test_a_role_that_uses_the_same_workers_would_be_lost_and_is_named(training: 
     training.before[1] = training.fault("loss", 0)
     with pytest.raises(InvalidSpecError, match="guest would go with them") as caught:
         training.run()
-    assert isinstance(caught.value.__context__, GroupCallError)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerFailedError)
+    assert cause.worker_id == "train/0"
 
 
 def test_a_trainer_in_anothers_workers_is_refused(scheduler: LocalScheduler, tmp_path: Path) -> None:
