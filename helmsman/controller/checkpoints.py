@@ -27,7 +27,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self.num_kept = num_kept
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, write: Callable[[Path], object]) -> Path:
         """Let ``write`` fill a folder for ``step``, publish it and drop the oldest ones. Returns the folder.
 
         What an earlier attempt left, whose worker was killed while it wrote, is removed.

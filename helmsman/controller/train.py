@@ -247,22 +247,25 @@ class TrainController(RoleController):
         return run_sync(self._raise_version())
 
     def _restart(self) -> None:
-        gone = {worker.node_id for worker in self._workers} - {node.node_id for node in self.scheduler.nodes()}
+        """New processes for all ranks: at their places if these are there, else elsewhere."""
         try:
-            if not gone:
-                try:
-                    self.scheduler.restart_workers(self.role)
-                except StartError as error:
-                    logger.warning("role %s cannot start again at its places, and looks for others: %s", self.role, error)
-                    try:
-                        self.scheduler.restart_workers(self.role, elsewhere=True)
-                    except InvalidSpecError:  # others stand on it there
-                        raise error from None
-            else:
-                logger.warning("role %s is placed anew, since of its nodes %s are gone", self.role, ", ".join(sorted(gone)))
-                self.scheduler.restart_workers(self.role, elsewhere=True)
+            places = {worker.node_id for worker in self.scheduler.get_workers(self.role, timeout=0)}
         except RoleNotFoundError:  # an earlier attempt has not found a place
             self.scheduler.create_workers(self.job)
+            return
+        gone = places - {node.node_id for node in self.scheduler.nodes()}
+        if gone:
+            logger.warning("role %s is placed anew: %d of its nodes have gone (%s)", self.role, len(gone), ", ".join(gone))
+            self.scheduler.restart_workers(self.role, elsewhere=True)
+            return
+        try:
+            self.scheduler.restart_workers(self.role)
+        except StartError as error:
+            logger.warning("role %s is placed anew, since it could not be started at its places: %s", self.role, error)
+            try:
+                self.scheduler.restart_workers(self.role, elsewhere=True)
+            except InvalidSpecError:  # others stand on its workers there
+                raise error from None
 
     async def _raise_version(self) -> int:
         before = self._version_given

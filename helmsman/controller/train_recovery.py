@@ -48,10 +48,10 @@ class RecoverableTraining:
         self,
         trainer: TrainController,
         policy: RecoveryPolicy,
-        step: Callable[[int], None],
+        step: Callable[[int], object],
         *,
-        on_begin: Callable[[int], None] | None = None,
-        add_files: Callable[[Path], None] | None = None,
+        on_begin: Callable[[int], object] | None = None,
+        add_files: Callable[[Path], object] | None = None,
     ) -> None:
         strategy = trainer.job.scheduling_strategy
         if strategy.type == "colocation" and not strategy.fork:

@@ -20,7 +20,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts
-from helmsman.controller.generation.health import SupervisionPolicy
+from helmsman.controller.generation.health import Health, SupervisionPolicy
 from helmsman.controller.local import LocalScheduler
 from helmsman.controller.recovery_policy import RecoveryPolicy
 from helmsman.controller.rollout import RolloutController
@@ -278,6 +278,30 @@ def test_what_rollout_workers_run_goes_on(training: Training, scheduler: LocalSc
         assert {id_: pid for id_, pid in after.items() if id_.startswith("rollout")} == {
             id_: pid for id_, pid in pids.items() if id_.startswith("rollout")
         }
+
+
+def test_an_instance_that_is_rebuilt_meanwhile_waits_for_the_trainer(scheduler: LocalScheduler) -> None:
+    """The weights that are served lie with the trainer, and are lost with it."""
+    policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=30.0, restart_pause_s=0.01)
+    engine = "tests.controller.engines.CountingRollout"
+    trainer = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", Job(role="train", replicas=2))
+    with trainer, RolloutController(scheduler, engine, Job(role="rollout", replicas=2), supervision=policy) as rollout:
+        trainer.initialize()
+        rollout.initialize()
+        assert trainer.update_rollout(rollout) == 0
+        pids = {status.worker_id: status.pid for status in scheduler.status()}
+        for worker_id in ("train/0", "rollout/0"):
+            pid = pids[worker_id]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: rollout.load().instances["rollout/0"].state is Health.STALE, "it is rebuilt", limit_s=60.0)
+        assert rollout.generate([[4]])[0].token_ids == [5], "the other one serves"
+        with pytest.raises((GroupCallError, WorkerFailedError)):
+            trainer.update_rollout(rollout)
+        assert trainer.recover() == 1
+        assert trainer.update_rollout(rollout) == 1
+        assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}
+        assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
 
 
 def test_siblings_on_the_same_places_live_on(training: Training, scheduler: LocalScheduler) -> None:
