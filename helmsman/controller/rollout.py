@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from helmsman.api.errors import (
+    CallError,
     HandleLostError,
     HelmsmanError,
     InstanceLostError,
@@ -21,6 +23,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from helmsman.api.weights import Weights
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller.generation.request import RequestOptions, Ticket
@@ -31,6 +34,7 @@ from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.role import RoleController
+from helmsman.controller.weight_sync import InFlight
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +92,14 @@ class RolloutController(RoleController):
         self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
         """Longer than the supervisor waits, whose limits count."""
         self._supervisor: Supervisor | None = None
-        self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
+        self._served: tuple[ResultHandle | Weights, int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
         self._builds: Counter[str] = Counter()
         """How often each worker was built anew: what is heard of an earlier process is no news of the one that is there."""
         self._version: int | None = None
         """Of the last update."""
+        self._num_updating = 0
+        """Updates that are under way, one within the other."""
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
         self._requests: GenerateScheduler | None = None
@@ -221,6 +227,14 @@ class RolloutController(RoleController):
 
         return run_sync(load())
 
+    async def _pause(self, in_flight: InFlight = "continue") -> None:
+        requests = self._queue()
+        requests.suspend()
+        if in_flight == "recall":
+            await asyncio.gather(*map(requests.recall, requests.instances))
+        if in_flight != "continue":
+            await requests.wait_idle()
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _make_request(self, prompt: Prompt, sampling: SamplingParams | None, name: str = "the prompt") -> GenerationRequest:
@@ -304,41 +318,106 @@ class RolloutController(RoleController):
         return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
+        await self._update_each(dict.fromkeys(self._living_ids(), weights), version, timeout, kept=weights)
+        return version
+
+    async def _update_each(
+        self,
+        weights: Mapping[str, ResultHandle | Weights],
+        version: int,
+        timeout: float | None,
+        kept: ResultHandle | Weights | None,
+        sending: asyncio.Future[Any] | None = None,
+    ) -> dict[str, Exception]:
+        """Serve ``version`` on these instances, and on no other, by one call each.
+
+        Args:
+            weights: instance id -> what its engine is given.
+            kept: what an instance is given that is built anew before the next update; None where there is nothing to keep.
+            sending: what they wait for; when it fails they have a short grace to say so.
+        Returns: what went wrong, by instance. Raises: as update_weights.
+        """
         supervisor = self._supervisor
         assert supervisor is not None
+        if self._version is not None and version < self._version:
+            raise ValueError(
+                f"weight version {version} after {self._version}: versions only grow, since each says which weights made a "
+                "sample; give a trainer that went back to a checkpoint a higher one (set_version)"
+            )
         old = self._served[0] if self._served is not None else None
         # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
-        self._version, self._served = version, (weights, version) if self.keeps_weights else None
+        self._version, self._served = version, (kept, version) if self.keeps_weights and kept is not None else None
+
+        def note(worker_id: str, build: int, event: Event, error: Exception | None = None) -> None:
+            if self._builds[worker_id] == build:
+                supervisor.note(worker_id, event, error)
 
         async def update(worker_id: str) -> None:
             build = self._builds[worker_id]
             try:
-                served = await self._ask(worker_id, "update_weights", weights, version, timeout=timeout)
-                if served != version:
-                    raise HelmsmanError(
-                        f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until "
-                        "an update succeeds.",
-                        worker_id=worker_id,
-                    )
-            except BaseException as error:
-                cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
-                if self._builds[worker_id] == build:
-                    supervisor.note(worker_id, Event.UPDATE_FAILED, error if isinstance(error, Exception) else cancelled)
+                await self._update_one(worker_id, weights[worker_id], version, timeout)
+            except asyncio.CancelledError as cancelled:
+                error = HelmsmanError(f"{worker_id}: update_weights was not waited for; its outcome is not known.")
+                note(worker_id, build, Event.UPDATE_FAILED, error)
+                raise error from cancelled
+            except Exception as error:
+                note(worker_id, build, Event.UPDATE_FAILED, error)
                 raise
-            if self._builds[worker_id] == build:
-                supervisor.note(worker_id, Event.UPDATED)
+            note(worker_id, build, Event.UPDATED)
 
+        for left_out in set(self._living_ids()).difference(weights):
+            error = HelmsmanError(f"{left_out} was left out of the update to weight version {version}.")
+            supervisor.note(left_out, Event.UPDATE_FAILED, error)
+        with self._updating():
+            failures = await _all_that_answer({id_: asyncio.ensure_future(update(id_)) for id_ in weights}, sending)
+        if isinstance(old, ResultHandle) and old is not kept:
+            await asyncio.to_thread(self._release, old)
+        if failures:
+            failure = group_error(self.role, "update_weights", failures, len(weights))
+            if self._supervision is None or not (self._serving_ids() or self._why_none_will_serve() is None):
+                raise failure
+            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(failure).split("\n", 1)[0])
+        return failures
+
+    async def _update_one(self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None) -> None:
+        """Have an instance serve weights; raises why it does not, also when it is given up meanwhile."""
+        assert self._supervisor is not None
+        call = asyncio.ensure_future(self._ask(worker_id, "update_weights", weights, version, timeout=timeout))
+        dead = asyncio.ensure_future(self._supervisor.until_dead(worker_id))
         try:
-            await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
-        except HelmsmanError as error:
-            serving = any(instance.serves for instance in self._queue().instances.values())
-            if self._supervision is None or not (serving or self._why_hopeless() is None):
-                raise
-            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(error).split("\n", 1)[0])
+            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._queue().instances[worker_id].error or HelmsmanError(f"{worker_id} was given up.")
+            served = call.result()
         finally:
-            if old is not None and isinstance(old, ResultHandle) and old is not weights:
-                await asyncio.to_thread(self._release, old)
-        return version
+            dead.cancel()
+            call.cancel()
+        if served != version:
+            raise HelmsmanError(
+                f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until an "
+                "update succeeds.",
+                worker_id=worker_id,
+            )
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """While weights are brought, an instance without them may get them yet; afterwards what it has goes on elsewhere."""
+        self._num_updating += 1
+        try:
+            yield
+        finally:
+            self._num_updating -= 1
+            if not self._num_updating:
+                requests = self._queue()
+                requests.pump()
+                stale = [each.instance_id for each in requests.instances.values() if each.health is Health.STALE]
+                if self._serving_ids():
+                    for worker_id in stale:
+                        observe(asyncio.create_task(self._take_back(worker_id)), f"{worker_id}: taking back what it has")
+
+    async def _take_back(self, worker_id: str) -> None:
+        with contextlib.suppress(SchedulerClosedError):
+            await self._queue().recall(worker_id)
 
     @property
     def keeps_weights(self) -> bool:
@@ -415,9 +494,49 @@ class RolloutController(RoleController):
         return False
 
     async def _versions(self) -> dict[str, int]:
-        living = [instance.instance_id for instance in self._living()]
+        living = self._living_ids()
         versions = await self._ask_all("get_version", {id_: self._ask(id_, "get_version") for id_ in living})
         return dict(zip(living, versions, strict=True))
+
+    def _living_ids(self) -> list[str]:
+        return [instance.instance_id for instance in self._living()]
+
+    def _reachable_ids(self) -> list[str]:
+        """Of those that answer, as far as is known."""
+        return [instance.instance_id for instance in self._living() if instance.health is not Health.SUSPECT]
+
+    async def _answering_ids(self) -> list[str]:
+        """Of those that answer now."""
+        living = self._living_ids()
+        answers = await asyncio.gather(*map(self._answers, living))
+        return [worker_id for worker_id, answered in zip(living, answers, strict=True) if answered]
+
+    async def _answers(self, worker_id: str) -> bool:
+        try:
+            await self.scheduler.check_health(worker_id, self.scheduler.timeouts.health_s)
+        except CallError:
+            return False
+        return True
+
+    def _serving_ids(self) -> list[str]:
+        return [instance.instance_id for instance in self._queue().instances.values() if instance.serves]
+
+    def _processes(self, ids: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """Of these workers: each with how often it was built anew."""
+        return tuple((worker_id, self._builds[worker_id]) for worker_id in ids)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, in_flight: InFlight) -> AsyncIterator[None]:
+        """For an update, what becomes of requests that are in flight; no other starts meanwhile unless they continue."""
+        was_suspended = self._queue().is_suspended
+        with self._updating():
+            try:
+                if in_flight != "continue":
+                    await self._pause(in_flight)
+                yield
+            finally:
+                if not was_suspended:
+                    self._queue().resume()
 
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""
@@ -432,7 +551,7 @@ class RolloutController(RoleController):
         errors = {i.instance_id: i.error for i in self._requests.instances.values() if i.error}
         return group_error(self.role, method, errors, len(self._requests.instances))
 
-    async def _ask_all(self, method: str, work: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def _ask_all(self, method: str, work: Mapping[str, Awaitable[Any]]) -> list[Any]:
         """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
         return await gather_all(self.role, method, work, grace_s=None)
 
@@ -468,7 +587,7 @@ class RolloutController(RoleController):
                 retries=self._retries,
                 max_in_flight=self._max_in_flight,
                 max_queue=self._max_queue,
-                why_hopeless=self._why_hopeless,
+                why_hopeless=lambda: None if self._num_updating else self._why_none_will_serve(),
             )
             self._supervisor = Supervisor(requests, self._supervision or SupervisionPolicy(), self._probe, self._rebuild)
             for worker in self.workers:
@@ -480,7 +599,7 @@ class RolloutController(RoleController):
 
         self._requests = run_sync(start())
 
-    def _why_hopeless(self) -> Exception | None:
+    def _why_none_will_serve(self) -> Exception | None:
         """Why no worker serves or will; None while one is on its way back."""
         assert self._requests is not None
         assert self._supervisor is not None
@@ -501,6 +620,33 @@ class RolloutController(RoleController):
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
+
+
+async def _all_that_answer(
+    updates: Mapping[str, asyncio.Task[None]], sending: asyncio.Future[Any] | None
+) -> dict[str, Exception]:
+    """Wait for all updates or, once what they wait for has failed, for those that end soon; the failures, earliest first."""
+    failures: dict[str, Exception] = {}
+
+    def ended(worker_id: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            failures[worker_id] = error
+
+    for worker_id, task in updates.items():
+        task.add_done_callback(functools.partial(ended, worker_id))
+    everything = asyncio.gather(*updates.values(), return_exceptions=True)
+    try:
+        if sending is not None:
+            await asyncio.wait([everything, sending], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and sending.exception() is not None:
+                await asyncio.wait([everything], timeout=DEFAULT_GRACE_S)
+                for task in updates.values():
+                    task.cancel()
+        await everything
+    except asyncio.CancelledError:
+        everything.cancel()
+        raise
+    return failures
 
 
 class _Workers:

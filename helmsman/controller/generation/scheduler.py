@@ -475,14 +475,16 @@ class GenerateScheduler:
                     self._requeue(ticket)
             self.pump()
             if migrate:
-                await self._recall(instance)
+                await self.recall(instance_id)
             await self._until(lambda: not instance.tickets)
         except BaseException:
             instance.is_draining = False
             self.pump()
             raise
 
-    async def _recall(self, instance: Instance) -> None:
+    async def recall(self, instance_id: str) -> None:
+        """Have an instance give back what it runs, to be continued elsewhere with the tokens so far; does not wait for it."""
+        instance = self.instances[instance_id]
         for ticket in instance.tickets:
             ticket.is_recalled = True
         if instance.tickets:
