@@ -26,6 +26,7 @@ from helmsman.controller.recovery_policy import RecoveryPolicy
 from helmsman.controller.rollout import RolloutController
 from helmsman.controller.train import TrainController
 from helmsman.controller.train_recovery import RecoverableTraining
+from helmsman.controller.weight_sync import ViaCollective, ViaMemory, Way, WeightSync
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import plan_fault
 from tests.engines.models import QWEN2, random_tokens
@@ -302,6 +303,31 @@ def test_an_instance_that_is_rebuilt_meanwhile_waits_for_the_trainer(scheduler: 
         assert trainer.update_rollout(rollout) == 1
         assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}
         assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
+
+
+@pytest.mark.parametrize("way", [ViaCollective, ViaMemory])
+def test_restored_weights_reach_the_rollout(training: Training, scheduler: LocalScheduler, way: type[Way]) -> None:
+    """By broadcasts, too, whose group the lost process was in."""
+    model = {"model": QWEN2, "max_concurrency": 4, "max_model_len": 40}
+    rollout = RolloutController(
+        scheduler, "helmsman.engines.rollout.HFRolloutEngine", Job(role="rollout", replicas=2), engine_kwargs=model
+    )
+    with rollout:
+        rollout.initialize()
+        sync = WeightSync(training.trainer, rollout, way())
+        versions: list[int] = []
+
+        def step(number: int) -> None:
+            training.step(number)
+            versions.append(sync.push().version)
+
+        training.before[3] = training.fault("loss", 0)
+        RecoverableTraining(
+            training.trainer, training.policy, step, on_begin=lambda number: versions.append(sync.push().version)
+        ).run(1, 3)
+        assert training.done == [1, 2, 3]
+        assert versions == [0, 1, 2, 3, 4]
+        assert rollout.versions() == {"rollout/0": 4, "rollout/1": 4}
 
 
 def test_siblings_on_the_same_places_live_on(training: Training, scheduler: LocalScheduler) -> None:
