@@ -36,7 +36,7 @@ ENGINE = "tests.controller.recovery_engines.FaultyTrainEngine"
 LOSS = "tests.controller.recovery_engines.sft_with_faults"
 LAST_STEP = 6
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
