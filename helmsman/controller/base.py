@@ -69,6 +69,10 @@ class SchedulerBase(RoleBook):
         client = self._client(worker_id)
         await run_async(client.control(Verb.HEALTH, limit_s=self.timeouts.health_s if timeout is None else timeout))
 
+    async def kill_worker(self, worker_id: str, cause: str) -> None:
+        client = self._client(worker_id)
+        await run_async(client.kill(cause))
+
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
         await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))

@@ -219,7 +219,7 @@ class ViaCollective:
         version: int,
         deadline: float,
     ) -> _Outcome:
-        members = rollout._processes(ids)
+        members = ((trainer.role, trainer.num_recoveries), *rollout._processes(ids))
         if members != self._members:
             self._port = await trainer._open_weight_store(deadline - time.monotonic())
             self._group_id, self._members = uuid.uuid4().hex, members

@@ -305,6 +305,25 @@ ROWS = [
         "Root cause:",
     ),
     Row(
+        errors.CheckpointError(role="train", path="runs/a/step-000040", reason="it has no helmsman.json"),
+        ("'train'", "runs/a/step-000040", "it has no helmsman.json"),
+        "Remove it to go on from the one before it",
+    ),
+    Row(
+        errors.RecoveryExhaustedError(
+            loss=WORKER_FAILED,
+            num_recoveries=3,
+            window_s=3600.0,
+            checkpoint="runs/a/step-000040",
+            reason="PlacementTimeoutError: 8 GPU are held by others",
+        ),
+        (
+            *("'train'", "rank 1", "train/1", "node-a", "4711", "SIGKILL", "3 recoveries within 3600 s", "max_recoveries"),
+            *("PlacementTimeoutError: 8 GPU are held by others", "logs/train-1.log", "  | last words"),
+        ),
+        "start the script again to go on from runs/a/step-000040",
+    ),
+    Row(
         errors.DispatchError(
             method="Actor.step",
             reason="execute mode RANK_ZERO gives the batch to one rank, and dispatch mode DP_MP_COMPUTE cuts it for 4",
