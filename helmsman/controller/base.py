@@ -83,6 +83,10 @@ class SchedulerBase(RoleBook):
         """Why a node cannot be dropped but for the workers there; '' when it can. Blocks for one look at a cluster at most."""
         return "the script runs on it"
 
+    async def kill_worker(self, worker_id: str, cause: str) -> None:
+        client = self._client(worker_id)
+        await run_async(client.kill(cause))
+
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
         await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))

@@ -275,6 +275,46 @@ class RoleBook(Scheduler):
                     entry.engine_names.pop(f"{entry.name}/{rank}", None)
                 role.resources.push_async_callback(resources.pop_all().aclose)
 
+    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
+        self._require_open("restart_workers")
+        entry = self._role(role)
+        users = [each.name for each in self._roles.values() if each.target == role and (elsewhere or each.reuses)]
+        expected = ""
+        if entry.reuses or not entry.clients:
+            expected = f"a role with workers of its own; these are {entry.target or 'nobody'}'s"
+        elif users:
+            expected = f"a role whose workers no other stands on; {', '.join(users)} would go with them"
+        if expected:
+            raise errors.InvalidSpecError(role=role, field="role", value=role, expected=expected)
+        if elsewhere:
+            run_sync(self._kill_all(entry))
+            self.delete_workers(role)
+            self.create_workers(entry.job)
+            return
+        run_sync(self._restart_all(entry))
+        for rank, worker_id in enumerate(entry.worker_ids):
+            if command := entry.job.spec(rank).cmd:
+                run_sync(self._run_command(worker_id, command))
+
+    @staticmethod
+    async def _kill_all(role: Role) -> None:
+        """End all processes at once: asked to end in order, one that waits for a lost rank would not come to it."""
+        await await_all(client.transport.kill() for client in role.clients)
+
+    async def _restart_all(self, role: Role) -> None:
+        async with role.restarting, contextlib.AsyncExitStack() as resources:
+            deadline = Deadline(self.timeouts.start_s)
+            old = role.clients
+            await self._kill_all(role)
+            clients = await self._launch(role.job, range(len(old)), [client.place for client in old], deadline, resources)
+            await await_all(self._prepare(role.job, rank, client, deadline) for rank, client in enumerate(clients))
+            with self._book:
+                if self._roles.get(role.name) is not role:  # deleted by another thread
+                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
+                role.clients, role.places = clients, [client.place for client in clients]
+                role.engine_names.clear()
+                role.resources.push_async_callback(resources.pop_all().aclose)
+
     def scale(self, role: str, replicas: int) -> list[str]:
         self._require_open("scale")
         entry = self._role(role)

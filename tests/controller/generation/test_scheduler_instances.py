@@ -189,6 +189,22 @@ async def test_a_sample_does_not_go_back_to_older_weights_and_holds_nobody_up() 
 
 
 @virtually
+async def test_a_sample_by_weights_that_never_come_does_not_wait_for_them() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1])
+    (moves,) = scheduler.put(make_requests(1))
+    await settle()
+    leaving = await waits(scheduler.drain("i0", migrate=True))
+    scheduler.expect_weights(3)
+    backend.last("r0").give_back([7], version=9)
+    await leaving
+    assert moves.state is S.QUEUED
+    scheduler.have_weights("i1", 3)
+    await settle()
+    assert [call.request_id for call in backend.open("i1")] == ["r0"]
+
+
+@virtually
 async def test_what_is_aborted_while_it_moves_ends_with_all_its_tokens() -> None:
     backend = HeldBackend()
     scheduler = make_scheduler(backend, [2])
