@@ -362,22 +362,37 @@ class Scheduler(abc.ABC):
     def restart_worker(self, worker_id: str) -> None:
         """End a worker's process, if it lives, and start another in its place.
 
-        It has the same id, node and devices, but new ports and no engines.
+        It has the same id, but new ports and no engines. It is on the same node and devices unless that node is gone, or is
+        about to go, as Ray tells: then it is placed anew, as a job of one. One that shares the devices of another role's worker
+        cannot be placed anew.
 
-        Raises: WorkerNotFoundError; InvalidSpecError for a worker that belongs to another role; StartError, after which the
-        worker counts as failed and may be restarted again.
+        Raises: WorkerNotFoundError, also when it is removed meanwhile; InvalidSpecError for a worker that belongs to another
+        role; StartError, after which the worker counts as failed and may be restarted again.
         """
 
     @abc.abstractmethod
     def scale(self, role: str, replicas: int) -> list[str]:
-        """Let a role have so many workers: more at its end, placed as a job of one each, or fewer, the last ones ended.
+        """Let a role have so many workers that live: more at its end, placed as a job of one each, or fewer, the last ones
+        ended as by remove_workers.
 
-        New workers are ready and have no engines. What a worker held that has ended is free again, but for one of a 'shared'
-        job, whose placement group goes with its last worker. Workers that stay are not touched.
+        New workers are ready and have no engines; their ids go on after the highest that the role ever had. Workers that stay
+        are not touched.
 
         Returns: ids of the workers that are new.
         Raises: as create_workers, and then the role is as it was; RoleNotFoundError; InvalidSpecError for a role whose workers
             are another's, whose replicas have specs of their own, or on whose last workers another role stands.
+        """
+
+    @abc.abstractmethod
+    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+        """End these workers of a role, whichever they are; the others keep their ids, and these are never given again.
+
+        Their engines are destroyed first. What they held is free again, but for a worker of a 'shared' job, whose placement
+        group goes with the last of those that it was made for. Whether the others can go on without them is the caller's to
+        know: ranks of one process group cannot. A removal that has begun is finished, also when its caller is interrupted.
+
+        Raises: RoleNotFoundError, WorkerNotFoundError, and then nothing has been ended; InvalidSpecError for all workers of a
+            role (delete_workers), for workers that are another's, or on which another role stands; ShutdownIncompleteError.
         """
 
     @abc.abstractmethod

@@ -16,11 +16,11 @@ from helmsman.api.plan import Node
 from helmsman.api.scheduler import CONTROLLER, EngineSpec, ResultHandle, Timeouts, WorkerState, WorkerStatus
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
+from helmsman.controller.elastic_roles import ElasticRoles
 from helmsman.controller.exchange import GroupExchange, exchange_async, exchange_sync
 from helmsman.controller.fanout import Fanout
 from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.rendezvous import probe
-from helmsman.controller.role_book import RoleBook
 from helmsman.controller.transport import Outgoing
 from helmsman.rpc_server.codec import Packed, Payload, decode, encode
 from helmsman.rpc_server.handles import HandleStore, keep
@@ -40,7 +40,7 @@ class Call(NamedTuple):
     """All arguments, packed already, for schedulers that can send them so."""
 
 
-class SchedulerBase(RoleBook):
+class SchedulerBase(ElasticRoles):
     """The shared flow of all schedulers; see RoleBook for the arguments and the hooks that a backend fills."""
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
@@ -71,7 +71,7 @@ class SchedulerBase(RoleBook):
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
-        await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))
+        await run_async(probe(role, dict(entry.clients), address, port))
 
     async def create_engine(
         self,
@@ -244,7 +244,7 @@ class SchedulerBase(RoleBook):
         return [as_node(state) for state in self._snapshot().nodes]
 
     def status(self) -> list[WorkerStatus]:
-        clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients}
+        clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients.values()}
 
         async def ask() -> list[WorkerStatus]:
             asked = Fanout(self.timeouts.health_s, "Timeouts.health_s")
@@ -267,19 +267,22 @@ class SchedulerBase(RoleBook):
             except errors.CallError as error:
                 return str(error)
 
-        async def ask_all() -> list[str]:
-            return await asyncio.gather(*(ask(client) for client in entry.clients))
+        async def ask_all() -> dict[str, str]:
+            clients = dict(entry.clients)
+            return dict(zip(clients, await asyncio.gather(*map(ask, clients.values())), strict=True))
 
-        return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+        return run_sync(ask_all())
 
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
         self._require_open("environment")
         entry = self._role(role)
 
-        async def ask_all() -> list[list[EnvironmentVariable]]:
-            return await await_all(client.control(Verb.ENVIRONMENT) for client in entry.clients)
+        async def ask_all() -> dict[str, list[EnvironmentVariable]]:
+            clients = dict(entry.clients)
+            answers = await await_all(client.control(Verb.ENVIRONMENT) for client in clients.values())
+            return dict(zip(clients, answers, strict=True))
 
-        return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+        return run_sync(ask_all())
 
 
 def _name_for(client: WorkerClient, engine_name: str) -> str | None:

@@ -85,6 +85,9 @@ class FakeScheduler(Scheduler):
     def scale(self, role: str, replicas: int) -> list[str]:
         raise NotImplementedError("a fake's roles stay as they are")
 
+    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+        raise NotImplementedError("a fake's roles stay as they are")
+
     def restart_worker(self, worker_id: str) -> None:
         self.engines.pop(worker_id, None)
         self._deaths[worker_id] = background_loop().create_future()
