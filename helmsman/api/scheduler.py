@@ -384,6 +384,10 @@ class Scheduler(abc.ABC):
         """
 
     @abc.abstractmethod
+    def add_workers(self, role: str, count: int) -> list[str]:
+        """Let a role have so many workers more than it has, as ``scale`` does; returns their ids."""
+
+    @abc.abstractmethod
     def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
         """End these workers of a role, whichever they are; the others keep their ids, and these are never given again.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -71,16 +71,21 @@ class ElasticRoles(RoleBook):
     def scale(self, role: str, replicas: int) -> list[str]:
         self._require_open("scale")
         entry = self._role(role)
-        self._require_scalable(entry, replicas)
-        return run_sync(self._scale(entry, replicas))
+        self._require_scalable(entry, replicas, shrinks=replicas < len(entry.clients))
+        return self._with_commands(entry, run_sync(self._scale(entry, lambda: replicas - len(entry.clients))))
 
-    def _require_scalable(self, role: Role, replicas: int) -> None:
+    def add_workers(self, role: str, count: int) -> list[str]:
+        self._require_open("add_workers")
+        entry = self._role(role)
+        self._require_scalable(entry, count, shrinks=False)
+        return self._with_commands(entry, run_sync(self._scale(entry, lambda: count)))
+
+    def _require_scalable(self, role: Role, replicas: int, *, shrinks: bool) -> None:
         if replicas < 1:
             raise errors.InvalidReplicasError(role=role.name, replicas=replicas)
-        expected = ""
-        if role.clients and not role.target and len(role.job.tasks) > 1:
-            expected = "a job with one spec for all of its replicas"
-        self._require_own(role, "replicas", replicas, replicas < len(role.clients), expected)
+        has_many = role.clients and role.target is None and len(role.job.tasks) > 1
+        expected = "a job with one spec for all of its replicas" if has_many else ""
+        self._require_own(role, "replicas", replicas, shrinks, expected)
 
     def _require_own(self, role: Role, field: str, value: Any, shrinks: bool, expected: str = "") -> None:
         """Raise InvalidSpecError unless the role's workers are its own, and nobody else's where there are to be fewer."""
@@ -93,12 +98,28 @@ class ElasticRoles(RoleBook):
         if expected:
             raise errors.InvalidSpecError(role=role.name, field=field, value=value, expected=expected)
 
-    async def _scale(self, role: Role, replicas: int) -> list[str]:
+    async def _scale(self, role: Role, num_more: Callable[[], int]) -> list[str]:
         async with role.growing:
-            num_new = replicas - len(role.clients)
-            if num_new < 0:
-                await self._remove(role, role.worker_ids[replicas:])
-            return await self._grow(role, range(role.num_ids, role.num_ids + num_new)) if num_new > 0 else []
+            count = num_more()
+            if count < 0:
+                await self._remove(role, role.worker_ids[count:])
+            return await self._grow(role, range(role.num_ids, role.num_ids + count)) if count > 0 else []
+
+    def _with_commands(self, role: Role, new: list[str]) -> list[str]:
+        """New workers, beside which runs what their spec says."""
+        command = role.job.spec(0).cmd
+        if not (command and new):
+            return new
+
+        async def run_all() -> None:
+            await await_all(self._run_command(worker_id, command) for worker_id in new)
+
+        try:
+            run_sync(run_all())
+        except BaseException:
+            self.remove_workers(role.name, new)
+            raise
+        return new
 
     async def _grow(self, role: Role, ranks: Sequence[int]) -> list[str]:
         deadline = Deadline(self.timeouts.start_s)

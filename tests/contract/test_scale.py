@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -223,6 +224,34 @@ def test_a_removal_whose_caller_is_interrupted_is_finished(scheduler: Scheduler,
     with pytest.raises(errors.WorkerFailedError):
         call.result(30)
     scheduler.scale(role, 8)
+
+
+def test_those_who_add_at_once_get_as_many_as_they_asked_for(scheduler: Scheduler, backend: str, role: str) -> None:
+    scheduler.create_workers(_job(role, backend))
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(scheduler.add_workers, role, 1) for _ in range(4)]
+        removed = pool.submit(scheduler.remove_workers, role, [f"{role}/0"]) if asked[0].result(30) else None
+        new = [id_ for each in asked for id_ in each.result(30)]
+    assert removed is not None
+    assert removed.exception(30) is None
+    assert sorted(new) == [f"{role}/{index}" for index in range(1, 5)] == _ids(scheduler, role)
+    with pytest.raises(errors.InvalidReplicasError):
+        scheduler.add_workers(role, 0)
+
+
+@pytest.mark.not_on("inline", "a command needs a process of its own")
+def test_what_runs_beside_each_worker_runs_beside_new_ones_too(scheduler: Scheduler, role: str) -> None:
+    serve = "http.server {port} --bind 127.0.0.1"
+    scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, cmd=serve)]))
+    assert scheduler.add_workers(role, 1) == [f"{role}/1"]
+    for worker in scheduler.get_workers(role):
+        wait_until(lambda port=worker.engine_ports[0]: _answers(int(port)), f"the server of {worker.id} answers")  # type: ignore[misc]
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
 
 
 def _ids(scheduler: Scheduler, role: str) -> list[str]:

@@ -85,6 +85,9 @@ class FakeScheduler(Scheduler):
     def scale(self, role: str, replicas: int) -> list[str]:
         raise NotImplementedError("a fake's roles stay as they are")
 
+    def add_workers(self, role: str, count: int) -> list[str]:
+        raise NotImplementedError("a fake's roles stay as they are")
+
     def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
         raise NotImplementedError("a fake's roles stay as they are")
 
