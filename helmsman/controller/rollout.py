@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
@@ -30,7 +29,7 @@ from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync
-from helmsman.controller.role import RoleController
+from helmsman.controller.rollout_instances import RolloutInstances
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +37,13 @@ Prompt: TypeAlias = Sequence[int] | GenerationRequest
 """Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
 
 
-class RolloutController(RoleController):
+class RolloutController(RolloutInstances):
     """The rollout instances of one role.
 
     A request has one end, whatever happens. When its worker dies, it fails with WorkerFailedError or, with
     ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
-    Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
+    Instances come and go while requests run (``add``, ``drain``, ``remove``, ``scale``). Methods whose names begin with ``a``
+    are awaited, from any event loop; the others block.
     """
 
     def __init__(
@@ -76,22 +76,18 @@ class RolloutController(RoleController):
                 update (kept for that until the next one). With None a worker's death is noticed by its calls, and final.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
-        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name, max_in_flight_per_worker)
         bounds = {"max_in_flight_per_worker": max_in_flight_per_worker, "max_queue": max_queue, "max_in_flight": max_in_flight}
         for name, value in bounds.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
-        self._max_in_flight_per_worker = max_in_flight_per_worker
         self._max_queue = max_queue
         self._max_in_flight = max_in_flight
         self._policy, self._retries, self._supervision = policy, retries, supervision
         self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
         """Longer than the supervisor waits, whose limits count."""
-        self._supervisor: Supervisor | None = None
         self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
-        self._builds: Counter[str] = Counter()
-        """How often each worker was built anew: what is heard of an earlier process is no news of the one that is there."""
         self._version: int | None = None
         """Of the last update."""
         self._request_timeout_s = request_timeout_s
@@ -164,21 +160,6 @@ class RolloutController(RoleController):
 
         run_sync(resume())
 
-    def scale(self, replicas: int, *, migrate: bool = False) -> None:
-        """Serve by so many workers from now on, while requests go on.
-
-        New ones serve once they have the weights of the last update: at once under supervision, else after the next update.
-        Before the last ones leave, their requests end there or, with ``migrate``, are continued elsewhere with the tokens they
-        have. An error, or an interrupt, leaves the workers serving that serve.
-
-        Raises: as Scheduler.scale, or what building the engines raised.
-        """
-        run_sync(self._scale(replicas, migrate))
-
-    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
-        """As scale, awaited."""
-        await run_async(self._scale(replicas, migrate))
-
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
 
@@ -213,7 +194,10 @@ class RolloutController(RoleController):
                 paused=requests.is_suspended,
                 instances={
                     id_: InstanceLoad(
-                        state=each.health, num_in_flight=each.num_in_flight, outstanding_tokens=each.outstanding_tokens
+                        state=each.health,
+                        num_in_flight=each.num_in_flight,
+                        outstanding_tokens=each.outstanding_tokens,
+                        is_draining=each.is_draining,
                     )
                     for id_, each in requests.instances.items()
                 },
@@ -348,55 +332,6 @@ class RolloutController(RoleController):
     def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(NotFoundError, SchedulerClosedError):
             self.scheduler.release(handle)
-
-    async def _scale(self, replicas: int, migrate: bool) -> None:
-        requests, supervisor = self._queue(), self._supervisor
-        assert supervisor is not None
-        leaving = [worker.id for worker in self._workers[max(replicas, 0) :]] if replicas >= 1 else []
-        try:
-            for worker_id in leaving:
-                requests.instances[worker_id].is_draining = True
-            await asyncio.gather(*(requests.drain(worker_id, migrate=migrate) for worker_id in leaving))
-            new = await asyncio.to_thread(self.scheduler.scale, self.role, replicas)
-        except BaseException:
-            for worker_id in leaving:
-                requests.instances[worker_id].is_draining = False
-            requests.pump()
-            raise
-        for worker_id in leaving:
-            requests.remove(worker_id)
-            supervisor.forget(worker_id)
-        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
-        if new:
-            await self._welcome(new)
-
-    async def _welcome(self, new: Sequence[str]) -> None:
-        """Build the engines of new workers, and serve by them as soon as they have the weights."""
-        requests, supervisor = self._queue(), self._supervisor
-        assert supervisor is not None
-        ranks = [rank for rank, worker in enumerate(self._workers) if worker.id in new]
-        try:
-            await self._make_ready(self._workers, ranks)
-        except BaseException:
-            await asyncio.to_thread(self.scheduler.scale, self.role, ranks[0])
-            self._workers = self._workers[: ranks[0]]
-            raise
-
-        async def serve(worker_id: str) -> None:
-            health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
-            supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
-            requests.add(worker_id, self._max_in_flight_per_worker, health)
-
-        await asyncio.gather(*map(serve, new))
-
-    async def _rebuild(self, worker_id: str) -> bool:
-        """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
-        self._builds[worker_id] += 1
-        await asyncio.to_thread(self.scheduler.restart_worker, worker_id)
-        self._workers = tuple(await asyncio.to_thread(self.scheduler.get_workers, self.role, 0))
-        rank = [worker.id for worker in self._workers].index(worker_id)
-        await self._make_ready(self._workers, [rank])
-        return await self._bring_weights(worker_id)
 
     async def _bring_weights(self, worker_id: str) -> bool:
         """Bring a worker that was just built the weights that are served; whether it has them now."""

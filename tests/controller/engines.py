@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from tests.contract.engines import wait_for_file
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -189,9 +191,26 @@ class CountingRollout:
         while time.monotonic() < until:
             pass
 
+    def wait(self, started: str, release: str) -> None:
+        """Make the file ``started``, then keep the engine thread until ``release`` is made."""
+        Path(started).touch()
+        wait_for_file(release)
+
     async def die(self) -> None:
         """End this process as the kernel would."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def destroy(self) -> None:
         """Nothing to release."""
+
+
+class SlowRollout(CountingRollout):
+    """A CountingRollout whose start a test holds by the two files of a gate, while the file ``hold`` is there, or refuses by
+    what that says."""
+
+    def __init__(self, hold: str, started: str, release: str, gated: bool = False) -> None:
+        super().__init__(gated)
+        if os.path.exists(hold):
+            if Path(hold).read_text() == "refuse":
+                raise ValueError("it was told to refuse")
+            self.wait(started, release)

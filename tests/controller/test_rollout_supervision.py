@@ -145,7 +145,8 @@ def test_workers_come_and_go_while_requests_run(scheduler: Scheduler) -> None:
         assert [future.result(30).token_ids for future in futures] == [[i + 2, i + 3] for i in range(200)]
         rollout.scale(2)
         assert len(rollout.generate([[1]] * 8)) == 8
-        assert scheduler.call_engine("rollout/1", "figures")[2]
+        assert [worker.id for worker in rollout.workers] == ["rollout/0", "rollout/4"], "no id is given twice"
+        assert scheduler.call_engine("rollout/4", "figures")[2]
 
 
 def test_requests_of_a_worker_that_leaves_are_continued_elsewhere(scheduler: Scheduler) -> None:

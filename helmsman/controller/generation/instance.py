@@ -23,8 +23,8 @@ class Instance:
     health: Health = Health.HEALTHY
     error: Exception | None = None
     """Why it does not serve."""
-    is_draining: bool = False
-    """Whether it gets nothing more, as it is to leave."""
+    drains: set[object] = field(default_factory=set)
+    """Marks of those who want it to get nothing more."""
     outstanding_tokens: int = 0
     """Of the requests that it has."""
     last_turn: int = 0
@@ -37,6 +37,11 @@ class Instance:
     def num_in_flight(self) -> int:
         """How many requests it has."""
         return len(self.tickets)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it gets nothing more, whatever its health."""
+        return bool(self.drains)
 
     @property
     def serves(self) -> bool:
@@ -67,6 +72,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     state: Health
     num_in_flight: int
     outstanding_tokens: int
+    is_draining: bool = False
+    """Whether it gets nothing more, whatever its state."""
 
 
 class RolloutLoad(msgspec.Struct, frozen=True, kw_only=True):

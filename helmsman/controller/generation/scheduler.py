@@ -79,7 +79,7 @@ class GenerateScheduler:
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._watchers: list[asyncio.Future[None]] = []
-        """Woken whenever an instance has one request less."""
+        """Woken whenever an instance has one request less, or serves again."""
         self._suspended = False
         self._closed = ""
         """Why it takes no requests."""
@@ -268,10 +268,13 @@ class GenerateScheduler:
             ticket.instance.give_back(ticket)
             ticket.instance = None
             self._num_in_flight -= 1
-            watchers, self._watchers = self._watchers, []
-            for watcher in watchers:
-                if not watcher.done():
-                    watcher.set_result(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
 
     def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
         """Give a request its one outcome."""
@@ -459,34 +462,48 @@ class GenerateScheduler:
         lost.__cause__ = why
         return lost
 
-    async def drain(self, instance_id: str, *, migrate: bool = False) -> None:
-        """Give an instance nothing more, and wait until it has nothing; then remove may follow.
+    async def drain(self, *instance_ids: str, migrate: bool = False) -> None:
+        """Give these instances nothing more, and wait until they have nothing; then remove may follow, or undrain.
 
         Args:
-            migrate: take back what it has, to be continued elsewhere with the tokens so far, instead of waiting for its end.
+            migrate: take back what they have, to be continued elsewhere with the tokens so far, instead of waiting for its end.
 
-        When the wait is cancelled the instance serves again.
+        When the wait is cancelled they serve again, but for those that somebody else drains, too. Raises: HelmsmanError when
+        undrain takes it back.
         """
-        instance = self.instances[instance_id]
-        instance.is_draining = True
+        mark, chosen = object(), [self.instances[instance_id] for instance_id in instance_ids]
+        for instance in chosen:
+            instance.drains.add(mark)
         try:
-            for ticket in list(instance.tickets):
+            for ticket in [ticket for instance in chosen for ticket in instance.tickets]:
                 if ticket.state is RequestState.ADMITTED:
                     self._requeue(ticket)
             self.pump()
             if migrate:
-                await self._recall(instance)
-            await self._until(lambda: not instance.tickets)
+                await self._recall(chosen)
+            await self._until(
+                lambda: any(mark not in each.drains for each in chosen) or not any(each.tickets for each in chosen)
+            )
+            if taken_back := [each.instance_id for each in chosen if mark not in each.drains]:
+                raise HelmsmanError(f"{', '.join(taken_back)} got requests again, by undrain, before the drain was through.")
         except BaseException:
-            instance.is_draining = False
+            for instance in chosen:
+                instance.drains.discard(mark)
             self.pump()
             raise
 
-    async def _recall(self, instance: Instance) -> None:
-        for ticket in instance.tickets:
-            ticket.is_recalled = True
-        if instance.tickets:
-            await self._tell_all({instance: list(instance.tickets)})
+    def undrain(self, instance_id: str) -> None:
+        """Give an instance requests again, whoever has drained it or does so now."""
+        self.instances[instance_id].drains.clear()
+        self._wake()
+        self.pump()
+
+    async def _recall(self, instances: Sequence[Instance]) -> None:
+        running = {instance: list(instance.tickets) for instance in instances if instance.tickets}
+        for tickets in running.values():
+            for ticket in tickets:
+                ticket.is_recalled = True
+        await self._tell_all(running)
 
     def remove(self, instance_id: str) -> None:
         """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""
