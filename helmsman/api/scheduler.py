@@ -240,6 +240,17 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds of the process."""
     rss_bytes: int = 0
     """Resident memory of the process."""
+    ends_in_s: float | None = None
+    """Seconds until it ends, where it was told to; None where it was not."""
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True):
+    """That a worker is about to go, with its node or alone."""
+
+    reason: str
+    """Part of a sentence: 'its node 10.0.0.3 is being drained'."""
+    deadline_s: float | None = None
+    """Seconds from now until it goes; None where nobody has said."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,6 +440,16 @@ class Scheduler(abc.ABC):
         Args:
             timeout: seconds; ``timeouts.health_s`` when None.
         Raises: WorkerFailedError when it has died, CallTimeoutError when it does not answer, WorkerNotFoundError.
+        """
+
+    @abc.abstractmethod
+    async def leaving(self) -> dict[str, Leaving]:
+        """Workers that are about to go, by id.
+
+        On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by
+        ``ray drain-node``, and where ``ray start --block`` was sent SIGTERM. A worker of the local scheduler is one once it was
+        sent SIGTERM, which it says with its next answer to check_health or status; it ends 25 s later, or at a second one. On
+        Ray, SIGTERM ends a worker at once, since it is how Ray itself ends them.
         """
 
     @abc.abstractmethod

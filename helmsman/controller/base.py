@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.plan import Node
-from helmsman.api.scheduler import CONTROLLER, EngineSpec, ResultHandle, Timeouts, WorkerState, WorkerStatus
+from helmsman.api.scheduler import CONTROLLER, EngineSpec, Leaving, ResultHandle, Timeouts, WorkerState, WorkerStatus
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.elastic_roles import ElasticRoles
@@ -67,7 +67,13 @@ class SchedulerBase(ElasticRoles):
 
     async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
         client = self._client(worker_id)
-        await run_async(client.control(Verb.HEALTH, limit_s=self.timeouts.health_s if timeout is None else timeout))
+        limit_s = self.timeouts.health_s if timeout is None else timeout
+        client.heard(await run_async(client.control(Verb.HEALTH, limit_s=limit_s)))
+
+    async def leaving(self) -> dict[str, Leaving]:
+        self._require_open("leaving")
+        workers = [worker for role in list(self._roles.values()) for worker in list(role.clients.items())]
+        return {worker_id: client.leaving for worker_id, client in workers if client.leaving is not None}
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)

@@ -17,7 +17,7 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.api.scheduler import Job, ResultHandle, Timeouts
+from helmsman.api.scheduler import Job, Leaving, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
@@ -287,6 +287,20 @@ class RayScheduler(SchedulerBase):
         return msgspec.structs.replace(
             _with_devices(place, bundles[0]), instance_devices=tuple(zip(nodes, everywhere, strict=True))
         )
+
+    async def leaving(self) -> dict[str, Leaving]:
+        found = await super().leaving()
+        nodes = await in_thread(ray_state.draining_nodes)
+        by_id = {node.node_id: node for node in nodes}
+        by_address = {node.address: node for node in nodes}
+        for role in list(self._roles.values()) if nodes else ():
+            for worker_id, place in role.places.items():
+                node = by_id.get(place.node_id)
+                if isinstance(place, placement.Slot) and len(place.bundles) > 1:  # an instance that spans nodes
+                    node = node or next((by_address[each] for each, _ in place.bundles if each in by_address), None)
+                if node is not None:
+                    found[worker_id] = Leaving(reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s)
+        return found
 
     async def _sweep(self) -> None:
         if self._owns_ray:

@@ -73,7 +73,9 @@ class RolloutController(RolloutInstances):
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
             supervision: probe the workers, and build dead ones anew, which serve again once they have the weights of the last
-                update (kept for that until the next one). With None a worker's death is noticed by its calls, and final.
+                update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
+                what they have is continued elsewhere, and they are built anew where there is room. With None a worker's death
+                is noticed by its calls, and final.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name, max_in_flight_per_worker)
@@ -405,7 +407,8 @@ class RolloutController(RolloutInstances):
                 max_queue=self._max_queue,
                 why_hopeless=self._why_hopeless,
             )
-            self._supervisor = Supervisor(requests, self._supervision or SupervisionPolicy(), self._probe, self._rebuild)
+            policy = self._supervision or SupervisionPolicy()
+            self._supervisor = Supervisor(requests, policy, self._probe, self._rebuild, self._to_be_left)
             for worker in self.workers:
                 self._supervisor.watch(worker.id)
                 requests.add(worker.id, self._max_in_flight_per_worker)

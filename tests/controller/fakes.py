@@ -21,7 +21,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.plan import Node, Plan, Reservation
-from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
+from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, Leaving, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
 from helmsman.controller.loop import background_loop, run_sync
 
 
@@ -128,6 +128,9 @@ class FakeScheduler(Scheduler):
     async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
         if self._deaths[worker_id].done():
             raise _death(worker_id, None, "health")
+
+    async def leaving(self) -> dict[str, Leaving]:
+        return {}
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         self.probed.append((role, address, port))

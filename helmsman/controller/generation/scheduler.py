@@ -462,14 +462,14 @@ class GenerateScheduler:
         lost.__cause__ = why
         return lost
 
-    async def drain(self, *instance_ids: str, migrate: bool = False) -> None:
+    async def drain(self, *instance_ids: str, migrate: bool = False) -> object:
         """Give these instances nothing more, and wait until they have nothing; then remove may follow, or undrain.
 
         Args:
             migrate: take back what they have, to be continued elsewhere with the tokens so far, instead of waiting for its end.
 
-        When the wait is cancelled they serve again, but for those that somebody else drains, too. Raises: HelmsmanError when
-        undrain takes it back.
+        When the wait is cancelled they serve again, but for those that somebody else drains, too. Returns: what undrain takes
+        to end this drain alone. Raises: HelmsmanError when undrain takes it back.
         """
         mark, chosen = object(), [self.instances[instance_id] for instance_id in instance_ids]
         for instance in chosen:
@@ -486,15 +486,19 @@ class GenerateScheduler:
             )
             if taken_back := [each.instance_id for each in chosen if mark not in each.drains]:
                 raise HelmsmanError(f"{', '.join(taken_back)} got requests again, by undrain, before the drain was through.")
+            return mark
         except BaseException:
             for instance in chosen:
                 instance.drains.discard(mark)
             self.pump()
             raise
 
-    def undrain(self, instance_id: str) -> None:
-        """Give an instance requests again, whoever has drained it or does so now."""
-        self.instances[instance_id].drains.clear()
+    def undrain(self, instance_id: str, drain: object = None) -> None:
+        """Give an instance requests again, whoever has drained it or does so now; with a ``drain``, unless somebody else does.
+        Nothing happens when it is gone."""
+        if (instance := self.instances.get(instance_id)) is None:
+            return
+        instance.drains = {mark for mark in instance.drains if drain not in (None, mark)}
         self._wake()
         self.pump()
 

@@ -1,4 +1,4 @@
-"""Watches instances: probes them, gives up those that are silent, has dead ones built anew.
+"""Watches instances: probes them, gives up those that are silent, leaves those that are to go, has dead ones built anew.
 
 What follows from what is health.py's; here are only the clock, the questions and the answers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from helmsman.api.errors import InstanceLostError
@@ -29,6 +29,8 @@ class Supervisor:
         probe: asks an instance whether it lives; raises InstanceLostError when it does not. Its silence is judged here.
         rebuild: ends what is left of an instance, builds it anew, and brings it the weights that are served; raises when it
             cannot. Returns whether it has the weights, or has to wait for the next update.
+        leaving: which instances are about to go, and why, as part of a sentence. Such a one is drained, with its requests
+            continued elsewhere, and then built anew, which is to happen at another place.
     """
 
     def __init__(
@@ -37,12 +39,16 @@ class Supervisor:
         policy: SupervisionPolicy,
         probe: Callable[[str], Awaitable[None]],
         rebuild: Callable[[str], Awaitable[bool]],
+        leaving: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
     ) -> None:
         self.policy = policy
-        self._requests, self._probe, self._rebuild = requests, probe, rebuild
+        self._requests, self._probe, self._rebuild, self._leaving = requests, probe, rebuild, leaving
         self._watched: dict[str, Watched] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._rebuilding: dict[str, asyncio.Task[None]] = {}
+        self._moving: dict[str, asyncio.Task[None]] = {}
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        """The one question at a time for those that are about to go."""
         self._loop_task: asyncio.Task[None] | None = None
         requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
 
@@ -53,7 +59,7 @@ class Supervisor:
     def forget(self, instance_id: str) -> None:
         """Watch an instance no more."""
         self._watched.pop(instance_id, None)
-        for tasks in (self._probes, self._rebuilding):
+        for tasks in (self._probes, self._rebuilding, self._moving):
             if (task := tasks.pop(instance_id, None)) is not None:
                 task.cancel()
 
@@ -64,9 +70,11 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask nothing more and rebuild nothing more. Idempotent."""
-        for task in [self._loop_task, *self._probes.values(), *self._rebuilding.values()]:
-            if task is not None:
+        for tasks in (self._probes, self._rebuilding, self._moving, self._looking):
+            for task in tasks.values():
                 task.cancel()
+        if self._loop_task is not None:
+            self._loop_task.cancel()
 
     def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
         """Take news of an instance in."""
@@ -80,6 +88,9 @@ class Supervisor:
         if after is not before:
             log.info("%s: %s after %s", instance_id, after.value, event.value)
             self._requests.set_health(instance_id, after, error)
+            if after is Health.DEAD and self._loop_task is not None and watched.restart_at(self._now()) is None:
+                num_others = sum(each.health is not Health.DEAD for each in self._watched.values())
+                log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
 
     def is_coming_back(self, instance_id: str) -> bool:
         """Whether an instance that does not serve is being built anew, or will be."""
@@ -87,7 +98,8 @@ class Supervisor:
         if self._loop_task is None:
             return False
         waits = watched.health is Health.DEAD and watched.restart_at(self._now()) is not None
-        return waits or watched.health in (Health.RESTARTING, Health.SUSPECT)
+        # While it is being built anew, it is stale for a moment before it serves.
+        return waits or watched.health in (Health.RESTARTING, Health.SUSPECT) or instance_id in self._rebuilding
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
@@ -96,8 +108,12 @@ class Supervisor:
 
     async def _run(self) -> None:
         tick_s = min(_MOST_TICK_S, self.policy.probe_every_s / 2)
+        look_at = self._now()
         while True:
             now = self._now()
+            if self._leaving is not None and now >= look_at and not self._looking:
+                look_at = now + self.policy.probe_every_s
+                self._keep(self._looking, "", self._look(self._leaving))
             for instance_id, watched in list(self._watched.items()):
                 if (event := watched.overdue(now)) is not None:
                     self.note(instance_id, event, self._silent(instance_id) if event is Event.LOST else None)
@@ -133,6 +149,24 @@ class Supervisor:
         else:
             self.note(instance_id, Event.ANSWERED)
 
+    async def _look(self, ask: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
+        try:
+            leaving = await ask()
+        except Exception as error:  # noqa: BLE001 - whoever knows is away for a moment; what goes without notice is noticed, too
+            log.debug("it could not be asked which instances are about to go: %s", error)
+            return
+        for instance_id, reason in leaving.items():
+            watched = self._watched.get(instance_id)
+            if watched is not None and _is_there(watched) and instance_id not in self._moving:
+                log.warning("%s is left, since %s; its requests go on elsewhere", instance_id, reason)
+                self._keep(self._moving, instance_id, self._move(instance_id, watched, reason))
+
+    async def _move(self, instance_id: str, watched: Watched, reason: str) -> None:
+        drain = await self._requests.drain(instance_id, migrate=True)
+        if _is_there(watched):  # it may have died meanwhile
+            self.note(instance_id, Event.LEFT, InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False))
+        self._requests.undrain(instance_id, drain)
+
     async def _build(self, instance_id: str) -> None:
         try:
             has_weights = await self._rebuild(instance_id)
@@ -145,3 +179,7 @@ class Supervisor:
         self.note(instance_id, Event.RESTARTED)
         if has_weights:
             self.note(instance_id, Event.UPDATED)
+
+
+def _is_there(watched: Watched) -> bool:
+    return watched.health not in (Health.DEAD, Health.RESTARTING)
