@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.weights import WeightFormat, Weights, WeightsInMemory, WeightsOnDisk, WeightTarget
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,18 @@ class TrainEngine(abc.ABC):
     @abc.abstractmethod
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """The full (unsharded) parameters by Hugging Face name, on the host. A collective; ranks other than 0 return None."""
+
+    def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
+        """Send the full parameters by Hugging Face name to a target, in this form, and return on rank 0 what the target says.
+
+        A collective. ``helmsman.engines.weight_transfer.publish`` does it for tensors that are sharded by DTensor; an engine
+        without it has its weights brought by export_weights alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no publish_weights; its weights go by export_weights alone")
+
+    def open_weight_store(self, address: str) -> int:
+        """Have rank 0 listen at this address of its own, for instances that take weights by broadcasts; returns the port."""
+        raise NotImplementedError(f"{type(self).__name__} has no open_weight_store; its weights go by export_weights alone")
 
     @abc.abstractmethod
     def save(self, path: str) -> None:
@@ -117,8 +130,12 @@ class InferenceEngine(abc.ABC):
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Returns how many."""
 
     @abc.abstractmethod
-    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
-        """Take new parameters between two decoding steps and serve them as ``version``; returns the version served."""
+    async def update_weights(self, weights: Weights, version: int) -> int:
+        """Take new parameters between two decoding steps and serve them as ``version``; returns the version served.
+
+        An engine that takes tensors by name can have all that Weights may be read by ``helmsman.engines.weight_transfer``. When
+        it fails half-way the instance gets no requests until an update succeeds, and is asked to give back those it has.
+        """
 
     @abc.abstractmethod
     def get_version(self) -> int:

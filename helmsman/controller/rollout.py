@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from helmsman.api.errors import (
+    CallError,
     HandleLostError,
     HelmsmanError,
     InstanceLostError,
@@ -20,6 +21,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from helmsman.api.weights import Weights
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller.generation.request import RequestOptions, Ticket
@@ -30,6 +32,7 @@ from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances
+from helmsman.controller.weight_sync import InFlight
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ class RolloutController(RolloutInstances):
         self._policy, self._retries, self._supervision = policy, retries, supervision
         self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
         """Longer than the supervisor waits, whose limits count."""
-        self._served: tuple[ResultHandle | Mapping[str, Any], int] | None = None
+        self._served: tuple[ResultHandle | Weights, int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
         self._version: int | None = None
         """Of the last update."""
@@ -207,6 +210,14 @@ class RolloutController(RolloutInstances):
 
         return run_sync(load())
 
+    async def _pause(self, in_flight: InFlight = "continue") -> None:
+        requests = self._queue()
+        requests.suspend()
+        if in_flight == "recall":
+            await asyncio.gather(*map(requests.recall, requests.instances))
+        if in_flight != "continue":
+            await requests.wait_idle()
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _make_request(self, prompt: Prompt, sampling: SamplingParams | None, name: str = "the prompt") -> GenerationRequest:
@@ -290,16 +301,38 @@ class RolloutController(RolloutInstances):
         return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
+        await self._update_each(dict.fromkeys(self._living_ids(), weights), version, timeout, kept=weights)
+        return version
+
+    async def _update_each(
+        self,
+        weights: Mapping[str, ResultHandle | Weights],
+        version: int,
+        timeout: float | None,
+        kept: ResultHandle | Weights | None,
+    ) -> dict[str, Exception]:
+        """Serve ``version`` on these instances, and on no other, by one call each.
+
+        Args:
+            weights: instance id -> what its engine is given.
+            kept: what an instance is given that is built anew before the next update; None where there is nothing to keep.
+        Returns: what went wrong, by instance. Raises: as update_weights.
+        """
         supervisor = self._supervisor
         assert supervisor is not None
+        if self._version is not None and version < self._version:
+            raise ValueError(
+                f"weight version {version} after {self._version}: versions only grow, since each says which weights made a "
+                "sample; give a trainer that went back to a checkpoint a higher one (set_version)"
+            )
         old = self._served[0] if self._served is not None else None
         # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
-        self._version, self._served = version, (weights, version) if self.keeps_weights else None
+        self._version, self._served = version, (kept, version) if self.keeps_weights and kept is not None else None
 
         async def update(worker_id: str) -> None:
             build = self._builds[worker_id]
             try:
-                served = await self._ask(worker_id, "update_weights", weights, version, timeout=timeout)
+                served = await self._ask(worker_id, "update_weights", weights[worker_id], version, timeout=timeout)
                 if served != version:
                     raise HelmsmanError(
                         f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until "
@@ -307,24 +340,43 @@ class RolloutController(RolloutInstances):
                         worker_id=worker_id,
                     )
             except BaseException as error:
+                if isinstance(error, HelmsmanError) and worker_id not in self._queue().instances:
+                    return  # it was removed meanwhile
                 cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
                 if self._builds[worker_id] == build:
-                    supervisor.note(worker_id, Event.UPDATE_FAILED, error if isinstance(error, Exception) else cancelled)
+                    self._leave_out(worker_id, error if isinstance(error, Exception) else cancelled)
                 raise
             if self._builds[worker_id] == build:
                 supervisor.note(worker_id, Event.UPDATED)
 
+        for instance in self._living():
+            if instance.instance_id not in weights:
+                error = HelmsmanError(f"{instance.instance_id} was left out of the update to weight version {version}.")
+                self._leave_out(instance.instance_id, error)
+        updates = {worker_id: asyncio.ensure_future(update(worker_id)) for worker_id in weights}
         try:
-            await self._ask_all("update_weights", {i.instance_id: update(i.instance_id) for i in self._living()})
+            await self._ask_all("update_weights", updates)
         except HelmsmanError as error:
             serving = any(instance.serves for instance in self._queue().instances.values())
             if self._supervision is None or not (serving or self._why_hopeless() is None):
                 raise
             log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(error).split("\n", 1)[0])
         finally:
-            if old is not None and isinstance(old, ResultHandle) and old is not weights:
+            if isinstance(old, ResultHandle) and old is not kept:
                 await asyncio.to_thread(self._release, old)
-        return version
+        failures = {worker_id: update.exception() for worker_id, update in updates.items()}
+        return {worker_id: error for worker_id, error in failures.items() if isinstance(error, Exception)}
+
+    def _leave_out(self, worker_id: str, error: Exception) -> None:
+        """An instance has not got the weights: it serves no more, and what it has goes on elsewhere, since they may be torn."""
+        assert self._supervisor is not None
+        self._supervisor.note(worker_id, Event.UPDATE_FAILED, error)
+        what = f"{worker_id}: taking back what it has after an update of its weights that failed"
+        observe(asyncio.create_task(self._take_back(worker_id)), what)
+
+    async def _take_back(self, worker_id: str) -> None:
+        with contextlib.suppress(SchedulerClosedError):
+            await self._queue().recall(worker_id)
 
     @property
     def keeps_weights(self) -> bool:
@@ -352,9 +404,50 @@ class RolloutController(RolloutInstances):
         return False
 
     async def _versions(self) -> dict[str, int]:
-        living = [instance.instance_id for instance in self._living()]
+        living = self._living_ids()
         versions = await self._ask_all("get_version", {id_: self._ask(id_, "get_version") for id_ in living})
         return dict(zip(living, versions, strict=True))
+
+    def _living_ids(self) -> list[str]:
+        return [instance.instance_id for instance in self._living()]
+
+    def _reachable_ids(self) -> list[str]:
+        """Of those that answer, as far as is known."""
+        return [instance.instance_id for instance in self._living() if instance.health is not Health.SUSPECT]
+
+    async def _answering_ids(self) -> list[str]:
+        """Of those that answer now."""
+        living = self._living_ids()
+        answers = await asyncio.gather(*map(self._answers, living))
+        return [worker_id for worker_id, answered in zip(living, answers, strict=True) if answered]
+
+    async def _answers(self, worker_id: str) -> bool:
+        try:
+            await self.scheduler.check_health(worker_id, self.scheduler.timeouts.health_s)
+        except CallError:
+            return False
+        return True
+
+    def _serving_ids(self) -> list[str]:
+        return [instance.instance_id for instance in self._queue().instances.values() if instance.serves]
+
+    def _processes(self, ids: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """Of these workers: each with how often it was built anew."""
+        return tuple((worker_id, self._builds[worker_id]) for worker_id in ids)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, in_flight: InFlight) -> AsyncIterator[None]:
+        """For a block, what becomes of requests that are in flight; no other starts meanwhile unless they continue."""
+        if in_flight == "continue":
+            yield
+            return
+        was_suspended = self._queue().is_suspended
+        try:
+            await self._pause(in_flight)
+            yield
+        finally:
+            if not was_suspended:
+                self._queue().resume()
 
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""
@@ -369,7 +462,7 @@ class RolloutController(RolloutInstances):
         errors = {i.instance_id: i.error for i in self._requests.instances.values() if i.error}
         return group_error(self.role, method, errors, len(self._requests.instances))
 
-    async def _ask_all(self, method: str, work: Mapping[str, Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def _ask_all(self, method: str, work: Mapping[str, Awaitable[Any]]) -> list[Any]:
         """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
         return await gather_all(self.role, method, work, grace_s=None)
 

@@ -138,11 +138,11 @@ class RolloutInstances(RoleController, abc.ABC):
             await self._make_ready(chosen, range(len(chosen)))
             await await_all(self._serve(worker_id) for worker_id in new)
         except BaseException:
-            await _to_its_end(self._take_back(adding))
+            await _to_its_end(self._undo_add(adding))
             raise
         return new
 
-    async def _take_back(self, adding: asyncio.Future[list[str]]) -> None:
+    async def _undo_add(self, adding: asyncio.Future[list[str]]) -> None:
         await asyncio.wait([adding])  # what it still starts would be nobody's
         if adding.exception() is None:
             requests = self._queue()

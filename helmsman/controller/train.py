@@ -13,6 +13,7 @@ import msgspec
 from helmsman.api.engines import LossFn, Sample
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
+from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller.base import Call
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import sample_lengths, split_by_tokens
@@ -212,16 +213,30 @@ class TrainController(RoleController):
         return versions[0]
 
     async def _export_weights(self, timeout: float | None) -> ResultHandle:
-        meta: dict[str, Any] = _REPLICATED if self.model_parallel_size > 1 else {}
-        calls = {worker.id: Call(rpc_meta=meta) for worker in self.workers}
-        calls[self.workers[0].id] = Call(rpc_meta={**meta, "keep": True})
-        results = await self._call_workers("export_weights", calls, timeout)
-        if not isinstance(results[0], ResultHandle):
+        handle = await self._collective_on_root("export_weights", timeout=timeout, keep=True)
+        if not isinstance(handle, ResultHandle):
             raise HelmsmanError(
-                f"{self.workers[0].id}: export_weights returned {type(results[0]).__name__} on rank 0, not the parameters.",
+                f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank 0, not the parameters.",
                 role=self.role,
             )
-        return results[0]
+        return handle
+
+    async def _publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
+        """Send the weights to a target; what rank 0 returns, which stays there if it is all of them."""
+        keep = isinstance(target, IntoMemory)
+        return await self._collective_on_root("publish_weights", target, form, timeout=timeout, keep=keep)
+
+    async def _open_weight_store(self, timeout: float | None) -> int:
+        root = self.workers[0]
+        (port,) = await self._call_workers("open_weight_store", {root.id: Call((root.ip,))}, timeout)
+        return int(port)
+
+    async def _collective_on_root(self, method: str, *args: Any, timeout: float | None, keep: bool) -> Any:
+        """Call every rank, and return what rank 0 made."""
+        meta: dict[str, Any] = _REPLICATED if self.model_parallel_size > 1 else {}
+        calls = {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}
+        calls[self.workers[0].id] = Call(args, rpc_meta={**meta, "keep": keep})
+        return (await self._call_workers(method, calls, timeout))[0]
 
     async def _update_rollout(self, rollout: RolloutController, timeout: float | None) -> int:
         deadline = time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)

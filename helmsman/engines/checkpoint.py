@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM
 
 from helmsman.engines.distributed import failing_together
-from helmsman.engines.model import build_model, without_progress_bars
+from helmsman.engines.files import replace_folder
+from helmsman.engines.model import build_model, named_tensors, without_progress_bars
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -51,11 +52,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A tensor with several names (tied embeddings) appears once, under its first name.
     """
-    first_name: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first_name.setdefault(id(tensor), name)
     state: dict[str, Any] = get_model_state_dict(model, options=_GATHER)
-    return {name: state[name].contiguous() for name in first_name.values() if name in state}
+    return {name: state[name].contiguous() for name in named_tensors(model) if name in state}
 
 
 def save_checkpoint(
@@ -103,19 +101,9 @@ def _write(
             torch.save(states, os.path.join(temporary, _OPTIMIZER_FILE))
         with open(os.path.join(temporary, _PROGRESS_FILE), "wb") as file:
             file.write(msgspec.json.encode(progress))
-        _replace(temporary, path)
+        replace_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(source: str, path: str) -> None:
-    if not os.path.lexists(path):
-        os.rename(source, path)
-        return
-    retired = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.old.", dir=os.path.dirname(path))
-    os.rename(path, os.path.join(retired, "checkpoint"))
-    os.rename(source, path)
-    shutil.rmtree(retired)
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:

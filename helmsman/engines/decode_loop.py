@@ -11,15 +11,18 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import nn
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.weights import Weights
 from helmsman.engines.decode_batch import DecodeBatch
-from helmsman.engines.weights import apply_weights
+from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines.weight_transfer import incoming
+from helmsman.engines.weights import TornWeightsError, apply_weights
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,9 @@ class DecodeLoop:
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
         self._version = version
+        self._is_torn = False
+        """Whether an update ended half-way: nothing is decoded until one is completed, and requests wait or are aborted."""
+        self._weight_group = WeightGroup(next(model.parameters()).device)
         self._num_generated = 0
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -119,8 +125,9 @@ class DecodeLoop:
         """End requests before the next step; the future has their number."""
         return self._command(lambda: self._abort(None if request_ids is None else frozenset(request_ids)))
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Future[int]:
-        """Exchange the weights before the next step; the future has the version that is served then."""
+    def update_weights(self, weights: Weights, version: int) -> Future[int]:
+        """Exchange the weights before the next step, which waits until all are there; the future has the version that is served
+        then."""
         return self._command(lambda: self._update_weights(weights, version))
 
     def close(self, timeout_s: float) -> None:
@@ -163,20 +170,27 @@ class DecodeLoop:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._commands or self._waiting or self._running)
+                self._changed.wait_for(lambda: self._closing or self._commands or self._has_work)
                 commands, closing = list(self._commands), self._closing
                 self._commands.clear()
             for command in commands:
                 command()
             if closing:
                 self._abort(None)
+                self._weight_group.close()
                 return
+            if not self._has_work:
+                continue
             try:
                 self._admit()
                 self._step()
             except Exception as exc:
                 logger.exception("a decoding step failed; its requests fail with it")
                 self._fail(exc)
+
+    @property
+    def _has_work(self) -> bool:
+        return not self._is_torn and bool(self._waiting or self._running)
 
     def _admit(self) -> None:
         """Prefill waiting requests, as many as slots and the prefill budget allow, first come first served."""
@@ -250,9 +264,14 @@ class DecodeLoop:
         self._remove(rows)
         return len(dropped) + len(rows)
 
-    def _update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
-        apply_weights(self._model, weights)
-        self._version = version
+    def _update_weights(self, weights: Weights, version: int) -> int:
+        try:
+            with incoming(weights, self._weight_group) as arriving:
+                apply_weights(self._model, arriving)
+        except TornWeightsError:
+            self._is_torn = True
+            raise
+        self._version, self._is_torn = version, False
         return version
 
     def _fail(self, error: Exception) -> None:

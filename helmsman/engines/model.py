@@ -79,6 +79,14 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
     return drawn.eval()
 
 
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, or shards of them; one with several names (tied embeddings) by its first name only."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The blocks that sharding and checkpointing treat as units: what ``transformers`` declares as not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())

@@ -9,15 +9,15 @@ either version.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import torch
 
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
+from helmsman.api.weights import Weights
 from helmsman.engines.decode_batch import DecodeBatch
 from helmsman.engines.decode_loop import DecodeLoop
 from helmsman.engines.model import build_model, resolve_dtype
@@ -125,11 +125,12 @@ class HFRolloutEngine(InferenceEngine):
         """
         return await asyncio.wrap_future(self._running().abort(request_ids))
 
-    async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> int:
+    async def update_weights(self, weights: Weights, version: int) -> int:
         """Take new parameters between two decoding steps and serve them as ``version``.
 
         Args:
-            weights: As ``TrainEngine.export_weights`` returns them: by Hugging Face name, any type and device.
+            weights: By Hugging Face name, any type and device, in memory or wherever they come from. Nothing is decoded while
+                they come.
             version: Their version.
 
         Returns:
@@ -137,6 +138,10 @@ class HFRolloutEngine(InferenceEngine):
 
         Raises:
             ValueError: Names or shapes do not fit the model, which is left as it was.
+            RuntimeError: It ended half-way (TornWeightsError): nothing is decoded until an update is completed, and abort gives
+                requests back.
+            ConnectionError: The other members of the group for weights are gone or late.
+            OSError: The files cannot be read.
         """
         return await asyncio.wrap_future(self._running().update_weights(weights, version))
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
+from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
 from helmsman.engines.batching import MicroBatch, empty_micro_batch, make_micro_batches
 from helmsman.engines.checkpoint import Progress, full_state_dict, load_checkpoint, save_checkpoint
 from helmsman.engines.distributed import (
@@ -32,7 +33,16 @@ from helmsman.engines.distributed import (
     local_device_index,
 )
 from helmsman.engines.losses import resolve_loss
-from helmsman.engines.model import build_model, checkpoint_layers, decoder_layers, resolve_dtype, token_logprobs
+from helmsman.engines.model import (
+    build_model,
+    checkpoint_layers,
+    decoder_layers,
+    named_tensors,
+    resolve_dtype,
+    token_logprobs,
+)
+from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines.weight_transfer import publish
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +116,7 @@ class FSDPTrainEngine(TrainEngine):
         if not dist.is_initialized():
             self.create_process_group()
         self._device = current_platform.device(local_device_index())
+        self._weight_group = WeightGroup(self._device)
         with failing_together("building the model"):
             model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
             if self.config.gradient_checkpointing:
@@ -250,6 +261,14 @@ class FSDPTrainEngine(TrainEngine):
         weights = full_state_dict(self._built_model())
         return weights if dist.get_rank() == 0 else None
 
+    def open_weight_store(self, address: str) -> int:
+        """Have rank 0 listen at this address of its own, for instances that take weights by broadcasts; returns the port."""
+        return self._weight_group.open_store(address)
+
+    def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
+        """Send the full parameters, by Hugging Face name, bucket by bucket from rank 0. A collective; see publish."""
+        return publish(named_tensors(self._built_model()), target, form, is_root=dist.get_rank() == 0, group=self._weight_group)
+
     def save(self, path: str) -> None:
         """Write model (safetensors, Hugging Face layout), its tokenizer and optimizer state below ``path``, all or nothing.
 
@@ -280,6 +299,8 @@ class FSDPTrainEngine(TrainEngine):
 
     def destroy(self) -> None:
         """Free the model and leave the process group, if this engine had joined it. Idempotent."""
+        if self._model is not None:
+            self._weight_group.close()
         had_model, self._model, self._optimizer = self._model is not None, None, None
         if had_model:
             current_platform.empty_cache()

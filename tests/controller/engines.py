@@ -124,6 +124,7 @@ class CountingRollout:
         self.most_at_once = 0
         self.running: dict[str, asyncio.Future[str]] = {}
         self.num_updates = 0
+        self.finished = asyncio.Event()
         self.ready = False
 
     def initialize(self) -> None:
@@ -162,18 +163,21 @@ class CountingRollout:
 
     async def finish(self, num: int | None = None) -> list[str]:
         """End the oldest ``num`` requests (None: all)."""
+        self.finished.set()
         chosen = [id_ for id_, ended in self.running.items() if not ended.done()][:num]
         for id_ in chosen:
             self.running[id_].set_result("length")
         return chosen
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
-        """Take weights that tell their version; others are refused, and 'stuck' ones are ignored."""
+        """Take weights that tell their version; others are refused, 'stuck' ones ignored, and 'held' ones wait for finish."""
         self.num_updates += 1
         if "weight" not in weights:
             raise KeyError("weight")
         if weights["weight"] == "stuck":
             return self.version
+        if weights["weight"] == "held":
+            await self.finished.wait()
         self.version = version
         return version
 

@@ -277,3 +277,17 @@ def test_without_supervision_a_new_worker_serves_after_the_next_update(scheduler
         assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
         rollout.remove(["rollout/0"])
         assert rollout.versions() == {"rollout/1": 2, "rollout/2": 2}
+
+
+@pytest.mark.parametrize("supervision", [POLICY, None])
+def test_an_update_does_not_miss_a_worker_that_is_removed_meanwhile(
+    scheduler: Scheduler, supervision: SupervisionPolicy | None
+) -> None:
+    with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
+        update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
+        wait_until(lambda: {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers} == {1}, "it is there")
+        rollout.remove(["rollout/1"])
+        assert not update.done()
+        scheduler.call_engine("rollout/0", "finish")
+        assert update.result(30) == 1
+        assert rollout.versions() == {"rollout/0": 1}

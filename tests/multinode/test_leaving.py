@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
@@ -43,6 +45,24 @@ def _drain(nodes: Nodes, node_id: str, deadline_s: float = 600.0) -> None:
     assert is_accepted, why
 
 
+def _settle(node: Any) -> None:
+    """Wait until a node starts no worker: one that does not know its raylet yet outlives it by long."""
+    raylet = node.all_processes["raylet"][0].process.pid
+
+    def starts_one() -> bool:
+        with contextlib.suppress(psutil.Error):  # it ends by itself, once it is drained and has no work
+            return any("default_worker.py" in " ".join(each.cmdline()) for each in psutil.Process(raylet).children())
+        return False
+
+    wait_until(lambda: not starts_one(), "workers have started")
+
+
+def _end(nodes: Nodes, node: Any) -> None:
+    """End a node at once."""
+    _settle(node)
+    nodes.cluster.remove_node(node, allow_graceful=False)
+
+
 def _rollout(run: RayScheduler, replicas: int, **options: Any) -> RolloutController:
     rollout = RolloutController(
         run,
@@ -74,10 +94,11 @@ def test_a_drained_node_is_left_with_its_requests(nodes: Nodes, run: RaySchedule
         futures = [rollout.submit([i + 1, i + 2, i + 3], SamplingParams(max_new_tokens=8)) for i in range(6)]
         wait_until(lambda: len(run.call_engine(leaving, "figures")[2]) == 3, "half of them are there")
         spare = nodes.add(**gpu_node(num_gpus=2))
+        _settle(doomed)
         _drain(nodes, doomed.node_id)
         wait_until(lambda: _on(rollout, spare) == [leaving] and _all_serve(rollout), "it is on the spare node", 60.0)
         assert rollout.load().instances[staying].num_in_flight == 6
-        nodes.cluster.remove_node(doomed, allow_graceful=False)
+        _end(nodes, doomed)
         while not all(future.done() for future in futures):
             run.call_engine(staying, "finish")
         results = [future.result() for future in futures]
@@ -85,13 +106,14 @@ def test_a_drained_node_is_left_with_its_requests(nodes: Nodes, run: RaySchedule
         assert {version for result in results for version in result.versions} == {5}
         assert rollout.versions() == {staying: 5, leaving: 5}
         assert run.scale("rollout", 1) == []
-    nodes.cluster.remove_node(spare, allow_graceful=False)
+    _end(nodes, spare)
 
 
 def test_where_there_is_no_room_the_others_go_on(nodes: Nodes, run: RayScheduler, caplog: pytest.LogCaptureFixture) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=2))
     with _rollout(run, 2) as rollout, caplog.at_level(logging.WARNING):
         (leaving,) = _on(rollout, doomed)
+        _settle(doomed)
         _drain(nodes, doomed.node_id)
         wait_until(lambda: rollout.load().instances[leaving].state is Health.DEAD, "it is given up", 60.0)
         assert len(rollout.generate([[1]] * 10)) == 10
@@ -101,7 +123,7 @@ def test_where_there_is_no_room_the_others_go_on(nodes: Nodes, run: RayScheduler
         assert f"{leaving} is left, since its node {doomed.node_ip_address} is being drained and goes in" in caplog.text
         rollout.remove([leaving])
         assert len(rollout.generate([[1]] * 10)) == 10
-    nodes.cluster.remove_node(doomed, allow_graceful=False)
+    _end(nodes, doomed)
 
 
 def test_the_instances_of_a_killed_node_come_back_on_another(nodes: Nodes, run: RayScheduler) -> None:
@@ -111,13 +133,13 @@ def test_the_instances_of_a_killed_node_come_back_on_another(nodes: Nodes, run: 
         (lost,) = _on(rollout, doomed)
         spare = nodes.add(**gpu_node(num_gpus=2))
         futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(100)]
-        nodes.cluster.remove_node(doomed, allow_graceful=False)
+        _end(nodes, doomed)
         assert [future.result(60).token_ids for future in futures] == [[i + 2, i + 3] for i in range(100)]
         wait_until(lambda: _on(rollout, spare) == [lost] and _all_serve(rollout), "it is on the spare node", 90.0)
         assert set(rollout.versions().values()) == {3}
         assert len(rollout.generate([[1]] * 10)) == 10
     wait_until(lambda: nodes.free()[spare.node_id].get("GPU") == 2.0, "the spare node is free again")
-    nodes.cluster.remove_node(spare, allow_graceful=False)
+    _end(nodes, spare)
 
 
 def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, run: RayScheduler) -> None:
@@ -133,6 +155,7 @@ def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, ru
         run.restart_worker("shared/1")  # its spec allows no other node
     run.remove_workers("shared", ["shared/1"])
     assert Engine.create(run, "shared/2", Counter).call("add", 1) == 1
+    _settle(doomed)
     run.delete_workers("shared")
-    nodes.cluster.remove_node(doomed, allow_graceful=False)
+    _end(nodes, doomed)
     assert asyncio.run(run.leaving()) == {}

@@ -480,7 +480,7 @@ class GenerateScheduler:
                     self._requeue(ticket)
             self.pump()
             if migrate:
-                await self._recall(chosen)
+                await self.recall(*instance_ids)
             await self._until(
                 lambda: any(mark not in each.drains for each in chosen) or not any(each.tickets for each in chosen)
             )
@@ -502,12 +502,15 @@ class GenerateScheduler:
         self._wake()
         self.pump()
 
-    async def _recall(self, instances: Sequence[Instance]) -> None:
-        running = {instance: list(instance.tickets) for instance in instances if instance.tickets}
+    async def recall(self, *instance_ids: str) -> None:
+        """Have instances, as far as they are still there, give back what they run, to be continued elsewhere with the tokens so
+        far; does not wait for it."""
+        chosen = [self.instances[instance_id] for instance_id in instance_ids if instance_id in self.instances]
+        running = {instance: list(instance.tickets) for instance in chosen}
         for tickets in running.values():
             for ticket in tickets:
                 ticket.is_recalled = True
-        await self._tell_all(running)
+        await self._tell_all({instance: tickets for instance, tickets in running.items() if tickets})
 
     def remove(self, instance_id: str) -> None:
         """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""

@@ -1,0 +1,260 @@
+"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of three ways."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+import msgspec
+
+from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
+from helmsman.api.scheduler import ResultHandle
+from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
+from helmsman.controller.group import is_communication_error
+from helmsman.controller.inline import InlineScheduler
+from helmsman.controller.loop import run_async, run_sync
+
+if TYPE_CHECKING:
+    from helmsman.controller.rollout import RolloutController
+    from helmsman.controller.train import TrainController
+
+InFlight: TypeAlias = Literal["continue", "finish", "recall"]
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sync did."""
+
+    version: int
+    num_bytes: int
+    """That left the trainer, once, however many instances there are."""
+    seconds: float
+    updated: tuple[str, ...]
+    """Ids of the instances that serve the version."""
+    failed: dict[str, str]
+    """Instance id -> why it does not."""
+
+
+class WeightSync:
+    """The way of one trainer's weights to one rollout's instances.
+
+    Args:
+        way: ViaMemory (the default), ViaCollective or ViaDisk.
+        form: type, names, buckets and checksums of what is sent.
+        in_flight: what becomes of requests that are in flight: they ``continue`` by the new weights, each token with the
+            version that made it; ``finish`` by the old ones first, while nothing new starts; or are taken back (``recall``)
+            with the tokens they have, and continued by the new weights on any instance.
+
+    An instance whose sync fails gets no requests until one succeeds, and those it has go on elsewhere.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainController,
+        rollout: RolloutController,
+        way: Way | None = None,
+        *,
+        form: WeightFormat | None = None,
+        in_flight: InFlight = "continue",
+    ) -> None:
+        if trainer.scheduler is not rollout.scheduler:
+            raise ValueError(
+                f"role {trainer.role!r} and role {rollout.role!r} run on two schedulers, and weights go between workers of one"
+            )
+        self._trainer, self._rollout = trainer, rollout
+        self._way, self._form, self._in_flight = way or ViaMemory(), form or WeightFormat(), in_flight
+        self._way.check(trainer, rollout)
+
+    def push(self, timeout: float | None = None) -> SyncReport:
+        """Have every living instance serve the trainer's weights.
+
+        Args:
+            timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
+        Raises: what the trainer raised, before any instance has changed; else as RolloutController.update_weights.
+        """
+        return run_sync(self._push(timeout))
+
+    async def apush(self, timeout: float | None = None) -> SyncReport:
+        """As push, awaited."""
+        return await run_async(self._push(timeout))
+
+    async def _push(self, timeout: float | None) -> SyncReport:
+        started = time.monotonic()
+        deadline = started + (self._trainer.scheduler.timeouts.call_s if timeout is None else timeout)
+        version = await self._trainer._get_version(deadline - time.monotonic())
+        async with self._rollout._held(self._in_flight):
+            num_bytes, failures = await self._way.carry(self._trainer, self._rollout, self._form, version, deadline)
+        serving = self._rollout._serving_ids()
+        return SyncReport(
+            version=version,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - started,
+            updated=tuple(id_ for id_ in serving if id_ not in failures),
+            failed={id_: str(error).split("\n", 1)[0] for id_, error in failures.items()},
+        )
+
+
+class Way(Protocol):
+    """How weights travel."""
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """Raise ValueError where it cannot be."""
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """Bring the weights; returns how many bytes left the trainer, and why they have not reached which instance.
+
+        Args:
+            deadline: on time.monotonic's clock.
+        """
+
+
+class ViaMemory:
+    """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from which each instance reads
+    them; instances of one other node read one copy of it. Rank 0 holds all of them on its host."""
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """See Way."""
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """See Way."""
+        handle = await trainer._publish(IntoMemory(), form, deadline - time.monotonic())
+        assert isinstance(handle, ResultHandle)
+        try:
+            weights = dict.fromkeys(rollout._living_ids(), handle)
+            return handle.nbytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=handle)
+        finally:
+            if not rollout.keeps_weights:
+                await trainer._release(handle)
+
+
+class ViaDisk:
+    """Files of safetensors in a folder that all workers reach. A version's folder appears when it is complete, in the layout
+    that Hugging Face reads, so that other programs can take weights from it, too.
+
+    Args:
+        folder: absolute path, the same on all nodes.
+        num_kept: versions that stay.
+    """
+
+    def __init__(self, folder: str, num_kept: int = 2) -> None:
+        if num_kept < 1:
+            raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
+        self._folder, self._num_kept = folder, num_kept
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """See Way."""
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """See Way."""
+        written = await trainer._publish(OntoDisk(self._folder, version, self._num_kept), form, deadline - time.monotonic())
+        assert isinstance(written, WeightsOnDisk)
+        weights = dict.fromkeys(rollout._living_ids(), written)
+        return written.num_bytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=written)
+
+
+class ViaCollective:
+    """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
+
+    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed. When a
+    member dies in the middle, the weights are sent once more to those that are left. What is built anew between two syncs
+    serves after the next one.
+
+    Args:
+        timeout_s: how long members wait for each other.
+    """
+
+    def __init__(self, timeout_s: float = 120.0) -> None:
+        self._timeout_s = timeout_s
+        self._group_id = ""
+        self._members: tuple[tuple[str, int], ...] = ()
+        self._port = 0
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """See Way."""
+        if isinstance(trainer.scheduler, InlineScheduler):
+            raise ValueError(
+                "ViaCollective needs workers in processes of their own, which InlineScheduler has not; use ViaMemory"
+            )
+        sender = trainer.workers[0]
+        shared = [
+            each.id
+            for each in rollout.workers
+            if each.node_id == sender.node_id and set(map(str, each.devices)) & set(map(str, sender.devices))
+        ]
+        if shared:
+            raise ValueError(
+                f"{shared[0]} has a device of {sender.id}, and a collective takes one member for each device; use ViaMemory"
+            )
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """See Way."""
+        outcome = await self._carry(trainer, rollout, rollout._reachable_ids(), form, version, deadline)
+        if any(map(_is_broken, outcome.errors)):
+            self._members = ()
+            if left := await rollout._answering_ids():
+                outcome = await self._carry(trainer, rollout, left, form, version, deadline)
+        if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
+            raise outcome.errors[0]
+        return outcome.num_bytes or 0, outcome.failures or {}
+
+    async def _carry(
+        self,
+        trainer: TrainController,
+        rollout: RolloutController,
+        ids: Sequence[str],
+        form: WeightFormat,
+        version: int,
+        deadline: float,
+    ) -> _Outcome:
+        members = rollout._processes(ids)
+        if members != self._members:
+            self._port = await trainer._open_weight_store(deadline - time.monotonic())
+            self._group_id, self._members = uuid.uuid4().hex, members
+        place = ByCollective(
+            group_id=self._group_id,
+            address=trainer.workers[0].ip,
+            port=self._port,
+            rank=0,
+            world_size=1 + len(ids),
+            timeout_s=max(0.1, min(self._timeout_s, deadline - time.monotonic())),
+        )
+        weights = {id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)}
+        sides: tuple[Any, Any] = await asyncio.gather(
+            trainer._publish(place, form, deadline - time.monotonic()),
+            rollout._update_each(weights, version, deadline - time.monotonic(), kept=None),
+            return_exceptions=True,
+        )
+        return _Outcome(*sides)
+
+
+class _Outcome:
+    """How a transfer by broadcasts ended, on both sides."""
+
+    def __init__(self, sent: Any, received: Any) -> None:
+        for side in (sent, received):
+            if isinstance(side, BaseException) and not isinstance(side, Exception):
+                raise side
+        self.num_bytes: int | None = None if isinstance(sent, Exception) else sent
+        self.failures: Mapping[str, Exception] | None = None if isinstance(received, Exception) else received
+        self.errors = [side for side in (sent, received) if isinstance(side, Exception)]
+        """Of the trainer first."""
+        self.errors += (self.failures or {}).values()
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether a member of the group is gone or late, so that others may have gone without."""
+    errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
+    return any(
+        isinstance(each, WorkerFailedError) or (isinstance(each, EngineCallError) and is_communication_error(each))
+        for each in errors
+    )

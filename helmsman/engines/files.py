@@ -1,0 +1,18 @@
+"""Folders that come and are exchanged as a whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+
+def replace_folder(source: str, path: str) -> None:
+    """Give a folder another name on the same file system, in place of what has it now."""
+    if not os.path.lexists(path):
+        os.rename(source, path)
+        return
+    retired = tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.old.", dir=os.path.dirname(path))
+    os.rename(path, os.path.join(retired, "retired"))
+    os.rename(source, path)
+    shutil.rmtree(retired)

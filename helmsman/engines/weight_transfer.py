@@ -1,0 +1,403 @@
+"""Weights on their way from a trainer's ranks to a rollout instance: in memory, as files, or by broadcasts; in buckets.
+
+A trainer sends its tensors by ``publish``; an instance reads what comes by ``incoming``, whichever way that is. By broadcasts,
+each bucket is a header (msgpack) and the bytes of its tensors end to end; the first header has the names and shapes of all, so
+that an instance can refuse before it has changed anything.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from helmsman.api.weights import (
+    ByCollective,
+    IntoMemory,
+    OntoDisk,
+    WeightFormat,
+    Weights,
+    WeightsInMemory,
+    WeightsOnDisk,
+    WeightTarget,
+)
+from helmsman.engines.distributed import failing_together
+from helmsman.engines.files import replace_folder
+from helmsman.engines.model import resolve_dtype
+from helmsman.engines.weight_group import WeightGroup
+
+_INDEX_FILE = "model.safetensors.index.json"
+_VERSION_FOLDER = "version-"
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a shard."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    data: Any = as_bytes(tensor.cpu()).numpy()
+    return zlib.crc32(data)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """(N,) uint8: the bytes of a tensor, without a copy where it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# --- the trainer's side -------------------------------------------------------------------------------------------------------
+
+
+class _Bucket(NamedTuple):
+    tensors: dict[str, torch.Tensor]
+    checksums: dict[str, int]
+
+
+def publish(
+    tensors: Mapping[str, torch.Tensor], target: WeightTarget, form: WeightFormat, *, is_root: bool, group: WeightGroup
+) -> WeightsInMemory | WeightsOnDisk | int | None:
+    """Send tensors by name to a target. Every rank that has shards of them calls it with the same; rank 0 sends, and returns
+    what was made.
+
+    Raises: ValueError for names that are the same once they are mapped, or a type that is none; on every rank what the target
+    raises, after all ranks have come to the end.
+    """
+    try:
+        dtype = None if form.dtype is None else resolve_dtype(form.dtype)
+        names = _mapped_names(tensors, form)
+    except ValueError as wrong:
+        if is_root and isinstance(target, ByCollective):
+            _GroupSink(target, group).give_up(wrong)
+        raise
+    result: WeightsInMemory | WeightsOnDisk | int | None = None
+    error: Exception | None = None
+    with contextlib.ExitStack() as stack:
+        sink: _Sink | None = None
+        try:
+            if is_root:
+                sink = _sink_for(target, {names[name]: list(each.shape) for name, each in tensors.items()}, group, stack)
+        except Exception as exc:  # noqa: BLE001 - raised below, once the other ranks' collectives have been served
+            error = exc
+        for bucket in _buckets({names[name]: tensor for name, tensor in tensors.items()}, dtype, form, is_root=is_root):
+            if sink is None or error is not None:
+                continue
+            try:
+                sink.put(bucket)
+            except Exception as exc:  # noqa: BLE001 - as above
+                error = exc
+        with failing_together("publishing the weights"):
+            if error is None and sink is not None:
+                result = sink.finish()
+            if error is not None:
+                if isinstance(sink, _GroupSink):
+                    sink.give_up(error)
+                raise error
+    return result
+
+
+def _mapped_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
+    """Name here -> name where they arrive."""
+    sources: dict[str, str] = {}
+    for name in names:
+        mapped = form.name_of(name)
+        if mapped in sources:
+            raise ValueError(f"{sources[mapped]!r} and {name!r} are both called {mapped!r} by WeightFormat.names")
+        sources[mapped] = name
+    return {name: mapped for mapped, name in sources.items()}
+
+
+def _buckets(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, form: WeightFormat, *, is_root: bool
+) -> Iterator[_Bucket]:
+    """Full tensors, some at a time. What others than rank 0 gather they let go of at once."""
+    bucket: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        full = full_tensor(tensor)
+        if not is_root:
+            continue
+        if dtype is not None and full.is_floating_point():
+            full = full.to(dtype)
+        if bucket and num_bytes + full.nbytes > form.bucket_bytes:
+            yield _Bucket(bucket, _checksums(bucket, form))
+            bucket, num_bytes = {}, 0
+        bucket[name] = full
+        num_bytes += full.nbytes
+    if bucket:
+        yield _Bucket(bucket, _checksums(bucket, form))
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, int]:
+    return {name: checksum_of(tensor) for name, tensor in tensors.items()} if form.checksum else {}
+
+
+class _Sink(abc.ABC):
+    """Takes buckets on rank 0."""
+
+    @abc.abstractmethod
+    def put(self, bucket: _Bucket) -> None: ...
+
+    @abc.abstractmethod
+    def finish(self) -> WeightsInMemory | WeightsOnDisk | int: ...
+
+
+def _sink_for(
+    target: WeightTarget, shapes: Mapping[str, list[int]], group: WeightGroup, until_the_end: contextlib.ExitStack
+) -> _Sink:
+    if isinstance(target, IntoMemory):
+        return _MemorySink()
+    if isinstance(target, OntoDisk):
+        return _DiskSink(target, until_the_end)
+    sink = _GroupSink(target, group)
+    sink.announce(shapes)
+    return sink
+
+
+class _MemorySink(_Sink):
+    def __init__(self) -> None:
+        self._weights = WeightsInMemory({}, {})
+
+    def put(self, bucket: _Bucket) -> None:
+        assert isinstance(self._weights.tensors, dict)
+        assert isinstance(self._weights.checksums, dict)
+        self._weights.tensors.update({name: tensor.cpu() for name, tensor in bucket.tensors.items()})
+        self._weights.checksums.update(bucket.checksums)
+
+    def finish(self) -> WeightsInMemory:
+        return self._weights
+
+
+class _DiskSink(_Sink):
+    """Files in a folder that gets its name when it is complete."""
+
+    def __init__(self, target: OntoDisk, until_the_end: contextlib.ExitStack) -> None:
+        self._folder, self._version, self._num_kept = os.path.abspath(target.folder), target.version, target.num_kept
+        os.makedirs(self._folder, exist_ok=True)
+        self._unfinished = tempfile.mkdtemp(prefix=f".{_VERSION_FOLDER}{target.version}.", dir=self._folder)
+        until_the_end.callback(shutil.rmtree, self._unfinished, ignore_errors=True)
+        os.chmod(self._unfinished, 0o755)
+        self._files: dict[str, str] = {}
+        self._checksums: dict[str, int] = {}
+        self._num_files = self._num_bytes = 0
+
+    def put(self, bucket: _Bucket) -> None:
+        self._num_files += 1
+        file = f"model-{self._num_files:05d}.safetensors"
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket.tensors.items()}
+        save_file(tensors, os.path.join(self._unfinished, file), metadata={"format": "pt"})
+        self._files.update(dict.fromkeys(tensors, file))
+        self._checksums.update(bucket.checksums)
+        self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> WeightsOnDisk:
+        metadata = {"total_size": self._num_bytes, **({"crc32": self._checksums} if self._checksums else {})}
+        with open(os.path.join(self._unfinished, _INDEX_FILE), "w") as file:
+            json.dump({"metadata": metadata, "weight_map": self._files}, file)
+        path = os.path.join(self._folder, f"{_VERSION_FOLDER}{self._version:010d}")
+        replace_folder(self._unfinished, path)
+        versions = sorted(entry.name for entry in os.scandir(self._folder) if entry.name.startswith(_VERSION_FOLDER))
+        for name in versions[: -max(1, self._num_kept)]:
+            shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)  # somebody else's business otherwise
+        return WeightsOnDisk(path, self._num_bytes)
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What follows by broadcasts."""
+
+    shapes: dict[str, list[int]]
+    dtypes: dict[str, str] = {}
+    checksums: dict[str, int] = {}
+    num_bytes: int = 0
+    """Of the tensors that follow; with 0 there are no more of them."""
+    error: str = ""
+    """Why they do not come."""
+
+
+class _GroupSink(_Sink):
+    def __init__(self, place: ByCollective, group: WeightGroup) -> None:
+        self._group, self._num_bytes = group, 0
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
+        group.join(place)
+
+    def announce(self, shapes: Mapping[str, list[int]]) -> None:
+        """Say what will come."""
+        self._tell(_Header(dict(shapes)))
+
+    def give_up(self, error: Exception) -> None:
+        """Say that nothing more will come, unless it is the group that is broken."""
+        if not isinstance(error, ConnectionError):
+            self._tell(_Header({}, error=f"{type(error).__name__}: {error}"))
+
+    def _tell(self, header: _Header) -> None:
+        self._group.broadcast_bytes(msgspec.msgpack.encode(header))
+
+    def put(self, bucket: _Bucket) -> None:
+        tensors = bucket.tensors
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if num_bytes == 0:
+            return
+        header = _Header(
+            {name: list(tensor.shape) for name, tensor in tensors.items()},
+            {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()},
+            bucket.checksums,
+            num_bytes,
+        )
+        self._tell(header)
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
+        view = self._buffer[:num_bytes]
+        start = 0
+        for tensor in tensors.values():
+            view[start : start + tensor.nbytes].copy_(as_bytes(tensor))
+            start += tensor.nbytes
+        self._group.broadcast(view)
+        self._num_bytes += num_bytes
+
+    def finish(self) -> int:
+        self._tell(_Header({}))
+        return self._num_bytes
+
+
+# --- the instance's side ------------------------------------------------------------------------------------------------------
+
+
+class Incoming(abc.ABC):
+    """Weights that come, bucket by bucket; to be read once."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all of them, known before the first one is there."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Buckets of tensors by name, which are the reader's until the next one is asked for. Raises: ValueError for bytes that
+        are not those that were sent, where checksums are; ConnectionError; OSError."""
+
+
+@contextlib.contextmanager
+def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
+    """Read weights, however they come. Raises: ConnectionError, OSError, ValueError."""
+    if isinstance(weights, ByCollective):
+        received = _Received(weights, group)
+        try:
+            yield received
+        finally:
+            received.read_to_the_end()
+    elif isinstance(weights, WeightsOnDisk):
+        yield _Files(weights)
+    else:
+        yield _Given(weights if isinstance(weights, WeightsInMemory) else WeightsInMemory(weights))
+
+
+class _Given(Incoming):
+    """They are here already."""
+
+    def __init__(self, weights: WeightsInMemory) -> None:
+        _require_checksums(weights.tensors, weights.checksums)  # of all of them, while nothing has changed
+        self._tensors = weights.tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        yield self._tensors
+
+
+class _Files(Incoming):
+    """A folder of safetensors with an index."""
+
+    def __init__(self, weights: WeightsOnDisk) -> None:
+        self._path = weights.path
+        with open(os.path.join(weights.path, _INDEX_FILE), "rb") as file:
+            index = json.load(file)
+        self._names: dict[str, list[str]] = {}
+        for name, file_name in index["weight_map"].items():
+            self._names.setdefault(file_name, []).append(name)
+        self._checksums: dict[str, int] = index["metadata"].get("crc32", {})
+        self.shapes = {}
+        for file_name, names in self._names.items():
+            with self._open(file_name) as tensors:
+                self.shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in names})
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        for file_name, names in self._names.items():
+            with self._open(file_name) as tensors:
+                bucket = {name: tensors.get_tensor(name) for name in names}
+                _require_checksums(bucket, self._checksums)
+                yield bucket
+
+    def _open(self, file_name: str) -> Any:
+        return safe_open(os.path.join(self._path, file_name), framework="pt")
+
+
+class _Received(Incoming):
+    """Broadcasts of a group. What its reader does not want is received all the same: the others wait for nobody."""
+
+    def __init__(self, place: ByCollective, group: WeightGroup) -> None:
+        self._group = group
+        self._is_over = True  # nothing is to be received if it cannot begin
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
+        group.join(place)
+        self.shapes = {name: tuple(shape) for name, shape in self._header().shapes.items()}
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        while (received := self._next()) is not None:
+            header, bucket = received
+            _require_checksums(bucket, header.checksums)
+            yield bucket
+
+    def read_to_the_end(self) -> None:
+        """Receive what is left, so that the group stays usable, unless it is broken."""
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            while self._next() is not None:
+                pass
+
+    def _header(self) -> _Header:
+        header = msgspec.msgpack.decode(self._group.broadcast_bytes(None), type=_Header)
+        if header.error:
+            raise RuntimeError(f"the trainer could not send its weights: {header.error}")
+        return header
+
+    def _next(self) -> tuple[_Header, dict[str, torch.Tensor]] | None:
+        if self._is_over:
+            return None
+        self._is_over = True  # unless this one comes
+        header = self._header()
+        if header.num_bytes == 0:
+            return None
+        if self._buffer.numel() < header.num_bytes:
+            self._buffer = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._group.device)
+        view = self._buffer[: header.num_bytes]
+        self._group.broadcast(view)
+        self._is_over = False
+        tensors: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, shape in header.shapes.items():
+            dtype: torch.dtype = getattr(torch, header.dtypes[name])
+            num_bytes = dtype.itemsize * torch.Size(shape).numel()
+            part = view[start : start + num_bytes]
+            start += num_bytes
+            # A view of another type begins at a multiple of its size, which one that follows smaller types may not.
+            aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
+            tensors[name] = aligned.view(dtype).view(shape)
+        return header, tensors
+
+
+def _require_checksums(tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, int]) -> None:
+    wrong = [name for name, tensor in tensors.items() if name in checksums and checksum_of(tensor) != checksums[name]]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} of {len(tensors)} parameters did not arrive as they were sent (CRC-32): {', '.join(wrong[:4])}"
+        )
