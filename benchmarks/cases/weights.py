@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from typing import Any
 
 from benchmarks.engines import Weights
 from benchmarks.harness import Pair, case
@@ -38,3 +40,64 @@ def _declare(backend: str) -> None:
 
 for _backend in ("local", "ray"):
     _declare(_backend)
+
+
+# --- a trainer's weights to rollout instances ---------------------------------------------------------------------------------
+
+NUM_INSTANCES = 4
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+"""About 125 million parameters, 500 MB in float32."""
+
+
+def _declare_sync(backend: str, way: str) -> None:
+    @case(
+        f"weight_sync.{backend}.{way}.500MB",
+        unit="ms",
+        floor="one memcpy of the same bytes within one process",
+        is_default=(backend, way) != ("ray", "collective"),
+    )
+    def sync(world: World) -> Pair:
+        import torch
+
+        from helmsman.controller.rollout import RolloutController
+        from helmsman.controller.train import TrainController
+        from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
+
+        scheduler = world.scheduler(backend)
+        spec = SchedulingSpec(cpu=0.1)
+        trainer = TrainController(
+            scheduler,
+            "helmsman.engines.train.FSDPTrainEngine",
+            Job(role="sync-train", replicas=1, tasks=[spec]),
+            engine_kwargs={"model": MODEL},
+        )
+        rollout = RolloutController(
+            scheduler,
+            "helmsman.engines.rollout.HFRolloutEngine",
+            Job(role="sync-rollout", replicas=NUM_INSTANCES, tasks=[spec]),
+            engine_kwargs={"model": MODEL, "max_concurrency": 1, "max_model_len": 8},
+        )
+        for each in (trainer, rollout):
+            world.until_case_ends.callback(each.close)
+            each.initialize()
+        folder = world.until_case_ends.enter_context(tempfile.TemporaryDirectory(prefix="helmsman-bench-"))
+        carrier = {"memory": ViaMemory, "collective": ViaCollective}[way]() if way != "disk" else ViaDisk(folder, num_kept=1)
+        weights = WeightSync(trainer, rollout, carrier)
+        source = torch.rand(weights.push().num_bytes // 4)
+        target = torch.empty_like(source)
+        return Pair(ours=weights.push, floor=lambda: target.copy_(source), rounds=9, warm_up=2)
+
+
+for _backend in ("local", "ray"):
+    for _way in ("memory", "collective", "disk"):
+        _declare_sync(_backend, _way)

@@ -44,6 +44,7 @@ _POLL_S = (0.005, 0.1)
 """First and longest pause between two looks at groups that were asked for."""
 _STALLED_S = 1.0
 """Nodes that are asked and grant nothing for so long do not grant what the plan counted on."""
+_LOOKS = 3
 _PAUSE_S = (0.05, 0.5)
 """First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
 _TELL_S = (2.0, 30.0)
@@ -106,6 +107,8 @@ async def admit(
     silent: set[str] = set()
     """Nodes that did not grant what the plan counted on, and whose raylet does not answer."""
     tell_at_s = _TELL_S[0]
+    num_own = 0
+    """How often in turn it was this run itself that is in the way: one look may see a group that is just being removed."""
     for attempt in itertools.count():
         snapshot = _without(await in_thread(ray_state.snapshot), silent)
         outcome = await in_thread(plan_jobs, snapshot, jobs)
@@ -117,7 +120,8 @@ async def admit(
         else:
             await in_thread(require_feasible, snapshot, jobs, ())
         own = not isinstance(outcome, Plan) and await in_thread(is_held_by_run, prefix, snapshot, jobs)
-        if own or deadline.passed:
+        num_own = num_own + 1 if own else 0
+        if num_own == _LOOKS or deadline.passed:
             raise busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline)
         if deadline.elapsed_s > tell_at_s:
             tell_at_s = deadline.elapsed_s + _TELL_S[1]

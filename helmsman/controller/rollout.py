@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -95,6 +96,8 @@ class RolloutController(RolloutInstances):
         """Weights of the last update, where there is supervision, and their version."""
         self._version: int | None = None
         """Of the last update."""
+        self._num_updating = 0
+        """Updates that are under way, one within the other."""
         self._request_timeout_s = request_timeout_s
         self._numbers = itertools.count()
         self._requests: GenerateScheduler | None = None
@@ -310,12 +313,14 @@ class RolloutController(RolloutInstances):
         version: int,
         timeout: float | None,
         kept: ResultHandle | Weights | None,
+        sending: asyncio.Future[Any] | None = None,
     ) -> dict[str, Exception]:
         """Serve ``version`` on these instances, and on no other, by one call each.
 
         Args:
             weights: instance id -> what its engine is given.
             kept: what an instance is given that is built anew before the next update; None where there is nothing to keep.
+            sending: what they wait for; when it fails they have a short grace to say so.
         Returns: what went wrong, by instance. Raises: as update_weights.
         """
         supervisor = self._supervisor
@@ -329,50 +334,74 @@ class RolloutController(RolloutInstances):
         # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
         self._version, self._served = version, (kept, version) if self.keeps_weights and kept is not None else None
 
+        def note(worker_id: str, build: int, event: Event, error: Exception | None = None) -> None:
+            if self._builds[worker_id] == build:
+                supervisor.note(worker_id, event, error)
+
         async def update(worker_id: str) -> None:
             build = self._builds[worker_id]
             try:
-                served = await self._ask(worker_id, "update_weights", weights[worker_id], version, timeout=timeout)
-                if served != version:
-                    raise HelmsmanError(
-                        f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until "
-                        "an update succeeds.",
-                        worker_id=worker_id,
-                    )
-            except BaseException as error:
-                if isinstance(error, HelmsmanError) and worker_id not in self._queue().instances:
+                await self._update_one(worker_id, weights[worker_id], version, timeout)
+            except asyncio.CancelledError as cancelled:
+                error = HelmsmanError(f"{worker_id}: update_weights was not waited for; its outcome is not known.")
+                note(worker_id, build, Event.UPDATE_FAILED, error)
+                raise error from cancelled
+            except Exception as error:
+                if worker_id not in self._queue().instances:
                     return  # it was removed meanwhile
-                cancelled = HelmsmanError(f"{worker_id}: update_weights was cancelled; its outcome is not known.")
-                if self._builds[worker_id] == build:
-                    self._leave_out(worker_id, error if isinstance(error, Exception) else cancelled)
+                note(worker_id, build, Event.UPDATE_FAILED, error)
                 raise
-            if self._builds[worker_id] == build:
-                supervisor.note(worker_id, Event.UPDATED)
+            note(worker_id, build, Event.UPDATED)
 
-        for instance in self._living():
-            if instance.instance_id not in weights:
-                error = HelmsmanError(f"{instance.instance_id} was left out of the update to weight version {version}.")
-                self._leave_out(instance.instance_id, error)
-        updates = {worker_id: asyncio.ensure_future(update(worker_id)) for worker_id in weights}
-        try:
-            await self._ask_all("update_weights", updates)
-        except HelmsmanError as error:
-            serving = any(instance.serves for instance in self._queue().instances.values())
-            if self._supervision is None or not (serving or self._why_hopeless() is None):
-                raise
-            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(error).split("\n", 1)[0])
-        finally:
-            if isinstance(old, ResultHandle) and old is not kept:
-                await asyncio.to_thread(self._release, old)
-        failures = {worker_id: update.exception() for worker_id, update in updates.items()}
-        return {worker_id: error for worker_id, error in failures.items() if isinstance(error, Exception)}
+        for left_out in set(self._living_ids()).difference(weights):
+            error = HelmsmanError(f"{left_out} was left out of the update to weight version {version}.")
+            supervisor.note(left_out, Event.UPDATE_FAILED, error)
+        with self._updating():
+            failures = await _all_that_answer({id_: asyncio.ensure_future(update(id_)) for id_ in weights}, sending)
+        if isinstance(old, ResultHandle) and old is not kept:
+            await asyncio.to_thread(self._release, old)
+        if failures:
+            failure = group_error(self.role, "update_weights", failures, len(weights))
+            if self._supervision is None or not (self._serving_ids() or self._why_none_will_serve() is None):
+                raise failure
+            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(failure).split("\n", 1)[0])
+        return failures
 
-    def _leave_out(self, worker_id: str, error: Exception) -> None:
-        """An instance has not got the weights: it serves no more, and what it has goes on elsewhere, since they may be torn."""
+    async def _update_one(self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None) -> None:
+        """Have an instance serve weights; raises why it does not, also when it is given up meanwhile."""
         assert self._supervisor is not None
-        self._supervisor.note(worker_id, Event.UPDATE_FAILED, error)
-        what = f"{worker_id}: taking back what it has after an update of its weights that failed"
-        observe(asyncio.create_task(self._take_back(worker_id)), what)
+        call = asyncio.ensure_future(self._ask(worker_id, "update_weights", weights, version, timeout=timeout))
+        dead = asyncio.ensure_future(self._supervisor.until_dead(worker_id))
+        try:
+            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._queue().instances[worker_id].error or HelmsmanError(f"{worker_id} was given up.")
+            served = call.result()
+        finally:
+            dead.cancel()
+            call.cancel()
+        if served != version:
+            raise HelmsmanError(
+                f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until an "
+                "update succeeds.",
+                worker_id=worker_id,
+            )
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """While weights are brought, an instance without them may get them yet; afterwards what it has goes on elsewhere."""
+        self._num_updating += 1
+        try:
+            yield
+        finally:
+            self._num_updating -= 1
+            if not self._num_updating:
+                requests = self._queue()
+                requests.pump()
+                stale = [each.instance_id for each in requests.instances.values() if each.health is Health.STALE]
+                if self._serving_ids():
+                    for worker_id in stale:
+                        observe(asyncio.create_task(self._take_back(worker_id)), f"{worker_id}: taking back what it has")
 
     async def _take_back(self, worker_id: str) -> None:
         with contextlib.suppress(SchedulerClosedError):
@@ -437,17 +466,16 @@ class RolloutController(RolloutInstances):
 
     @contextlib.asynccontextmanager
     async def _held(self, in_flight: InFlight) -> AsyncIterator[None]:
-        """For a block, what becomes of requests that are in flight; no other starts meanwhile unless they continue."""
-        if in_flight == "continue":
-            yield
-            return
+        """For an update, what becomes of requests that are in flight; no other starts meanwhile unless they continue."""
         was_suspended = self._queue().is_suspended
-        try:
-            await self._pause(in_flight)
-            yield
-        finally:
-            if not was_suspended:
-                self._queue().resume()
+        with self._updating():
+            try:
+                if in_flight != "continue":
+                    await self._pause(in_flight)
+                yield
+            finally:
+                if not was_suspended:
+                    self._queue().resume()
 
     def _living(self) -> list[Instance]:
         """Instances that have not died; raises why when there is none."""
@@ -498,7 +526,7 @@ class RolloutController(RolloutInstances):
                 retries=self._retries,
                 max_in_flight=self._max_in_flight,
                 max_queue=self._max_queue,
-                why_hopeless=self._why_hopeless,
+                why_hopeless=lambda: None if self._num_updating else self._why_none_will_serve(),
             )
             policy = self._supervision or SupervisionPolicy()
             self._supervisor = Supervisor(requests, policy, self._probe, self._rebuild, self._to_be_left)
@@ -511,7 +539,7 @@ class RolloutController(RolloutInstances):
 
         self._requests = run_sync(start())
 
-    def _why_hopeless(self) -> Exception | None:
+    def _why_none_will_serve(self) -> Exception | None:
         """Why no worker serves or will; None while one is on its way back."""
         assert self._requests is not None
         assert self._supervisor is not None
@@ -532,6 +560,33 @@ class RolloutController(RolloutInstances):
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
+
+
+async def _all_that_answer(
+    updates: Mapping[str, asyncio.Task[None]], sending: asyncio.Future[Any] | None
+) -> dict[str, Exception]:
+    """Wait for all updates or, once what they wait for has failed, for those that end soon; the failures, earliest first."""
+    failures: dict[str, Exception] = {}
+
+    def ended(worker_id: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            failures[worker_id] = error
+
+    for worker_id, task in updates.items():
+        task.add_done_callback(functools.partial(ended, worker_id))
+    everything = asyncio.gather(*updates.values(), return_exceptions=True)
+    try:
+        if sending is not None:
+            await asyncio.wait([everything, sending], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and sending.exception() is not None:
+                await asyncio.wait([everything], timeout=DEFAULT_GRACE_S)
+                for task in updates.values():
+                    task.cancel()
+        await everything
+    except asyncio.CancelledError:
+        everything.cancel()
+        raise
+    return failures
 
 
 class _Workers:

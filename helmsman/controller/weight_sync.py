@@ -229,9 +229,10 @@ class ViaCollective:
             timeout_s=max(0.1, min(self._timeout_s, deadline - time.monotonic())),
         )
         weights = {id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)}
+        sending = asyncio.ensure_future(trainer._publish(place, form, deadline - time.monotonic()))
         sides: tuple[Any, Any] = await asyncio.gather(
-            trainer._publish(place, form, deadline - time.monotonic()),
-            rollout._update_each(weights, version, deadline - time.monotonic(), kept=None),
+            sending,
+            rollout._update_each(weights, version, deadline - time.monotonic(), kept=None, sending=sending),
             return_exceptions=True,
         )
         return _Outcome(*sides)

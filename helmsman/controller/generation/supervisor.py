@@ -49,6 +49,7 @@ class Supervisor:
         self._moving: dict[str, asyncio.Task[None]] = {}
         self._looking: dict[str, asyncio.Task[None]] = {}
         """The one question at a time for those that are about to go."""
+        self._mourners: dict[str, list[asyncio.Future[None]]] = {}
         self._loop_task: asyncio.Task[None] | None = None
         requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
 
@@ -83,14 +84,28 @@ class Supervisor:
             return
         before = watched.health
         after = watched.on(event, self._now())
-        if after is Health.DEAD and (probe := self._probes.pop(instance_id, None)) is not None:
-            probe.cancel()
+        if after is Health.DEAD:
+            if (probe := self._probes.pop(instance_id, None)) is not None:
+                probe.cancel()
+            for mourner in self._mourners.pop(instance_id, ()):
+                if not mourner.done():
+                    mourner.set_result(None)
         if after is not before:
             log.info("%s: %s after %s", instance_id, after.value, event.value)
             self._requests.set_health(instance_id, after, error)
             if after is Health.DEAD and self._loop_task is not None and watched.restart_at(self._now()) is None:
                 num_others = sum(each.health is not Health.DEAD for each in self._watched.values())
                 log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
+
+    async def until_dead(self, instance_id: str) -> None:
+        """Return when an instance dies, or is given up, from now on."""
+        mourner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._mourners.setdefault(instance_id, [])
+        waiting.append(mourner)
+        try:
+            await mourner
+        finally:
+            waiting.remove(mourner)
 
     def is_coming_back(self, instance_id: str) -> bool:
         """Whether an instance that does not serve is being built anew, or will be."""

@@ -1,0 +1,54 @@
+"""Real engines whose weights can be looked at, and faults in the middle of a transfer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+from helmsman.api.weights import Weights
+from helmsman.engines.model import named_tensors
+from helmsman.engines.rollout import HFRolloutEngine
+from helmsman.engines.train import FSDPTrainEngine
+from helmsman.engines.weight_transfer import full_tensor
+
+
+class Trainer(FSDPTrainEngine):
+    """Shows its weights."""
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """All of them, in full; a collective."""
+        return {name: full_tensor(tensor).cpu().clone() for name, tensor in named_tensors(self._built_model()).items()}
+
+
+class Rollout(HFRolloutEngine):
+    """Counts its updates, and dies or stops in the middle of one when it is told to."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.num_updates = 0
+        self._fault = 0
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What it serves by."""
+        return {name: tensor.detach().clone() for name, tensor in named_tensors(self._running()._model).items()}
+
+    def updates(self) -> int:
+        """How many it was asked for."""
+        return self.num_updates
+
+    def fail_in_next_update(self, number: int) -> None:
+        """Send itself this signal once the next update has begun."""
+        self._fault = number
+
+    async def update_weights(self, weights: Weights, version: int) -> int:
+        """As HFRolloutEngine's."""
+        self.num_updates += 1
+        if self._fault:
+            os.kill(os.getpid(), self._fault)
+        return await super().update_weights(weights, version)
+
+
+KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)

@@ -1,0 +1,323 @@
+"""Weights from a trainer's ranks to rollout instances, with real engines in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from helmsman import (
+    HelmsmanError,
+    Job,
+    RolloutController,
+    SamplingParams,
+    Scheduler,
+    SchedulingSpec,
+    SupervisionPolicy,
+    TrainController,
+    make_scheduler,
+)
+from helmsman.api.errors import MethodNotFoundError
+from helmsman.api.weights import WeightFormat, WeightsOnDisk
+from helmsman.controller.generation.health import Health
+from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
+from tests.controller.sync_engines import KILL, STOP
+from tests.engines.models import QWEN2, random_tokens
+
+ENGINES = "tests.controller.sync_engines"
+SPEC = SchedulingSpec(cpu=0.1)
+SUPERVISED = SupervisionPolicy(probe_every_s=0.2, suspect_s=2.0, dead_s=30.0, max_restarts=0)
+PROMPT = random_tokens(6, seed=1)
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Iterator[Scheduler]:
+    with make_scheduler("local") as scheduler:
+        yield scheduler
+
+
+class World:
+    """A trainer and a rollout that are ready. Starting them takes longer than most of what they are started for."""
+
+    def __init__(self, scheduler: Scheduler, num_ranks: int, num_instances: int, name: str = "", **options: Any) -> None:
+        self.scheduler = scheduler
+        model = {"model": QWEN2, "seed": 3}
+        self.trainer = TrainController(
+            scheduler,
+            f"{ENGINES}.Trainer",
+            Job(role=f"train{name}", replicas=num_ranks, tasks=[SPEC]),
+            engine_kwargs={**model, "lr": 1e-2},
+        )
+        self.rollout = RolloutController(
+            scheduler,
+            f"{ENGINES}.Rollout",
+            Job(role=f"rollout{name}", replicas=num_instances, tasks=[SPEC]),
+            engine_kwargs={**model, "max_concurrency": 8, "max_model_len": 120},
+            **options,
+        )
+        self.trainer.initialize()
+        self.rollout.initialize()
+        self.ids = tuple(worker.id for worker in self.rollout.workers)
+
+    def step(self) -> int:
+        """Change the trainer's weights; returns their version."""
+        self.trainer.train_batch([{"input_ids": random_tokens(12, seed=5)} for _ in range(4)], "sft")
+        return self.trainer.get_version()
+
+    def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
+        """By instance, the parameters that are not the trainer's."""
+        expected = self.expected()
+        served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
+        return {
+            id_: [name for name, tensor in expected.items() if not torch.equal(tensor, tensors[name])]
+            for id_, tensors in served.items()
+        }
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        """The trainer's parameters."""
+
+        async def ask() -> list[Any]:
+            calls = (self.scheduler.async_call_engine(worker.id, "parameters") for worker in self.trainer.workers)
+            return list(await asyncio.gather(*calls))
+
+        found: dict[str, torch.Tensor] = asyncio.run(ask())[0]
+        return found
+
+    def updates(self) -> list[int]:
+        """How many updates each instance was asked for."""
+        return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
+
+    def health(self) -> list[Health]:
+        """Of each instance."""
+        return [load.state for load in self.rollout.load().instances.values()]
+
+    def close(self) -> None:
+        """End the workers."""
+        self.rollout.close()
+        self.trainer.close()
+
+
+@pytest.fixture(scope="module")
+def pair(scheduler: Scheduler) -> Iterator[World]:
+    world = World(scheduler, 2, 2)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def supervised(scheduler: Scheduler) -> Iterator[World]:
+    world = World(scheduler, 1, 4, "-supervised", supervision=SUPERVISED)
+    yield world
+    world.close()
+
+
+def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
+    return {"memory": ViaMemory, "collective": ViaCollective}[name]() if name != "disk" else ViaDisk(str(folder / "weights"))
+
+
+@pytest.mark.parametrize("world", ["pair", "supervised"])
+@pytest.mark.parametrize("way", ["memory", "disk", "collective"])
+def test_every_instance_serves_the_trainers_weights_after_one_call(
+    way: str, world: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """From two ranks that have a half of each parameter, and from one."""
+    it: World = request.getfixturevalue(world)
+    form = WeightFormat(bucket_bytes=4000, checksum=True)
+    sync = WeightSync(it.trainer, it.rollout, way_of(way, tmp_path), form=form)
+    num_bytes = sum(tensor.nbytes for tensor in it.expected().values())
+    for _ in range(2):
+        version = it.step()
+        assert all(it.differing().values())
+        num_updates = it.updates()
+        report = sync.push()
+        assert (report.version, report.updated, report.failed) == (version, it.ids, {})
+        assert num_bytes <= report.num_bytes < 1.5 * num_bytes
+        assert not any(it.differing().values())
+        assert it.rollout.versions() == dict.fromkeys(it.ids, version)
+        assert it.updates() == [num + 1 for num in num_updates]
+
+
+@pytest.mark.parametrize("way", ["memory", "disk", "collective"])
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (WeightFormat(names=((r"^.*$", "same"),)), "are both called 'same' by WeightFormat.names"),
+        (WeightFormat(dtype="float99"), "there is no floating-point type 'float99'"),
+    ],
+)
+def test_a_form_that_makes_no_sense_is_the_trainers_error_and_changes_nobody(
+    way: str, form: WeightFormat, message: str, pair: World, tmp_path: Path
+) -> None:
+    pair.step()
+    with pytest.raises(HelmsmanError, match=message):
+        WeightSync(pair.trainer, pair.rollout, way_of(way, tmp_path), form=form).push()
+    assert all(pair.differing().values())
+    assert WeightSync(pair.trainer, pair.rollout).push().updated == pair.ids
+
+
+@pytest.mark.parametrize("way", ["memory", "disk", "collective"])
+def test_weights_of_another_model_are_refused_by_each_instance_and_the_next_update_heals_it(
+    way: str, pair: World, tmp_path: Path
+) -> None:
+    pair.step()
+    wrong = WeightFormat(names=(("embed_tokens", "embedding"),))
+    carrier = way_of(way, tmp_path)
+    with pytest.raises(HelmsmanError, match="left as it is. 1 missing: model.embed_tokens.weight; 1 unexpected"):
+        WeightSync(pair.trainer, pair.rollout, carrier, form=wrong).push()
+    assert all(pair.differing().values())
+    assert pair.health() == [Health.STALE, Health.STALE]
+    assert WeightSync(pair.trainer, pair.rollout, carrier).push().updated == pair.ids
+    assert not any(pair.differing().values())
+    assert len(pair.rollout.generate([PROMPT])[0].token_ids) > 0
+
+
+def test_names_are_mapped_and_types_cast_before_anything_is_sent(pair: World, tmp_path: Path) -> None:
+    form = WeightFormat(dtype="bfloat16", names=(("^", "policy."), (r"\.weight$", ".w")))
+    version = pair.step()
+    with pytest.raises(HelmsmanError, match="do not fit the rollout model"):
+        WeightSync(pair.trainer, pair.rollout, ViaDisk(str(tmp_path)), form=form).push()
+    (file,) = tmp_path.glob(f"version-{version:010d}/*.safetensors")
+    with safe_open(file, framework="pt") as written:
+        found = {name: written.get_tensor(name) for name in written.keys()}  # noqa: SIM118 - it is no mapping
+    expected = pair.expected()
+    assert found.keys() == {"policy." + re.sub(r"\.weight$", ".w", name) for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(found["policy." + re.sub(r"\.weight$", ".w", name)], tensor.bfloat16())
+    cast = WeightFormat(dtype="bfloat16")
+    report = WeightSync(pair.trainer, pair.rollout, form=cast).push()
+    assert 2 * report.num_bytes < 1.5 * sum(tensor.nbytes for tensor in expected.values())
+    served = pair.scheduler.call_engine(pair.ids[1], "parameters")
+    assert all(torch.equal(served[name], tensor.bfloat16().float()) for name, tensor in expected.items())
+
+
+def test_versions_of_weights_on_disk_appear_whole_and_old_ones_go(pair: World, tmp_path: Path) -> None:
+    sync = WeightSync(pair.trainer, pair.rollout, ViaDisk(str(tmp_path), num_kept=2))
+    for _ in range(3):
+        version = pair.step()
+        sync.push()
+    sync.push()  # the same version once more
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"version-{v:010d}" for v in (version - 1, version)]
+    index = json.loads((tmp_path / f"version-{version:010d}" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(pair.expected())
+
+
+def test_a_folder_that_cannot_be_written_is_the_trainers_error_and_its_ranks_go_on(pair: World) -> None:
+    with pytest.raises(HelmsmanError, match="/proc/nowhere"):
+        WeightSync(pair.trainer, pair.rollout, ViaDisk("/proc/nowhere")).push()
+    version = pair.step()
+    assert WeightSync(pair.trainer, pair.rollout).push().version == version
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
+def test_what_is_in_flight_goes_on_as_it_was_chosen(in_flight: Any, pair: World) -> None:
+    sync = WeightSync(pair.trainer, pair.rollout, in_flight=in_flight)
+    before = sync.push().version
+    after = pair.step()
+    sampling = SamplingParams(max_new_tokens=110, temperature=0.0)
+    futures = [pair.rollout.submit(PROMPT, sampling) for _ in range(6)]
+    sync.push()
+    results = [future.result(120) for future in futures]
+    assert all(len(result.token_ids) == 110 for result in results)
+    assert all(result.versions == sorted(result.versions) for result in results)
+    assert {version for result in results for version in result.versions} <= {before, after}
+    if in_flight == "finish":
+        assert {version for result in results for version in result.versions} == {before}
+    else:
+        assert any(after in result.versions for result in results)
+
+
+def test_versions_only_grow(pair: World) -> None:
+    sync = WeightSync(pair.trainer, pair.rollout)
+    last = sync.push().version
+    pair.trainer.set_version(last - 1)
+    with pytest.raises(ValueError, match=f"weight version {last - 1} after {last}: versions only grow"):
+        sync.push()
+    pair.trainer.set_version(last + 1)
+    assert sync.push().version == last + 1
+
+
+def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(supervised: World, tmp_path: Path) -> None:
+    """What it has waits meanwhile, and goes on by whole weights."""
+    form = WeightFormat(bucket_bytes=4000, checksum=True)
+    sync = WeightSync(supervised.trainer, supervised.rollout, ViaDisk(str(tmp_path)), form=form)
+    version = supervised.step()
+    sync.push()
+    (folder,) = tmp_path.iterdir()
+    written = sorted(folder.glob("*.safetensors"))
+    assert len(written) > 2
+    data = bytearray(written[-1].read_bytes())
+    data[-3] ^= 1
+    written[-1].write_bytes(data)
+    futures = [supervised.rollout.submit(PROMPT, SamplingParams(max_new_tokens=110)) for _ in supervised.ids]
+    with pytest.raises(HelmsmanError, match=r"exchanged in part: ValueError: \d of \d+ parameters did not arrive as they were"):
+        supervised.rollout.update_weights(WeightsOnDisk(str(folder)), version + 1)
+    assert set(supervised.health()) == {Health.STALE}
+    supervised.trainer.set_version(version + 2)
+    assert sync.push().updated == supervised.ids
+    for result in [future.result(60) for future in futures]:
+        assert len(result.token_ids) == 110
+        assert set(result.versions) <= {version, version + 2}
+        assert result.versions == sorted(result.versions)
+
+
+def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_from_it(supervised: World) -> None:
+    """One dies and, in a later sync, one stands still."""
+    first, killed, stopped, last = supervised.ids
+    sync = WeightSync(supervised.trainer, supervised.rollout, ViaCollective(timeout_s=5.0))
+    supervised.step()
+    assert sync.push().updated == supervised.ids
+    supervised.step()
+    supervised.scheduler.call_engine(killed, "fail_in_next_update", None, KILL)
+    assert sync.push().updated == (first, stopped, last)
+    assert not any(supervised.differing([first, stopped, last]).values())
+
+    pid = next(status.pid for status in supervised.scheduler.status() if status.worker_id == stopped)
+    supervised.step()
+    supervised.scheduler.call_engine(stopped, "fail_in_next_update", None, STOP)
+    try:
+        assert sync.push().updated == (first, last)
+        assert not any(supervised.differing([first, last]).values())
+        assert supervised.health()[1] is Health.DEAD
+        assert supervised.health()[2] is not Health.HEALTHY
+        assert len(supervised.rollout.generate([PROMPT] * 4)) == 4
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(pair: World) -> None:
+    with make_scheduler("inline") as other:
+        alone = World(other, 1, 1)
+        with pytest.raises(ValueError, match="run on two schedulers"):
+            WeightSync(pair.trainer, alone.rollout)
+        with pytest.raises(ValueError, match="InlineScheduler has not; use ViaMemory"):
+            WeightSync(alone.trainer, alone.rollout, ViaCollective())
+        alone.step()
+        assert WeightSync(alone.trainer, alone.rollout).push().updated == ("rollout/0",)
+        assert alone.differing() == {"rollout/0": []}
+        alone.close()
+    with pytest.raises(ValueError, match="num_kept is 0; expected 1 or more"):
+        ViaDisk("/tmp", num_kept=0)
+    with pytest.raises(ValueError, match="bucket_bytes is 0; expected 1 or more"):
+        WeightFormat(bucket_bytes=0)
+    with pytest.raises(ValueError, match="names has '\\(', which is no regular expression"):
+        WeightFormat(names=(("(", ""),))
+
+
+def test_an_engine_that_cannot_publish_is_named(scheduler: Scheduler) -> None:
+    jobs = {role: Job(role=role, replicas=1, tasks=[SPEC]) for role in ("other-train", "other-rollout")}
+    trainer = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", jobs["other-train"], ("critic",))
+    rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", jobs["other-rollout"])
+    with trainer, rollout:
+        trainer.initialize()
+        rollout.initialize()
+        with pytest.raises(MethodNotFoundError, match="RecordingTrainer\\) has no public method 'publish_weights'"):
+            WeightSync(trainer, rollout).push()
