@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from helmsman.api.platforms import current_platform as current_platform
     from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
+    from helmsman.api.scheduler import Leaving as Leaving
     from helmsman.api.scheduler import ResultHandle as ResultHandle
     from helmsman.api.scheduler import Scheduler as Scheduler
     from helmsman.api.scheduler import SchedulingSpec as SchedulingSpec
@@ -78,6 +79,7 @@ _HOMES = {
     "InferenceEngine": "helmsman.api.engines",
     "InlineScheduler": "helmsman.controller.inline",
     "Job": "helmsman.api.scheduler",
+    "Leaving": "helmsman.api.scheduler",
     "LeastOutstandingTokens": "helmsman.controller.generation.routing",
     "LocalScheduler": "helmsman.controller.local",
     "PrefixAffinity": "helmsman.controller.generation.routing",

@@ -29,6 +29,7 @@ PUBLIC = [
     "InferenceEngine",
     "InlineScheduler",
     "Job",
+    "Leaving",
     "LeastOutstandingTokens",
     "LocalScheduler",
     "PrefixAffinity",

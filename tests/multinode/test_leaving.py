@@ -159,3 +159,27 @@ def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, ru
     run.delete_workers("shared")
     _end(nodes, doomed)
     assert asyncio.run(run.leaving()) == {}
+
+
+def test_a_rank_of_a_training_job_is_placed_anew_when_its_node_is_lost(nodes: Nodes, run: RayScheduler) -> None:
+    doomed = nodes.add(**gpu_node(num_gpus=2))
+    run.create_workers(Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=2, port_count=1)]))
+    before = {worker.id: worker for worker in run.get_workers("train")}
+    (lost,) = [worker.id for worker in before.values() if worker.node_id == doomed.node_id]
+    (kept,) = set(before) - {lost}
+    _end(nodes, doomed)
+    with pytest.raises(errors.PlacementTimeoutError, match="held by train of this run itself"):
+        run.restart_worker(lost)
+    spare = nodes.add(**gpu_node(num_gpus=2))
+    run.restart_worker(lost)
+    run.restart_worker(kept)  # its group has lost a bundle, which it does not need
+    after = {worker.id: worker for worker in run.get_workers("train")}
+    assert list(after) == ["train/0", "train/1"]
+    assert after[lost].node_id == spare.node_id
+    assert after[kept].node_id == before[kept].node_id
+    assert len(after[lost].devices) == len(after[kept].devices) == 2
+    for worker_id in after:
+        assert Engine.create(run, worker_id, Counter).call("add", 1) == 1
+    run.delete_workers("train")
+    wait_until(lambda: all(resources.get("GPU", 2.0) == 2.0 for resources in nodes.free().values()), "all is free again")
+    _end(nodes, spare)
