@@ -72,8 +72,9 @@ class SchedulerBase(ElasticRoles):
 
     async def leaving(self) -> dict[str, Leaving]:
         self._require_open("leaving")
-        workers = [worker for role in list(self._roles.values()) for worker in list(role.clients.items())]
-        return {worker_id: client.leaving for worker_id, client in workers if client.leaving is not None}
+        workers = [worker for role in list(self._roles.values()) for worker in role.clients.items()]
+        notices = {worker_id: client.leaving for worker_id, client in workers}
+        return {worker_id: notice for worker_id, notice in notices.items() if notice is not None}
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
@@ -274,7 +275,7 @@ class SchedulerBase(ElasticRoles):
                 return str(error)
 
         async def ask_all() -> dict[str, str]:
-            clients = dict(entry.clients)
+            clients = entry.clients
             return dict(zip(clients, await asyncio.gather(*map(ask, clients.values())), strict=True))
 
         return run_sync(ask_all())
@@ -284,7 +285,7 @@ class SchedulerBase(ElasticRoles):
         entry = self._role(role)
 
         async def ask_all() -> dict[str, list[EnvironmentVariable]]:
-            clients = dict(entry.clients)
+            clients = entry.clients
             answers = await await_all(client.control(Verb.ENVIRONMENT) for client in clients.values())
             return dict(zip(clients, answers, strict=True))
 

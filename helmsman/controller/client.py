@@ -90,7 +90,7 @@ class WorkerClient:
         """What it has last said of its end, before its controller wants it."""
         if self._ends_at is None or not self.is_there:
             return None
-        return Leaving(reason="its process was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
+        return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
 
     def status(self, health: bytes | None) -> WorkerStatus:
         """What is known of the worker, with what it answered to HEALTH where it did."""

@@ -64,7 +64,7 @@ class ElasticRoles(RoleBook):
                     raise not_found(worker_id, role)
                 for entry in self._roles.values():  # also those that reuse it
                     for each in [each for each, reached in entry.clients.items() if reached is old]:
-                        entry.clients[each] = client
+                        entry.clients = {**entry.clients, each: client}
                         entry.engine_names.pop(each, None)
                 role.own(worker_id, resources)
 
@@ -137,7 +137,7 @@ class ElasticRoles(RoleBook):
                     raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
                 role.num_ids = ranks[-1] + 1
                 for client, single in zip(clients, singles, strict=True):
-                    role.clients[client.worker_id] = client
+                    role.clients = {**role.clients, client.worker_id: client}
                     role.own(client.worker_id, stacks[single.role])
         return [client.worker_id for client in clients]
 

@@ -257,7 +257,7 @@ class RoleBook(Scheduler):
         limit_s = self.timeouts.health_s if timeout is None else timeout
 
         async def answered() -> None:
-            await await_all(client.control(Verb.HEALTH, limit_s=limit_s) for client in list(entry.clients.values()))
+            await await_all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients.values())
 
         if limit_s > 0:
             run_sync(answered())
@@ -269,7 +269,7 @@ class RoleBook(Scheduler):
                 node_id=client.place.node_id,
                 devices=list(client.place.devices),
             )
-            for worker_id, client in list(entry.clients.items())
+            for worker_id, client in entry.clients.items()
         ]
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:

@@ -167,10 +167,7 @@ class RolloutInstances(RoleController, abc.ABC):
 
     async def _to_be_left(self) -> dict[str, str]:
         """Instances that are about to go, and why."""
-        return {
-            worker_id: notice.reason if notice.deadline_s is None else f"{notice.reason} and goes in {notice.deadline_s:.0f} s"
-            for worker_id, notice in (await self.scheduler.leaving()).items()
-        }
+        return {worker_id: notice.reason for worker_id, notice in (await self.scheduler.leaving()).items()}
 
     async def _look(self) -> None:
         """See which workers there are now; one after another, so that the last look is the one that counts."""

@@ -36,7 +36,8 @@ class Role:
         self.job = job
         """As it was started: its workers may have become more or fewer since."""
         self.clients = dict(clients)
-        """By worker id, in rank order. Ids need not follow each other: one that was removed is not given again."""
+        """By worker id, in rank order. Ids need not follow each other: one that was removed is not given again. It is replaced
+        and never changed, since other threads go through it."""
         self._reserved = dict(reserved or {})
         self.num_ids = job.replicas
         """How many ids it has given so far."""
@@ -58,9 +59,8 @@ class Role:
 
     def part(self, worker_ids: Iterable[str]) -> Role:
         """Let go of these workers; returns them as a role that is to be stopped."""
-        doomed = Role(
-            self.job, {worker_id: self.clients.pop(worker_id) for worker_id in worker_ids}, contextlib.AsyncExitStack()
-        )
+        doomed = Role(self.job, {worker_id: self.clients[worker_id] for worker_id in worker_ids}, contextlib.AsyncExitStack())
+        self.clients = {each: client for each, client in self.clients.items() if each not in doomed.clients}
         for worker_id in doomed.clients:
             self.engine_names.pop(worker_id, None)
             if (stack := self._own.pop(worker_id, None)) is not None:

@@ -61,7 +61,7 @@ def test_a_worker_that_is_sent_sigterm_says_so_and_serves_on(scheduler: Schedule
     pid = engine.call("pid")
     os.kill(pid, signal.SIGTERM)
     notice = wait_until(lambda: _leaving(scheduler, role), "it says so")[first]
-    assert notice.reason == "its process was sent SIGTERM"
+    assert notice.reason == f"its process {pid} was sent SIGTERM"
     assert 0 < notice.deadline_s <= NOTICE_S
     assert engine.call("add", 1) == 1
     health = {status.worker_id: status.health for status in scheduler.status()}

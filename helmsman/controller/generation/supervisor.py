@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
-from helmsman.api.errors import InstanceLostError
+from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy, Watched
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.group import observe
@@ -30,7 +30,8 @@ class Supervisor:
         rebuild: ends what is left of an instance, builds it anew, and brings it the weights that are served; raises when it
             cannot. Returns whether it has the weights, or has to wait for the next update.
         leaving: which instances are about to go, and why, as part of a sentence. Such a one is drained, with its requests
-            continued elsewhere, and then built anew, which is to happen at another place.
+            continued elsewhere, and then built anew, which is to happen at another place. Where that is not so, and the same is
+            said of it again, it serves on.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Supervisor:
         self._moving: dict[str, asyncio.Task[None]] = {}
         self._looking: dict[str, asyncio.Task[None]] = {}
         """The one question at a time for those that are about to go."""
+        self._left: dict[str, str] = {}
+        """Why instances were left, while that is still said of them."""
         self._mourners: dict[str, list[asyncio.Future[None]]] = {}
         self._loop_task: asyncio.Task[None] | None = None
         requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
@@ -170,14 +173,21 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - whoever knows is away for a moment; what goes without notice is noticed, too
             log.debug("it could not be asked which instances are about to go: %s", error)
             return
+        self._left = {instance_id: reason for instance_id, reason in self._left.items() if leaving.get(instance_id) == reason}
         for instance_id, reason in leaving.items():
             watched = self._watched.get(instance_id)
-            if watched is not None and _is_there(watched) and instance_id not in self._moving:
+            is_news = instance_id not in self._left and instance_id not in self._moving
+            if is_news and watched is not None and _is_there(watched):
+                self._left[instance_id] = reason
                 log.warning("%s is left, since %s; its requests go on elsewhere", instance_id, reason)
                 self._keep(self._moving, instance_id, self._move(instance_id, watched, reason))
 
     async def _move(self, instance_id: str, watched: Watched, reason: str) -> None:
-        drain = await self._requests.drain(instance_id, migrate=True)
+        try:
+            drain = await self._requests.drain(instance_id, migrate=True)
+        except HelmsmanError as error:
+            log.warning("%s is not left: %s", instance_id, error)
+            return
         if _is_there(watched):  # it may have died meanwhile
             self.note(instance_id, Event.LEFT, InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False))
         self._requests.undrain(instance_id, drain)
