@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from helmsman.api.scheduler import Timeouts as Timeouts
     from helmsman.api.scheduler import Worker as Worker
     from helmsman.api.topology import RankInfo as RankInfo
+    from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller.bootstrap.initialize import initialize as initialize
     from helmsman.controller.cluster import Cluster as Cluster
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from helmsman.controller.generation.request import RequestOptions as RequestOptions
     from helmsman.controller.generation.retries import RetryGeneration as RetryGeneration
     from helmsman.controller.generation.retries import RetryUnbegun as RetryUnbegun
+    from helmsman.controller.generation.rewards import RewardPool as RewardPool
     from helmsman.controller.generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
     from helmsman.controller.generation.routing import PrefixAffinity as PrefixAffinity
     from helmsman.controller.generation.routing import RoundRobin as RoundRobin
@@ -60,6 +62,10 @@ if TYPE_CHECKING:
     from helmsman.controller.resource_manager import ResourceManager as ResourceManager
     from helmsman.controller.rollout import RolloutController as RolloutController
     from helmsman.controller.train import TrainController as TrainController
+    from helmsman.controller.weight_sync import ViaCollective as ViaCollective
+    from helmsman.controller.weight_sync import ViaDisk as ViaDisk
+    from helmsman.controller.weight_sync import ViaMemory as ViaMemory
+    from helmsman.controller.weight_sync import WeightSync as WeightSync
 
 _HOMES = {
     "AxisSharding": "helmsman.api.dispatch",
@@ -92,6 +98,7 @@ _HOMES = {
     "ResultHandle": "helmsman.api.scheduler",
     "RetryGeneration": "helmsman.controller.generation.retries",
     "RetryUnbegun": "helmsman.controller.generation.retries",
+    "RewardPool": "helmsman.controller.generation.rewards",
     "RolloutController": "helmsman.controller.rollout",
     "RoundRobin": "helmsman.controller.generation.routing",
     "SamplingParams": "helmsman.api.generation",
@@ -104,6 +111,11 @@ _HOMES = {
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller.train",
     "TrainEngine": "helmsman.api.engines",
+    "ViaCollective": "helmsman.controller.weight_sync",
+    "ViaDisk": "helmsman.controller.weight_sync",
+    "ViaMemory": "helmsman.controller.weight_sync",
+    "WeightFormat": "helmsman.api.weights",
+    "WeightSync": "helmsman.controller.weight_sync",
     "Worker": "helmsman.api.scheduler",
     "WorkflowExecutor": "helmsman.controller.generation.workflows",
     "current_platform": "helmsman.api.platforms",

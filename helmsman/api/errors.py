@@ -48,7 +48,12 @@ HelmsmanError
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has gone
 │   └── RequestDeadlineError (TimeoutError)
+├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
+├── RewardError                           one score of a RewardPool
+│   ├── RewardTimeoutError (TimeoutError)
+│   ├── RewardLostError                   its worker has gone
+│   └── RewardWorkersSpentError           no worker is left, and none comes back
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
@@ -72,6 +77,7 @@ row. Pickling needs nothing: errors are rebuilt from their message and ``__dict_
 
 from __future__ import annotations
 
+import reprlib
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -537,6 +543,8 @@ class WorkerFailedError(CallError):
     index: int
     node: str
     pid: int | None
+    cause: str
+    """How it ended, as 'was killed by SIGKILL'."""
     exit_code: int | None
     exit_signal: int | None
     running: str | None
@@ -815,6 +823,19 @@ class RequestDeadlineError(GenerationError, TimeoutError):
         )
 
 
+class EpisodeTimeoutError(HelmsmanError, TimeoutError):
+    """An episode of a workflow did not end within its limit; it was cancelled."""
+
+    limit_s: float
+
+    def __init__(self, *, item: object, limit_s: float) -> None:
+        super().__init__(
+            f"the episode of {_short(item)} did not end within {limit_s:g} s (WorkflowExecutor.episode_timeout_s), and was "
+            "cancelled. Raise the limit, lower max_new_tokens, or give what it waits for a limit of its own.",
+            limit_s=limit_s,
+        )
+
+
 class WorkflowFailuresError(HelmsmanError):
     """More episodes of a workflow have failed than are tolerated."""
 
@@ -828,6 +849,58 @@ class WorkflowFailuresError(HelmsmanError):
             "return nothing for what cannot be used, or tolerate more.",
             num_failed=num_failed,
             limit=limit,
+        )
+
+
+class RewardError(HelmsmanError):
+    """A score that could not be computed by a RewardPool."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """A score that took longer than the pool's limit."""
+
+    worker_id: str
+    elapsed_s: float
+    limit_s: float
+    stack: str
+    """Where the worker's engine thread was; empty for an async function."""
+
+    def __init__(self, *, worker_id: str, call: str, elapsed_s: float, limit_s: float, then: str, stack: str = "") -> None:
+        at = f"\n  its engine thread was at:\n{_indent(stack)}" if stack else ""
+        super().__init__(
+            f"{worker_id}: {call} did not end within {elapsed_s:.2f} s (limit {limit_s:g} s, RewardPool.timeout_s). {then}. "
+            f"Raise the limit if the function is only slow.{at}",
+            worker_id=worker_id,
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
+            stack=stack,
+        )
+
+
+class RewardLostError(RewardError):
+    """A score that a worker may have begun, and that has no result since the worker has gone. It was not repeated."""
+
+    worker_id: str
+
+    def __init__(self, *, worker_id: str, call: str, reason: str) -> None:
+        super().__init__(
+            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The worker is started anew, and "
+            "the others go on. Score the item again where that does no harm.",
+            worker_id=worker_id,
+        )
+
+
+class RewardWorkersSpentError(RewardError):
+    """No worker of a RewardPool is left, and its budget of restarts is spent."""
+
+    max_restarts: int
+
+    def __init__(self, *, role: str, num_workers: int, max_restarts: int, window_s: float, reason: str) -> None:
+        super().__init__(
+            f"none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were started anew within "
+            f"{window_s:g} s, which is all that is allowed (RewardPool.max_restarts). The last one ended so: {reason}. Mend "
+            "the function, or allow more restarts.",
+            max_restarts=max_restarts,
         )
 
 
@@ -867,6 +940,10 @@ class RendezvousError(HelmsmanError, ConnectionError):
             reached=list(reached),
             failed=dict(failed),
         )
+
+
+def _short(value: object) -> str:
+    return reprlib.repr(value)[:120]
 
 
 def _few(workers: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult, Samplin
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.api.weights import Weights
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
-from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller.generation.instance import InstanceLoad, RolloutLoad
 from helmsman.controller.generation.request import RequestOptions, Ticket
 from helmsman.controller.generation.retries import RetryPolicy
 from helmsman.controller.generation.routing import RoutingPolicy
@@ -437,12 +437,9 @@ class RolloutController(RolloutInstances):
         versions = await self._ask_all("get_version", {id_: self._ask(id_, "get_version") for id_ in living})
         return dict(zip(living, versions, strict=True))
 
-    def _living_ids(self) -> list[str]:
-        return [instance.instance_id for instance in self._living()]
-
     def _reachable_ids(self) -> list[str]:
         """Of those that answer, as far as is known."""
-        return [instance.instance_id for instance in self._living() if instance.health is not Health.SUSPECT]
+        return [id_ for id_ in self._living_ids() if self._queue().instances[id_].health is not Health.SUSPECT]
 
     async def _answering_ids(self) -> list[str]:
         """Of those that answer now."""
@@ -477,18 +474,13 @@ class RolloutController(RolloutInstances):
                 if not was_suspended:
                     self._queue().resume()
 
-    def _living(self) -> list[Instance]:
-        """Instances that have not died; raises why when there is none."""
+    def _living_ids(self) -> list[str]:
+        """Of instances that have not died; none while all are on their way back. Raises why none lives or will."""
         instances = self._queue().instances.values()
-        living = [each for each in instances if each.health not in (Health.DEAD, Health.RESTARTING)]
-        if not living:
-            raise self._all_reasons("any call")
+        living = [each.instance_id for each in instances if each.health not in (Health.DEAD, Health.RESTARTING)]
+        if not living and (reason := self._why_none_will_serve("any call")) is not None:
+            raise reason
         return living
-
-    def _all_reasons(self, method: str) -> Exception:
-        assert self._requests is not None
-        errors = {i.instance_id: i.error for i in self._requests.instances.values() if i.error}
-        return group_error(self.role, method, errors, len(self._requests.instances))
 
     async def _ask_all(self, method: str, work: Mapping[str, Awaitable[Any]]) -> list[Any]:
         """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
@@ -539,13 +531,14 @@ class RolloutController(RolloutInstances):
 
         self._requests = run_sync(start())
 
-    def _why_none_will_serve(self) -> Exception | None:
+    def _why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
         """Why no worker serves or will; None while one is on its way back."""
         assert self._requests is not None
         assert self._supervisor is not None
         if any(map(self._supervisor.is_coming_back, self._requests.instances)):
             return None
-        return self._all_reasons("agenerate")
+        errors = {each.instance_id: each.error for each in self._requests.instances.values() if each.error}
+        return group_error(self.role, method, errors, len(self._requests.instances))
 
     def _on_closing(self) -> None:
         requests, supervisor = self._requests, self._supervisor

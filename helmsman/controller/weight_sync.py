@@ -198,7 +198,10 @@ class ViaCollective:
         self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """See Way."""
-        outcome = await self._carry(trainer, rollout, rollout._reachable_ids(), form, version, deadline)
+        reachable = rollout._reachable_ids()
+        if not reachable:
+            return 0, await rollout._update_each({}, version, deadline - time.monotonic(), kept=None)
+        outcome = await self._carry(trainer, rollout, reachable, form, version, deadline)
         if any(map(_is_broken, outcome.errors)):
             self._members = ()
             if left := await rollout._answering_ids():

@@ -177,6 +177,36 @@ ROWS = [
         "Raise the deadline",
     ),
     Row(
+        errors.EpisodeTimeoutError(item=["2+2", 4], limit_s=30.0),
+        ("['2+2', 4]", "30 s", "WorkflowExecutor.episode_timeout_s"),
+        "lower max_new_tokens",
+    ),
+    Row(errors.RewardError("no score"), ("no score",), ""),
+    Row(
+        errors.RewardTimeoutError(
+            worker_id="reward/1",
+            call="score('2+2', 4)",
+            elapsed_s=5.02,
+            limit_s=5.0,
+            then="The worker is started anew",
+            stack='  File "sums.py", line 7, in check\n',
+        ),
+        ("reward/1", "score('2+2', 4)", "5.02 s", "limit 5 s", '  |   File "sums.py", line 7'),
+        "Raise the limit if the function is only slow",
+    ),
+    Row(
+        errors.RewardLostError(worker_id="reward/1", call="score('2+2', 4)", reason="was killed by SIGKILL"),
+        ("score('2+2', 4)", "SIGKILL"),
+        "Score the item again where that does no harm",
+    ),
+    Row(
+        errors.RewardWorkersSpentError(
+            role="reward", num_workers=4, max_restarts=64, window_s=3600.0, reason="was killed by SIGKILL"
+        ),
+        ("4 workers", "'reward'", "64", "3600 s", "SIGKILL"),
+        "or allow more restarts",
+    ),
+    Row(
         errors.WorkflowFailuresError(num_failed=17, limit=16, window=256, last=KeyError("answer")),
         ("17 of the last 256", "16 are tolerated", "KeyError: 'answer'"),
         "Mend the workflow",
@@ -429,6 +459,8 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("StrangeClusterError", ConnectionError),
         ("InstanceLostError", ConnectionError),
         ("RequestDeadlineError", TimeoutError),
+        ("EpisodeTimeoutError", TimeoutError),
+        ("RewardTimeoutError", TimeoutError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from helmsman.api.weights import Weights
+from helmsman.api.weights import Weights, WeightsInMemory
 from helmsman.engines.model import named_tensors
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
@@ -29,6 +30,7 @@ class Rollout(HFRolloutEngine):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.num_updates = 0
+        self._memory = ("", 0)
         self._fault = 0
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -39,6 +41,10 @@ class Rollout(HFRolloutEngine):
         """How many it was asked for."""
         return self.num_updates
 
+    def memory(self) -> tuple[str, int]:
+        """Device and inode of the memory that it last read weights from."""
+        return self._memory
+
     def fail_in_next_update(self, number: int) -> None:
         """Send itself this signal once the next update has begun."""
         self._fault = number
@@ -46,9 +52,20 @@ class Rollout(HFRolloutEngine):
     async def update_weights(self, weights: Weights, version: int) -> int:
         """As HFRolloutEngine's."""
         self.num_updates += 1
+        if isinstance(weights, WeightsInMemory):
+            self._memory = _inode_of(next(iter(weights.tensors.values())))
         if self._fault:
             os.kill(os.getpid(), self._fault)
         return await super().update_weights(weights, version)
+
+
+def _inode_of(tensor: torch.Tensor) -> tuple[str, int]:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, device, inode = line.split()[:5]
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return device, int(inode)
+    raise AssertionError("a tensor is nowhere")
 
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)

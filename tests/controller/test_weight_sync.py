@@ -146,6 +146,32 @@ def test_every_instance_serves_the_trainers_weights_after_one_call(
         assert it.updates() == [num + 1 for num in num_updates]
 
 
+def test_in_memory_the_bytes_lie_once_on_a_node_and_all_instances_read_them_there(supervised: World) -> None:
+    supervised.step()
+    WeightSync(supervised.trainer, supervised.rollout).push()
+    places = {supervised.scheduler.call_engine(id_, "memory") for id_ in supervised.ids}
+    assert len(places) == 1
+    ((_, inode),) = places
+    assert inode > 0  # of a file in memory, and nobody's own
+
+
+@pytest.mark.slow
+def test_on_ray_it_is_the_same() -> None:
+    with make_scheduler("ray", address="local", num_cpus=8) as cluster:
+        world = World(cluster, 2, 2)
+        try:
+            for way in (ViaMemory(), ViaCollective()):
+                world.step()
+                assert (
+                    WeightSync(world.trainer, world.rollout, way, form=WeightFormat(checksum=True)).push().updated == world.ids
+                )
+                assert not any(world.differing().values())
+            places = {cluster.call_engine(id_, "memory") for id_ in world.ids}
+            assert len(places) == 1
+        finally:
+            world.close()
+
+
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
 @pytest.mark.parametrize(
     ("form", "message"),

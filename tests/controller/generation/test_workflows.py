@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from helmsman.api.errors import HelmsmanError, WorkflowFailuresError
-from helmsman.controller.generation.sampling import BoundedStaleness, Pipe
+from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
+from helmsman.api.scheduler import Job
+from helmsman.controller.generation.sampling import BoundedStaleness
 from helmsman.controller.generation.workflows import WorkflowExecutor
+from helmsman.controller.rollout import RolloutController
 from tests.contract.helpers import wait_until
+from tests.controller.engines import CountingRollout
+from tests.controller.fakes import FakeScheduler
 
 
 class Held:
@@ -138,8 +139,7 @@ def test_taking_the_first_does_not_wait_and_drops_what_grows_old(pool: concurren
             assert _items(asked.result(10)) == list(ended)
             executor.set_version(version + 1)
         asked = pool.submit(executor.prepare_batch, source, 2)
-        held.end(0)
-        wait_until(lambda: executor.figures().num_evicted == 1, "three versions old")
+        wait_until(lambda: executor.figures().num_stopped == 1, "three versions old")
         held.end(7, 8)
         assert _items(asked.result(10)) == [7, 8]
 
@@ -233,27 +233,17 @@ def test_closing_ends_what_runs() -> None:
             asked.result(10)
 
 
-@given(
-    staleness=st.floats(0, 4),
-    version=st.integers(0, 20),
-    size=st.integers(1, 16),
-    num_used=st.integers(0, 200),
-    num_waiting=st.integers(0, 50),
-    num_running=st.integers(0, 50),
-)
-def test_what_is_admitted_can_never_be_too_old(
-    staleness: float, version: int, size: int, num_used: int, num_waiting: int, num_running: int
-) -> None:
-    """An episode begun now is used after all those begun before, a batch a version."""
-    pipe = Pipe(
-        version=version,
-        batch_size=size,
-        num_running=num_running,
-        oldest_running=None,
-        num_waiting=num_waiting,
-        num_used=num_used,
-    )
-    num_begun = num_used + num_waiting + num_running + BoundedStaleness(staleness).admit(pipe)
-    if num_begun > num_used + num_waiting + num_running:
-        used_at = (num_begun - 1) // size  # the version at which the batch with the last of them is made
-        assert used_at - version <= math.ceil(staleness)
+def test_the_requests_of_an_episode_that_takes_too_long_are_aborted_at_their_instance() -> None:
+    with FakeScheduler() as scheduler:
+        rollout = RolloutController(scheduler, CountingRollout, Job(role="rollout", replicas=1), engine_args=(True,))
+
+        async def workflow(item: int) -> int:
+            return len((await rollout.agenerate([item, item])).token_ids)
+
+        with rollout:
+            rollout.initialize()
+            with WorkflowExecutor(workflow, episode_timeout_s=0.5) as executor:
+                with pytest.raises(EpisodeTimeoutError):
+                    executor.rollout_batch([1])
+                wait_until(lambda: not scheduler.engines["rollout/0"].running, "its instance has it no more")
+        assert "abort" in scheduler.methods("rollout/0")

@@ -1,0 +1,173 @@
+"""EpisodeRunner on a virtual clock: episodes that take too long, swallow their cancellation, or fail in odd ways."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
+from helmsman.controller.generation.episodes import EpisodeRunner
+from helmsman.controller.generation.sampling import BoundedStaleness, Episode
+from tests.controller.generation.backends import settle, virtually, waits
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Stubborn:
+    """Item 0 waits for ever and swallows its cancellation, until the test ends it; the others take a second each."""
+
+    def __init__(self) -> None:
+        self.was_cancelled = 0
+        self.gate = asyncio.Event()
+
+    async def __call__(self, item: int) -> int:
+        if item > 0:
+            await asyncio.sleep(1.0)
+            return item
+        while not self.gate.is_set():
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.was_cancelled += 1
+        return item
+
+    def __enter__(self) -> Stubborn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.set()
+
+
+@virtually
+async def test_an_episode_that_takes_too_long_is_cancelled_and_has_failed() -> None:
+    cancelled: list[int] = []
+
+    async def workflow(item: int) -> int:
+        try:
+            await asyncio.sleep(100.0 if item == 1 else 1.0)
+        except asyncio.CancelledError:
+            cancelled.append(item)
+            raise
+        return item
+
+    runner = EpisodeRunner(workflow, episode_timeout_s=10.0, max_failures=1)
+    batch = await runner.prepare_batch(itertools.count(), 3)
+    assert [episode.item for episode in batch] == [0, 2, 3]
+    assert now() == pytest.approx(11.0, abs=1e-3), "its place was taken at the limit"
+    assert (cancelled, runner.figures().num_failed) == ([1], 1)
+    runner.set_version(1)
+    with pytest.raises(WorkflowFailuresError, match=r"the episode of 1 did not end within 10 s .WorkflowExecutor.episode_time"):
+        await runner.prepare_batch(iter([1, 1, 1]), 3)
+
+
+@virtually
+async def test_an_episode_that_swallows_its_cancellation_holds_nobody_up() -> None:
+    with Stubborn() as workflow:
+        runner = EpisodeRunner(workflow, episode_timeout_s=10.0, max_in_flight=1)
+        batch = await runner.prepare_batch(itertools.count(), 3)
+        assert [episode.item for episode in batch] == [1, 2, 3]
+    await settle()
+    figures = runner.figures()
+    assert (workflow.was_cancelled, figures.num_failed, figures.num_waiting) == (1, 1, 0), "what it returns then is dropped"
+
+
+@virtually
+async def test_stopping_one_that_swallows_its_cancellation_holds_nobody_up() -> None:
+    sampler = BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True)
+    with Stubborn() as workflow:
+        runner = EpisodeRunner(workflow, sampler=sampler, max_in_flight=3)
+        for version in range(3):
+            assert len(await runner.prepare_batch(itertools.count(), 2)) == 2
+            runner.set_version(version + 1)
+        await settle()
+        assert workflow.was_cancelled == runner.figures().num_stopped == 3
+        await runner.close()
+
+
+@virtually
+async def test_given_items_have_the_limit_too() -> None:
+    ended: list[int] = []
+
+    async def workflow(item: int) -> int:
+        await asyncio.sleep(item)
+        ended.append(item)
+        return item
+
+    runner = EpisodeRunner(workflow, episode_timeout_s=5.0)
+    with pytest.raises(EpisodeTimeoutError, match="the episode of 50 did not end within 5 s") as caught:
+        await runner.rollout_batch([1, 50, 4])
+    assert (caught.value.limit_s, ended) == (5.0, [1, 4])
+    with Stubborn() as stubborn, pytest.raises(EpisodeTimeoutError):
+        await EpisodeRunner(stubborn, episode_timeout_s=5.0).rollout_batch([0, 1])
+
+
+@virtually
+async def test_an_episode_that_is_cancelled_from_inside_has_failed() -> None:
+    async def workflow(item: int) -> int:
+        if item == 1:
+            raise asyncio.CancelledError
+        return item
+
+    runner = EpisodeRunner(workflow)
+    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 3)] == [0, 2, 3]
+    assert runner.figures().num_failed == 1
+    with pytest.raises(HelmsmanError, match="cancelled by something that it awaited"):
+        await runner.rollout_batch([1])
+
+
+@virtually
+async def test_an_error_of_the_filter_is_the_episodes_failure() -> None:
+    def keep(episode: Episode) -> bool:
+        return 1 // episode.value > -1
+
+    async def workflow(item: int) -> int:
+        return item
+
+    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(keep=keep))
+    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 2)] == [1, 2]
+    assert runner.figures().num_failed == 1
+
+
+@virtually
+async def test_an_error_of_the_source_reaches_who_asks_for_a_batch_also_when_it_came_before() -> None:
+    def source() -> Iterator[int]:
+        yield from range(8)
+        raise OSError("the file has gone")
+
+    async def workflow(item: int) -> int | None:
+        await asyncio.sleep(1.0 + item)
+        return item if item < 4 else None
+
+    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(1))
+    items = source()
+    assert len(await runner.prepare_batch(items, 4)) == 4
+    await asyncio.sleep(100.0)
+    runner.set_version(1)
+    with pytest.raises(OSError, match="the file has gone"):
+        await runner.prepare_batch(items, 4)
+
+
+@virtually
+async def test_closing_ends_who_waits_and_what_runs() -> None:
+    async def workflow(item: int) -> int:
+        await asyncio.Event().wait()
+        return item
+
+    runner = EpisodeRunner(workflow)
+    asked = [await waits(runner.prepare_batch(itertools.count(), 2)), await waits(runner.rollout_batch([1]))]
+    await runner.close()
+    for each in asked:
+        with pytest.raises(HelmsmanError, match="closed; make a new one"):
+            await each
+    await runner.close()
+
+
+def test_what_makes_no_sense_is_said() -> None:
+    for limit_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="episode_timeout_s"):
+            EpisodeRunner(Stubborn, episode_timeout_s=limit_s)

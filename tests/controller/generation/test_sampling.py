@@ -1,0 +1,303 @@
+"""BoundedStaleness on a virtual clock: what a batch is made of, what each rule favours, and that nothing is too old."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helmsman.controller.generation.episodes import EpisodeRunner
+from helmsman.controller.generation.sampling import BoundedStaleness, Episode
+from helmsman.controller.generation.scheduler import GenerateScheduler
+from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
+from helmsman.controller.generation.virtual_time import run_virtually
+from tests.controller.generation.backends import make_request, settle, virtually, waits
+
+
+def numbers(batch: list[Episode]) -> list[int]:
+    return [episode.number for episode in batch]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def lasting(*seconds: float, useless: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> Callable[[int], Any]:
+    """A workflow whose item n takes so many seconds; those beyond take one."""
+
+    async def workflow(item: int) -> int | None:
+        await asyncio.sleep(seconds[item] if item < len(seconds) else 1.0)
+        if item in failing:
+            raise ValueError(f"no answer in {item}")
+        return None if item in useless else item
+
+    return workflow
+
+
+# --- over-sampling ------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_batch_is_the_first_in_the_order_of_starts_whatever_else_has_ended() -> None:
+    runner = EpisodeRunner(lasting(5, 1, 9, 1, 1, 1), sampler=BoundedStaleness(oversample=1.5))
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
+    assert now() == pytest.approx(9.0, abs=1e-3)
+    assert runner.figures().num_waiting == 2, "the spare ones have ended early, which does not help them"
+
+
+@virtually
+async def test_what_is_filtered_or_fails_is_replaced_by_what_was_begun_with_it() -> None:
+    workflow = lasting(5, 1, 2, 1, 3, 1, 1, useless=(1,), failing=(2,))
+    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(oversample=1.5))
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 3, 4, 5]
+    assert now() == pytest.approx(5.0, abs=1e-3), "no wait for a fresh start"
+    figures = runner.figures()
+    assert (figures.num_started, figures.num_rejected, figures.num_failed) == (8, 1, 1), (
+        "and the spare ones are made up at once"
+    )
+
+
+@virtually
+async def test_without_over_sampling_a_filtered_one_is_replaced_at_once_by_a_fresh_start() -> None:
+    runner = EpisodeRunner(lasting(5, 1, 5, 5, 3, useless=(1,)), sampler=BoundedStaleness())
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 2, 3, 4]
+    assert now() == pytest.approx(5.0, abs=1e-3), "it was begun after 1 s, and not when the others had ended"
+
+
+@virtually
+async def test_taking_the_first_hands_over_as_soon_as_enough_have_ended() -> None:
+    runner = EpisodeRunner(lasting(5, 1, 9, 2, 3, 4), sampler=BoundedStaleness(oversample=1.5, takes_first=True))
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [1, 3, 4, 5]
+    assert now() == pytest.approx(4.0, abs=1e-3)
+    assert runner.figures().num_running == 2, "the rest goes on"
+    runner.set_version(1)
+    await runner.prepare_batch(itertools.count(10), 4)
+    assert runner.figures().num_stopped == 2, "until it is too old"
+
+
+@virtually
+async def test_the_rest_is_stopped_at_once_when_asked() -> None:
+    ended: list[int] = []
+
+    async def workflow(item: int) -> int:
+        try:
+            await asyncio.sleep(item)
+        except asyncio.CancelledError:
+            ended.append(item)
+            raise
+        return item
+
+    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(oversample=1.5, takes_first=True, stops_rest=True))
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
+    await settle()
+    assert (ended, runner.figures().num_stopped, runner.figures().num_running) == ([4, 5], 2, 0)
+
+
+@virtually
+async def test_stopping_the_rest_leaves_what_the_bound_lets_begin_early() -> None:
+    runner = EpisodeRunner(lasting(*[1.0] * 4, *[50.0] * 6), sampler=BoundedStaleness(1, oversample=1.5, stops_rest=True))
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
+    await settle()
+    figures = runner.figures()
+    assert (figures.num_started, figures.num_running, figures.num_stopped) == (10, 4, 2), "of the last in order of start"
+    runner.set_version(1)
+    assert numbers(await runner.prepare_batch(itertools.count(20), 4)) == [4, 5, 6, 7]
+
+
+@virtually
+async def test_stopping_the_rest_stops_what_would_be_too_old_for_the_next_batch() -> None:
+    runner = EpisodeRunner(lasting(100, 100), sampler=BoundedStaleness(1, takes_first=True, stops_rest=True))
+    source = itertools.count()
+    assert numbers(await runner.prepare_batch(source, 2)) == [2, 3]
+    assert runner.figures().num_stopped == 0, "0 and 1 may be in the next batch"
+    runner.set_version(1)
+    assert numbers(await runner.prepare_batch(source, 2)) == [4, 5]
+    figures = runner.figures()
+    assert (figures.num_stopped, figures.num_started, figures.num_running) == (2, 8, 2), "and not in the one after it"
+
+
+@virtually
+async def test_spare_ones_that_go_on_are_used_by_a_later_batch_within_the_bound() -> None:
+    workflow = lasting(*[1.0] * 12, useless=(4, 5, 6, 7))
+    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(1, oversample=2))
+    source = itertools.count()
+    assert numbers(await runner.prepare_batch(source, 4)) == [0, 1, 2, 3]
+    runner.set_version(1)
+    batch = await runner.prepare_batch(source, 4)
+    assert numbers(batch) == [8, 9, 10, 11], "begun as spare ones of the first batch"
+    assert {episode.version for episode in batch} == {0}
+
+
+def mean_lengths(sampler: BoundedStaleness, num_batches: int = 12, batch_size: int = 64) -> tuple[float, float, float]:
+    """Mean length of what was handed over, of all that was begun, and seconds for each batch; on simulated engines."""
+    lengths = log_normal_lengths(seed=5, mean=200.0, sigma=1.0)
+
+    async def run() -> tuple[float, float, float]:
+        instances = {id_: SimulatedInstance(id_, EngineModel(), lengths) for id_ in ("i0", "i1", "i2", "i3")}
+        requests = GenerateScheduler(SimulatedBackend(instances))
+        for id_ in instances:
+            requests.add(id_, 64)
+
+        async def workflow(item: int) -> int:
+            (ticket,) = requests.put([make_request(f"r{item}", max_new_tokens=100_000)])
+            try:
+                return len((await asyncio.wrap_future(ticket.future)).token_ids)
+            except asyncio.CancelledError:
+                await requests.abort([ticket.request_id])
+                raise
+
+        runner = EpisodeRunner(workflow, sampler=sampler)
+        source, used = itertools.count(), list[int]()
+        for version in range(num_batches):
+            used += [episode.value for episode in await runner.prepare_batch(source, batch_size)]
+            runner.set_version(version + 1)
+        begun = [lengths(make_request(f"r{item}")) for item in range(runner.figures().num_started)]
+        await runner.close()
+        return statistics.fmean(used), statistics.fmean(begun), now() / num_batches
+
+    return run_virtually(run())
+
+
+@pytest.mark.parametrize("stops_rest", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_taking_the_first_favours_short_ones_and_the_order_of_starts_does_not(staleness: int, stops_rest: bool) -> None:
+    first, all_, first_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, takes_first=True, stops_rest=stops_rest))
+    unbiased, everything, unbiased_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, stops_rest=stops_rest))
+    print(f"by ends {first / all_:.2f} of the mean, {first_s:.0f} s; by starts {unbiased / everything:.2f}, {unbiased_s:.0f} s")
+    assert first < 0.85 * all_
+    assert unbiased == pytest.approx(everything, rel=0.1)
+    assert first_s < unbiased_s, "which is what it is bought for"
+
+
+# --- age ----------------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_run_that_begins_at_a_later_version_begins_no_more_than_another() -> None:
+    runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))
+    runner.set_version(100)
+    asked = await waits(runner.prepare_batch(itertools.count(), 4))
+    assert runner.figures().num_started == 8
+    await asked
+
+
+@virtually
+async def test_batches_that_share_a_version_do_not_starve() -> None:
+    runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))
+    source = itertools.count()
+    used = []
+    for version in range(5):
+        for _ in range(2):
+            used += numbers(await runner.prepare_batch(source, 4))
+        runner.set_version(version + 1)
+    assert used == list(range(40))
+
+
+@virtually
+async def test_long_ones_are_kept_also_where_they_may_wait_for_several_versions() -> None:
+    """Eight slow ones and a batch of four: one batch may leave them all, and then they are due."""
+    runner = EpisodeRunner(lasting(*[100.0] * 8), sampler=BoundedStaleness(2))
+    source, used = itertools.count(), []
+    for version in range(4):
+        batch = await runner.prepare_batch(source, 4)
+        assert all(version - episode.version <= 2 for episode in batch)
+        used += numbers(batch)
+        runner.set_version(version + 1)
+    figures = runner.figures()
+    assert (figures.num_evicted, figures.num_stopped) == (0, 0)
+    assert set(range(8)) <= set(used)
+
+
+class Drawn:
+    """A workflow whose durations, uses and failures are drawn."""
+
+    def __init__(self, seed: int, useless: float, failing: float) -> None:
+        self._seed, self._useless, self._failing = seed, useless, failing
+
+    def is_of_use(self, item: int) -> bool:
+        return self._draw(item)[1] >= self._useless + self._failing
+
+    def _draw(self, item: int) -> tuple[float, float]:
+        drawn = random.Random(f"{self._seed} {item}")
+        return drawn.lognormvariate(0.0, 1.5), drawn.random()
+
+    async def __call__(self, item: int) -> int | None:
+        seconds, fate = self._draw(item)
+        await asyncio.sleep(seconds)
+        if fate < self._failing:
+            raise ValueError("drawn")
+        return item if self.is_of_use(item) else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    staleness=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0]),
+    oversample=st.sampled_from([1.0, 1.25, 1.5, 3.0]),
+    takes_first=st.booleans(),
+    stops_rest=st.booleans(),
+    useless=st.sampled_from([0.0, 0.3]),
+    failing=st.sampled_from([0.0, 0.2]),
+    size=st.integers(1, 9),
+    step_s=st.sampled_from([0.0, 1.0, 10.0]),
+)
+def test_whatever_happens_nothing_is_too_old_and_the_bounds_hold(
+    seed: int,
+    staleness: float,
+    oversample: float,
+    takes_first: bool,
+    stops_rest: bool,
+    useless: float,
+    failing: float,
+    size: int,
+    step_s: float,
+) -> None:
+    workflow = Drawn(seed, useless, failing)
+    drawn_from: list[int] = []
+
+    def source() -> Iterator[int]:
+        for item in itertools.count():
+            drawn_from.append(item)
+            yield item
+
+    async def run() -> None:
+        sampler = BoundedStaleness(staleness, oversample=oversample, takes_first=takes_first, stops_rest=stops_rest)
+        runner = EpisodeRunner(workflow, sampler=sampler, max_failures=10**6)
+        items, used = source(), list[int]()
+        for version in range(8):
+            batch = await runner.prepare_batch(items, size)
+            assert len(batch) == size
+            assert all(0 <= version - episode.version <= math.ceil(staleness) for episode in batch)
+            used += numbers(batch)
+            figures = runner.figures()
+            left = figures.num_running + figures.num_waiting
+            spare = 0.0 if stops_rest else oversample - 1.0
+            assert left <= (staleness + spare) * size + 1e-6
+            assert figures.num_started == left + figures.num_used + figures.num_rejected + figures.num_failed + (
+                figures.num_stopped + figures.num_evicted
+            )
+            if not takes_first and staleness == 0.0:
+                mine = [item for item in range(min(numbers(batch)), drawn_from[-1] + 1) if workflow.is_of_use(item)]
+                assert numbers(batch) == mine[:size], "the first of use in the order of starts"
+            if not takes_first and oversample == 1.0 and not stops_rest:
+                assert figures.num_stopped == figures.num_evicted == 0, "none is thrown away for being long"
+            await asyncio.sleep(step_s)
+            runner.set_version(version + 1)
+        assert len(set(used)) == len(used)
+        await runner.close()
+
+    run_virtually(run())
+
+
+def test_what_makes_no_sense_is_said() -> None:
+    for options in ({"max_staleness": -1.0}, {"max_staleness": math.inf}, {"oversample": 0.9}, {"oversample": math.nan}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            BoundedStaleness(**options)
