@@ -29,15 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is ru
 
 from examples.common.curve import draw_curve
 from examples.common.interrupts import Interrupted, interruptible
-from examples.common.record import Checkpoints, MetricsLog, Record, clear, only_run_in, summarize, write_json
+from examples.common.record import MetricsLog, Record, clear, only_run_in, summarize, write_json
 from examples.common.settings import Settings, parse
 from examples.common.tasks import Task, TaskSet, load_tasks
 from examples.common.tokens import Tokenizer, longest, make_tokenizer, small_model
 from examples.common.view import View, open_view
 from helmsman import (
     BoundedStaleness,
+    Checkpoints,
     HelmsmanError,
     Job,
+    RecoverableTraining,
+    RecoveryPolicy,
     RetryGeneration,
     RolloutController,
     SamplingParams,
@@ -48,8 +51,10 @@ from helmsman import (
     make_scheduler,
 )
 from helmsman.api.advantages import group_advantages
-from helmsman.api.errors import EngineCallError, GroupCallError
 from helmsman.api.generation import GenerationResult
+
+NUM_CHECKPOINTS = 3
+"""How many stay."""
 
 
 class Draw(NamedTuple):
@@ -89,30 +94,60 @@ class Run:
         """Runs the groups of later steps while the trainer works, in an asynchronous run."""
         self.draws: Iterator[Draw] = iter(())
         self.metrics = MetricsLog(Path(settings.out) / "metrics.jsonl")
-        self.checkpoints = Checkpoints(Path(settings.out) / "checkpoints", num_kept=3)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def train(self, first_step: int, view: View) -> None:
-        """Do the steps from ``first_step`` on: 0 only evaluates, then come supervised steps, then GRPO."""
+    def train(self, view: View) -> None:
+        """Do all steps that no checkpoint has: 0 only evaluates, then come supervised steps, then GRPO.
+
+        When a train worker dies, the steps after the last checkpoint are done again.
+        """
         settings = self.settings
-        for step in range(first_step, settings.total_steps + 1):
-            started = time.monotonic()
-            if step in (first_step, settings.sft_steps + 1):
-                self.trainer.set_lr(settings.sft_lr if step <= settings.sft_steps else settings.lr)
-            if step == 0:
-                record = Record(step=0, phase="eval")
-            elif step <= settings.sft_steps:
-                record = self.supervised_step(step)
-            else:
-                record = self.grpo_step(step)
-            record.held_out_accuracy = self.evaluate() if self.is_due(step, settings.eval_every) else None
-            record.weight_version = self.trainer.get_version()
-            record.seconds = time.monotonic() - started
-            self.metrics.append(record)
-            view.show(record)
-            if step > 0 and self.is_due(step, settings.save_every):
-                self.save(step)
+        policy = RecoveryPolicy(
+            checkpoints=Path(settings.out) / "checkpoints", save_every=settings.save_every, num_kept=NUM_CHECKPOINTS
+        )
+
+        def begin(step: int) -> None:
+            self.begin(step)
+            view.note(f"from step {step}" if step else "training begins")
+
+        training = RecoverableTraining(
+            self.trainer,
+            policy,
+            step=lambda step: view.show(self.step(step)),
+            on_begin=begin,
+            add_files=self.tokenizer.save,
+        )
+        training.run(0, settings.total_steps)
+
+    def begin(self, step: int) -> None:
+        """Go on with a step, whatever has been done of it and of later ones before."""
+        self.close()
+        self.metrics.rewind(step - 1)
+        self.set_lr(step)
+        self.trainer.update_rollout(self.rollout)
+
+    def set_lr(self, step: int) -> None:
+        """The learning rate of a step's phase."""
+        self.trainer.set_lr(self.settings.sft_lr if step <= self.settings.sft_steps else self.settings.lr)
+
+    def step(self, step: int) -> Record:
+        """One step, with its record."""
+        settings = self.settings
+        started = time.monotonic()
+        if step == settings.sft_steps + 1:
+            self.set_lr(step)
+        if step == 0:
+            record = Record(step=0, phase="eval")
+        elif step <= settings.sft_steps:
+            record = self.supervised_step(step)
+        else:
+            record = self.grpo_step(step)
+        record.held_out_accuracy = self.evaluate() if self.is_due(step, settings.eval_every) else None
+        record.weight_version = self.trainer.get_version()
+        record.seconds = time.monotonic() - started
+        self.metrics.append(record)
+        return record
 
     def supervised_step(self, step: int) -> Record:
         """One optimizer step on solved tasks."""
@@ -185,8 +220,9 @@ class Run:
 
     def close(self) -> None:
         """End what is generated ahead."""
-        if self.executor is not None:
-            self.executor.close()
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            executor.close()
 
     def evaluate(self) -> float:
         """Share of held-out tasks that the current weights solve with greedy decoding."""
@@ -217,31 +253,6 @@ class Run:
         steps_of_phase = step - sft_steps if step > sft_steps else step
         return steps_of_phase % every == 0 or step in (sft_steps, self.settings.total_steps)
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint: a Hugging Face folder with tokenizer, and the optimizer's state."""
-
-        def write(folder: Path) -> None:
-            self.trainer.save(str(folder))
-            self.tokenizer.save(folder)
-
-        self.checkpoints.save(step, write)
-
-    def resume(self) -> int:
-        """Load the last checkpoint and forget the records after it; returns the next step."""
-        found = self.checkpoints.latest()
-        if found is None:
-            self.metrics.rewind(-1)
-            return 0
-        step, folder = found
-        try:
-            self.trainer.load(str(folder))
-        except (EngineCallError, GroupCallError) as error:
-            cause = error.first if isinstance(error, GroupCallError) else error
-            reason = cause.remote_message if isinstance(cause, EngineCallError) else str(cause)
-            raise OSError(f"{folder} cannot be read: {reason}\nRemove it to go on from the one before it.") from error
-        self.metrics.rewind(step)
-        return step + 1
-
 
 def prepare(settings: Settings, *, resume: bool) -> None:
     """Make the output folder ready, before anything is started.
@@ -249,7 +260,7 @@ def prepare(settings: Settings, *, resume: bool) -> None:
     Raises: ValueError, OSError when it cannot be, or the run that is in it cannot be resumed.
     """
     out = Path(settings.out)
-    found = Checkpoints(out / "checkpoints", num_kept=3).latest()
+    found = Checkpoints(out / "checkpoints", NUM_CHECKPOINTS).latest()
     if not resume:
         if settings.model and Path(settings.model).resolve().is_relative_to((out / "checkpoints").resolve()):
             raise ValueError(f"--model {settings.model} lies in the run that this one would replace; give another --out")
@@ -269,7 +280,7 @@ def prepare(settings: Settings, *, resume: bool) -> None:
     write_json(out / "settings.json", settings)
 
 
-def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: bool) -> None:
+def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer) -> None:
     """Start the workers, train, and write curve and summary."""
     started = time.monotonic()
     out = Path(settings.out)
@@ -302,11 +313,9 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer, *, resume: boo
         trainer.initialize()
         rollout.initialize()
         this = Run(settings, tasks, tokenizer, trainer, rollout, max_new_tokens)
-        first_step = this.resume() if resume else 0
         seconds_before = sum(record.seconds for record in this.metrics.read())
-        view.note(f"from step {first_step}" if first_step else "training begins")
         with contextlib.closing(this):
-            this.train(first_step, view)
+            this.train(view)
 
     records = this.metrics.read()
     summary = summarize(records, settings, tasks.name, seconds=seconds_before + time.monotonic() - started)
@@ -336,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except (ValueError, OSError) as error:
                 print(error, file=sys.stderr)
                 return 2
-            run(settings, tasks, tokenizer, resume=resume)
+            run(settings, tasks, tokenizer)
     except Interrupted as interrupt:
         print(f"\nstopped by {interrupt}; everything was ended.", file=sys.stderr)
         print(how_to_go_on(settings), end="", file=sys.stderr)
@@ -350,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def how_to_go_on(settings: Settings) -> str:
     """What to type after a run that was cut short; nothing when it has not saved anything."""
-    if Checkpoints(Path(settings.out) / "checkpoints", num_kept=3).latest() is None:
+    if Checkpoints(Path(settings.out) / "checkpoints", NUM_CHECKPOINTS).latest() is None:
         return ""
     return f"Go on from the last checkpoint with:\n  python {sys.argv[0]} --out {shlex.quote(settings.out)} --resume\n"
 

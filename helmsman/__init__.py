@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller.bootstrap.initialize import initialize as initialize
+    from helmsman.controller.checkpoints import Checkpoints as Checkpoints
     from helmsman.controller.cluster import Cluster as Cluster
     from helmsman.controller.factory import make_scheduler as make_scheduler
     from helmsman.controller.generation.health import SupervisionPolicy as SupervisionPolicy
@@ -59,9 +60,11 @@ if TYPE_CHECKING:
     from helmsman.controller.ray_scheduler import (
         get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
     )
+    from helmsman.controller.recovery_policy import RecoveryPolicy as RecoveryPolicy
     from helmsman.controller.resource_manager import ResourceManager as ResourceManager
     from helmsman.controller.rollout import RolloutController as RolloutController
     from helmsman.controller.train import TrainController as TrainController
+    from helmsman.controller.train_recovery import RecoverableTraining as RecoverableTraining
     from helmsman.controller.weight_sync import ViaCollective as ViaCollective
     from helmsman.controller.weight_sync import ViaDisk as ViaDisk
     from helmsman.controller.weight_sync import ViaMemory as ViaMemory
@@ -71,6 +74,7 @@ _HOMES = {
     "AxisSharding": "helmsman.api.dispatch",
     "Batch": "helmsman.api.batch",
     "BoundedStaleness": "helmsman.controller.generation.sampling",
+    "Checkpoints": "helmsman.controller.checkpoints",
     "Cluster": "helmsman.controller.cluster",
     "ClusterConfig": "helmsman.api.cluster_config",
     "Collect": "helmsman.api.dispatch",
@@ -92,6 +96,8 @@ _HOMES = {
     "Ragged": "helmsman.api.columns",
     "RankInfo": "helmsman.api.topology",
     "RayScheduler": "helmsman.controller.ray_scheduler",
+    "RecoverableTraining": "helmsman.controller.train_recovery",
+    "RecoveryPolicy": "helmsman.controller.recovery_policy",
     "Replicate": "helmsman.api.dispatch",
     "RequestOptions": "helmsman.controller.generation.request",
     "ResourceManager": "helmsman.controller.resource_manager",

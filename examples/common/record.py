@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +41,7 @@ class Record(msgspec.Struct, kw_only=True):
     tokens_per_s: float = 0.0
     """Those tokens over the step's time, without its evaluation."""
     weight_version: int = 0
-    """Version of the weights that the step made: the number of optimizer steps."""
+    """Version of the weights that the step made: the number of optimizer steps, and higher after a recovery."""
     seconds: float = 0.0
     """Duration of the step, with its evaluation."""
 
@@ -125,45 +124,6 @@ class MetricsLog:
         kept = [record for record in self.read() if record.step <= step]
         write_atomically(self._path, b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
         return kept
-
-
-class Checkpoints:
-    """Numbered checkpoint folders; each appears complete or not at all, and only the newest few stay."""
-
-    _NAME = re.compile(r"step-(\d{6,})")
-
-    def __init__(self, folder: Path, num_kept: int) -> None:
-        self._folder = folder
-        self._num_kept = num_kept
-
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let ``write`` fill a folder for ``step``, publish it and drop the oldest ones. Returns the folder."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f".step-{step:06d}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write(unfinished)
-        path = self._folder / f"step-{step:06d}"
-        if path.exists():
-            shutil.rmtree(path)
-        unfinished.rename(path)
-        link = self._folder / ".latest"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        link.replace(self._folder / "latest")
-        for old in self._steps()[: -self._num_kept]:
-            shutil.rmtree(self._folder / f"step-{old:06d}")
-        return path
-
-    def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest checkpoint; ``latest`` is for people, as a copied folder may have lost the link."""
-        steps = self._steps()
-        return (steps[-1], (self._folder / f"step-{steps[-1]:06d}").resolve()) if steps else None
-
-    def _steps(self) -> list[int]:
-        if not self._folder.is_dir():
-            return []
-        matches = (self._NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
 
 
 def clear(out: Path) -> bool:

@@ -125,6 +125,17 @@ class InferenceEngine(abc.ABC):
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
         """Continue one prompt; many calls are in flight at once and are batched by the engine."""
 
+    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Continue one prompt several times: requests that are equal but for id and seed, whose prompt is computed once.
+
+        Optional, for RolloutController's ``samples_by_engine``. Results are in the order of the requests, when all have ended;
+        abort ends each by its own id.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no agenerate_samples; leave out RolloutController's samples_by_engine, and each sample "
+            "is a request of its own"
+        )
+
     @abc.abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Returns how many."""

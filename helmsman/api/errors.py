@@ -47,7 +47,8 @@ HelmsmanError
 │   └── HandleLostError (LookupError)
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has gone
-│   └── RequestDeadlineError (TimeoutError)
+│   ├── RequestDeadlineError (TimeoutError)
+│   └── RequestsInFlightError (TimeoutError) they have not ended, or come back, in time
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
 ├── RewardError                           one score of a RewardPool
@@ -56,6 +57,8 @@ HelmsmanError
 │   └── RewardWorkersSpentError           no worker is left, and none comes back
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
+├── CheckpointError                       a checkpoint that cannot be loaded
+├── RecoveryExhaustedError                train workers were lost more often than is tolerated
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
 ├── TopologyMismatchError                 workers that see other coordinates than the controller has computed
@@ -549,6 +552,7 @@ class WorkerFailedError(CallError):
     exit_signal: int | None
     running: str | None
     running_s: float | None
+    log_path: str
     log_tail: str
 
     def __init__(
@@ -823,6 +827,30 @@ class RequestDeadlineError(GenerationError, TimeoutError):
         )
 
 
+class RequestsInFlightError(GenerationError, TimeoutError):
+    """Requests that had not ended, or been given back, when the wait for it was over; they are where they were."""
+
+    role: str
+    in_flight: dict[str, int]
+    """Instance -> how many requests it has."""
+    num_queued: int
+    limit_s: float
+
+    def __init__(
+        self, *, role: str, operation: str, in_flight: dict[str, int], num_queued: int, paused: bool, limit_s: float
+    ) -> None:
+        have = ", ".join(f"{instance} has {num}" for instance, num in in_flight.items()) or "none is in flight"
+        state = f"It is paused, and {num_queued} wait" if paused else f"{num_queued} wait"
+        super().__init__(
+            f"role {role!r}: {operation} has waited {limit_s:g} s for requests in flight: {have}. {state}. Wait on with "
+            "wait_idle, end them with abort, or go on with resume: they come to their ends wherever they are.",
+            role=role,
+            in_flight=in_flight,
+            num_queued=num_queued,
+            limit_s=limit_s,
+        )
+
+
 class EpisodeTimeoutError(HelmsmanError, TimeoutError):
     """An episode of a workflow did not end within its limit; it was cancelled."""
 
@@ -971,6 +999,55 @@ class GroupCallError(HelmsmanError):
             num_ranks=num_ranks,
         )
         self.__cause__ = first
+
+
+class CheckpointError(HelmsmanError):
+    """A checkpoint that the ranks of a training job cannot load."""
+
+    role: str
+    path: str
+
+    def __init__(self, *, role: str, path: str, reason: str) -> None:
+        super().__init__(
+            f"role {role!r} cannot load the checkpoint {path}: {reason}. Remove it to go on from the one before it.",
+            role=role,
+            path=path,
+            reason=reason,
+        )
+
+
+class RecoveryExhaustedError(HelmsmanError):
+    """A train worker was lost, and the job has recovered from as many losses as its RecoveryPolicy allows."""
+
+    role: str
+    rank: int
+    loss: WorkerFailedError
+    num_recoveries: int
+    window_s: float
+    log_path: str
+    checkpoint: str
+    """Folder of the last one; '' when there is none."""
+
+    def __init__(
+        self, *, loss: WorkerFailedError, num_recoveries: int, window_s: float, checkpoint: str, reason: str = ""
+    ) -> None:
+        role, rank, log_path = loss.role, loss.index, loss.log_path
+        failed = f" The last of them failed: {reason}." if reason else ""
+        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint yet"
+        super().__init__(
+            f"role {role!r}: rank {rank} ({loss.worker_id} on node {loss.node}, pid {loss.pid}) {loss.cause}, after "
+            f"{num_recoveries} recoveries within {window_s:g} s, which is the most that RecoveryPolicy.max_recoveries allows."
+            f"{failed} Mend what ends the workers, or allow more, and start the script again to {where}."
+            f"{_log_section(log_path, loss.log_tail)}",
+            role=role,
+            rank=rank,
+            loss=loss,
+            num_recoveries=num_recoveries,
+            window_s=window_s,
+            log_path=log_path,
+            checkpoint=checkpoint,
+            reason=reason,
+        )
 
 
 class DispatchError(HelmsmanError, TypeError):

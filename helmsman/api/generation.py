@@ -44,6 +44,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: list[int]
     """Token ids of the prompt, at least one."""
     sampling: SamplingParams = SamplingParams()
+    num_generated: int = 0
+    """How many of the last ``prompt_ids`` were generated before, when the request goes on from an earlier attempt. An engine
+    that numbers what it draws from the first generated token goes on from there, so that a seed draws as if nothing had been
+    cut; ``max_new_tokens`` counts without them."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_generated <= len(self.prompt_ids):
+            raise ValueError(
+                f"request {self.request_id!r}: num_generated is {self.num_generated}; expected 0 to {len(self.prompt_ids)}, "
+                "since those tokens are the last of prompt_ids"
+            )
 
 
 class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):

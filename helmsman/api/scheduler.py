@@ -382,6 +382,18 @@ class Scheduler(abc.ABC):
         """
 
     @abc.abstractmethod
+    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
+        """End all processes of a role, and start as many anew once the last of them has ended: ranks of one process group.
+
+        They are on the same nodes and devices or, with ``elsewhere``, wherever the job fits now, as after delete_workers and
+        create_workers. They have the same ids, new ports and no engines; ``elsewhere`` numbers them anew where some were removed.
+
+        Raises: RoleNotFoundError; InvalidSpecError for a role whose workers are another's, or are used by a role that is
+            colocated without fork, or with ``elsewhere`` by any other role; StartError, after which the workers count as failed
+            and may be restarted again or, with ``elsewhere``, the role is gone.
+        """
+
+    @abc.abstractmethod
     def scale(self, role: str, replicas: int) -> list[str]:
         """Let a role have so many workers that live: more at its end, placed as a job of one each, or fewer, the last ones
         ended as by remove_workers.
@@ -450,6 +462,15 @@ class Scheduler(abc.ABC):
         ``ray drain-node``, and where ``ray start --block`` was sent SIGTERM. A worker of the local scheduler is one once it was
         sent SIGTERM, which it says with its next answer to check_health or status; it ends 25 s later, or at a second one. On
         Ray, SIGTERM ends a worker at once, since it is how Ray itself ends them.
+        """
+
+    @abc.abstractmethod
+    async def kill_worker(self, worker_id: str, cause: str) -> None:
+        """End a worker's process at once, whatever it does, such as one that is stopped. Calls that wait for it fail.
+
+        Args:
+            cause: why, for the WorkerFailedError of its calls, as part of a sentence: 'was ended because it ...'.
+        Raises: WorkerNotFoundError; ShutdownIncompleteError.
         """
 
     @abc.abstractmethod

@@ -76,6 +76,10 @@ class SchedulerBase(ElasticRoles):
         notices = {worker_id: client.leaving for worker_id, client in workers}
         return {worker_id: notice for worker_id, notice in notices.items() if notice is not None}
 
+    async def kill_worker(self, worker_id: str, cause: str) -> None:
+        client = self._client(worker_id)
+        await run_async(client.kill(cause))
+
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
         await run_async(probe(role, dict(entry.clients), address, port))

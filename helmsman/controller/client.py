@@ -53,6 +53,7 @@ class WorkerClient:
         self._stopped = False
         self._ends_at: float | None = None
         """When its process ends, which was told to, by time.monotonic()."""
+        self._killed_because = ""
 
     @property
     def node(self) -> str:
@@ -117,6 +118,11 @@ class WorkerClient:
         self._stopped = True
         await self.control(Verb.SHUTDOWN, limit_s=limit_s)
         await self.transport.wait_ended(limit_s)
+
+    async def kill(self, cause: str) -> None:
+        """End the process at once; ``cause`` is how it ended, for whoever waits for it."""
+        self._killed_because = cause
+        await self.transport.kill()
 
     # --- the ends of requests ---------------------------------------------------------------------------------------
 
@@ -187,7 +193,8 @@ class WorkerClient:
             if self._ran_at_end is None:
                 oldest = min(self.in_flight.values(), key=lambda call: call.started, default=None)
                 self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
-            self._ending = await self.transport.ending()
+            ending = await self.transport.ending()
+            self._ending = msgspec.structs.replace(ending, cause=self._killed_because) if self._killed_because else ending
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,

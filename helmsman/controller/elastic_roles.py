@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -34,19 +34,27 @@ class ElasticRoles(RoleBook):
             run_sync(self._run_command(worker_id, command))
 
     async def _restart(self, role: Role, worker_id: str) -> None:
-        while (running := role.restarts.get(worker_id)) is not None:  # one at a time, or a place has two processes
-            await asyncio.wait([running])
+        async with self._restarting(role, [worker_id]):
+            await self._start_again(role, worker_id)
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def _restarting(role: Role, worker_ids: Sequence[str]) -> AsyncIterator[None]:
+        """One restart at a time, or a place has two processes; the removal of one of these workers cancels it."""
+        while running := {role.restarts[each] for each in worker_ids if each in role.restarts}:
+            await asyncio.wait(running)
         task = asyncio.current_task()
         assert task is not None
-        role.restarts[worker_id] = task
+        role.restarts.update(dict.fromkeys(worker_ids, task))
         try:
-            await self._start_again(role, worker_id)
+            yield
         except asyncio.CancelledError:
-            if worker_id in role.clients:
-                raise
-            raise not_found(worker_id, role) from None  # its removal has cancelled this
+            if removed := [each for each in worker_ids if each not in role.clients]:
+                raise not_found(removed[0], role) from None
+            raise
         finally:
-            del role.restarts[worker_id]
+            for each in worker_ids:
+                del role.restarts[each]
 
     async def _start_again(self, role: Role, worker_id: str) -> None:
         rank, old = rank_of(worker_id), role.clients.get(worker_id)
@@ -67,6 +75,52 @@ class ElasticRoles(RoleBook):
                         entry.clients = {**entry.clients, each: client}
                         entry.engine_names.pop(each, None)
                 role.own(worker_id, resources)
+
+    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
+        self._require_open("restart_workers")
+        entry = self._role(role)
+        users = [each.name for each in self._roles.values() if each.target == role and (elsewhere or each.reuses)]
+        expected = ""
+        if entry.reuses or not entry.clients:
+            expected = f"a role with workers of its own; these are {entry.target or 'nobody'}'s"
+        elif users:
+            expected = f"a role whose workers no other stands on; {', '.join(users)} would go with them"
+        if expected:
+            raise errors.InvalidSpecError(role=role, field="role", value=role, expected=expected)
+        if elsewhere:
+            ranks = [rank_of(worker_id) for worker_id in entry.clients]  # as many as there are, which is what may have changed
+            specs = [entry.job.spec(rank) for rank in ranks] if len(entry.job.tasks) > 1 else entry.job.tasks
+            run_sync(self._kill_all(entry))
+            self.delete_workers(role)
+            self.create_workers(msgspec.structs.replace(entry.job, replicas=len(ranks), tasks=specs))
+            return
+        run_sync(self._restart_all(entry))
+        for worker_id in entry.worker_ids:
+            if command := entry.job.spec(rank_of(worker_id)).cmd:
+                run_sync(self._run_command(worker_id, command))
+
+    @staticmethod
+    async def _kill_all(role: Role) -> None:
+        """End all processes at once: asked to end in order, one that waits for a lost rank would not come to it."""
+        await await_all(client.transport.kill() for client in role.clients.values())
+
+    async def _restart_all(self, role: Role) -> None:
+        async with role.growing, self._restarting(role, role.worker_ids), contextlib.AsyncExitStack() as resources:
+            deadline = Deadline(self.timeouts.start_s)
+            old = role.clients
+            await self._kill_all(role)
+            ranks = [rank_of(worker_id) for worker_id in old]
+            clients = await self._launch(role.job, ranks, [client.place for client in old.values()], deadline, resources)
+            pairs = zip(ranks, clients, strict=True)
+            await await_all(self._prepare(role.job, rank, client, deadline) for rank, client in pairs)
+            with self._book:
+                if self._roles.get(role.name) is not role:  # deleted by another thread
+                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
+                if role.clients is not old:
+                    raise not_found(next(each for each in old if each not in role.clients), role)
+                role.clients = dict(zip(old, clients, strict=True))
+                role.engine_names.clear()
+                role.resources.push_async_callback(resources.pop_all().aclose)
 
     def scale(self, role: str, replicas: int) -> list[str]:
         self._require_open("scale")

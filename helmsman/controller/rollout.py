@@ -7,9 +7,8 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
 
 from helmsman.api.errors import (
     CallError,
@@ -20,12 +19,12 @@ from helmsman.api.errors import (
     SchedulerClosedError,
     WorkerFailedError,
 )
-from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.api.weights import Weights
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import InstanceLoad, RolloutLoad
-from helmsman.controller.generation.request import RequestOptions, Ticket
+from helmsman.controller.generation.prompts import RequestMaker
 from helmsman.controller.generation.retries import RetryPolicy
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
@@ -33,12 +32,11 @@ from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances
-from helmsman.controller.weight_sync import InFlight
+from helmsman.controller.rollout_requests import InFlight
 
 log = logging.getLogger(__name__)
 
-Prompt: TypeAlias = Sequence[int] | GenerationRequest
-"""Token ids, or a request that the caller made, with an id and sampling parameters of its own."""
+_holds = itertools.count()
 
 
 class RolloutController(RolloutInstances):
@@ -66,6 +64,7 @@ class RolloutController(RolloutInstances):
         policy: RoutingPolicy | None = None,
         retries: RetryPolicy | None = None,
         supervision: SupervisionPolicy | None = None,
+        samples_by_engine: bool = False,
     ) -> None:
         """As RoleController.
 
@@ -80,6 +79,9 @@ class RolloutController(RolloutInstances):
                 update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
                 what they have is continued elsewhere, and they are built anew where there is room. With None a worker's death
                 is noticed by its calls, and final.
+            samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
+                computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
+                where there is room.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name, max_in_flight_per_worker)
@@ -99,74 +101,10 @@ class RolloutController(RolloutInstances):
         self._num_updating = 0
         """Updates that are under way, one within the other."""
         self._request_timeout_s = request_timeout_s
-        self._numbers = itertools.count()
+        self._samples_by_engine, self._maker = samples_by_engine, RequestMaker(self.role)
         self._requests: GenerateScheduler | None = None
 
-    # --- generation -------------------------------------------------------------------------------------------------
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[GenerationResult]:
-        """Continue all prompts and return the results in their order.
-
-        Args:
-            sampling: for all prompts, or one for each; the defaults when None.
-        Raises: ValueError for prompts that make no sense, before anything is sent. When a request fails, the others of this
-            call are aborted and their ends awaited for a short grace; then the error is raised as call_all raises it. Use
-            submit or agenerate to keep the results of the others.
-        """
-        return run_sync(self._generate(self._make_requests(prompts, sampling)))
-
-    async def agenerate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
-    ) -> GenerationResult:
-        """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the await is cancelled."""
-        return await run_async(self._generate_one(self._make_request(prompt, sampling), options))
-
-    def submit(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
-    ) -> Future[GenerationResult]:
-        """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests wait.
-
-        The future can be cancelled while the request waits; abort ends one that is in flight. Its callbacks run on Helmsman's
-        event loop.
-        """
-        return run_sync(self._submit(self._make_request(prompt, sampling), options))
-
-    async def asubmit(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, options: RequestOptions | None = None
-    ) -> Future[GenerationResult]:
-        """As submit, awaited."""
-        return await run_async(self._submit(self._make_request(prompt, sampling), options))
-
     # --- control ----------------------------------------------------------------------------------------------------
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Returns how many."""
-        return run_sync(self._abort(request_ids))
-
-    async def aabort(self, request_ids: Sequence[str] | None = None) -> int:
-        """As abort, awaited."""
-        return await run_async(self._abort(request_ids))
-
-    def pause(self) -> None:
-        """Give no queued request to a worker once this has returned, until resume.
-
-        Requests that a worker has been given go on (abort ends them), and submission stays open.
-        """
-
-        async def pause() -> None:
-            self._queue().suspend()
-
-        run_sync(pause())
-
-    def resume(self) -> None:
-        """Send queued requests again."""
-
-        async def resume() -> None:
-            self._queue().resume()
-
-        run_sync(resume())
 
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
@@ -213,95 +151,7 @@ class RolloutController(RolloutInstances):
 
         return run_sync(load())
 
-    async def _pause(self, in_flight: InFlight = "continue") -> None:
-        requests = self._queue()
-        requests.suspend()
-        if in_flight == "recall":
-            await asyncio.gather(*map(requests.recall, requests.instances))
-        if in_flight != "continue":
-            await requests.wait_idle()
-
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def _make_request(self, prompt: Prompt, sampling: SamplingParams | None, name: str = "the prompt") -> GenerationRequest:
-        if isinstance(prompt, GenerationRequest):
-            if sampling is not None:
-                raise ValueError(f"{name} is a GenerationRequest with sampling parameters of its own; leave `sampling` out")
-            request = prompt
-        else:
-            request = GenerationRequest(
-                request_id=f"{self.role}-{next(self._numbers)}",
-                prompt_ids=[int(token) for token in prompt],
-                sampling=sampling or SamplingParams(),
-            )
-        if not request.prompt_ids:
-            raise ValueError(f"{name} is empty; expected at least one token id")
-        return request
-
-    def _make_requests(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[GenerationRequest]:
-        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
-        return [self._make_request(p, s, f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
-
-    async def _submit(self, request: GenerationRequest, options: RequestOptions | None) -> Future[GenerationResult]:
-        return (await self._queue().submit(request, options)).future
-
-    async def _generate_one(self, request: GenerationRequest, options: RequestOptions | None) -> GenerationResult:
-        (ticket,) = self._queue().put([request], options)
-        future = asyncio.wrap_future(ticket.future)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._withdraw([ticket])
-            raise
-
-    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        tickets = self._queue().put(requests)
-        futures = [asyncio.wrap_future(ticket.future) for ticket in tickets]
-        if not futures:
-            return []
-        try:
-            first, pending = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                self._withdraw(tickets)
-                await asyncio.wait(pending, timeout=DEFAULT_GRACE_S)
-        except asyncio.CancelledError:
-            self._withdraw(tickets)
-            raise
-        finally:
-            for future in futures:
-                future.cancel()  # of those that have not ended, nobody asks for the result any more
-        failures: dict[str, Exception] = {}
-        for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
-            error = None if future.cancelled() else future.exception()
-            if isinstance(error, Exception):
-                failures.setdefault(ticket.sent_to, error)
-        if failures:
-            # Requests that were never sent fail because of a worker whose own error, if it is here, says more.
-            sent = {worker_id: error for worker_id, error in failures.items() if worker_id}
-            raise group_error(self.role, "generate", sent, len(self.workers)) if sent else failures[""]
-        return [future.result() for future in futures]
-
-    def _withdraw(self, tickets: Sequence[Ticket]) -> None:
-        """Take back what is queued and abort what is in flight, without waiting for it."""
-        for ticket in tickets:
-            ticket.future.cancel()
-        running = [ticket.request.request_id for ticket in tickets if ticket.future.running()]
-        if running:
-            what = f"{self.role}: abort of {len(running)} requests that nobody waits for"
-            observe(asyncio.create_task(self._abort_if_open(running)), what)
-
-    async def _abort_if_open(self, request_ids: Collection[str]) -> None:
-        with contextlib.suppress(SchedulerClosedError):  # the requests have ended with their workers
-            await self._abort(request_ids)
-
     # --- workers ----------------------------------------------------------------------------------------------------
-
-    async def _abort(self, request_ids: Collection[str] | None) -> int:
-        return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
         await self._update_each(dict.fromkeys(self._living_ids(), weights), version, timeout, kept=weights)
@@ -462,17 +312,16 @@ class RolloutController(RolloutInstances):
         return tuple((worker_id, self._builds[worker_id]) for worker_id in ids)
 
     @contextlib.asynccontextmanager
-    async def _held(self, in_flight: InFlight) -> AsyncIterator[None]:
+    async def _held(self, in_flight: InFlight, timeout: float | None) -> AsyncIterator[None]:
         """For an update, what becomes of requests that are in flight; no other starts meanwhile unless they continue."""
-        was_suspended = self._queue().is_suspended
+        by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold lets go what this one holds
         with self._updating():
             try:
                 if in_flight != "continue":
-                    await self._pause(in_flight)
+                    await self._pause(in_flight, timeout, by=by)
                 yield
             finally:
-                if not was_suspended:
-                    self._queue().resume()
+                await self._resume(by)
 
     def _living_ids(self) -> list[str]:
         """Of instances that have not died; none while all are on their way back. Raises why none lives or will."""
@@ -593,6 +442,12 @@ class _Workers:
             instance_id, self._ask(instance_id, "agenerate", request, timeout=self._timeout_s)
         )
         return result
+
+    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+        results: Sequence[GenerationResult] = await self._lost(
+            instance_id, self._ask(instance_id, "agenerate_samples", list(requests), timeout=self._timeout_s)
+        )
+        return results
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         await self._lost(instance_id, self._ask(instance_id, "abort", list(request_ids)))

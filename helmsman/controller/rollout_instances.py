@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, JobError, WorkerNotFoundError
 from helmsman.api.scheduler import Job, Scheduler, Worker
 from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.loop import await_all, run_async, run_sync
-from helmsman.controller.role import RoleController
+from helmsman.controller.rollout_requests import RolloutRequests
 
 T = TypeVar("T")
 
 
-class RolloutInstances(RoleController, abc.ABC):
-    """A role whose workers are instances that serve requests; RolloutController says which requests, and by which weights."""
+class RolloutInstances(RolloutRequests, abc.ABC):
+    """The workers that serve the requests; RolloutController says by which weights."""
 
     def __init__(
         self,
@@ -45,10 +44,6 @@ class RolloutInstances(RoleController, abc.ABC):
         self._leaving: set[str] = set()
         """Those that are being removed."""
         self._looking = asyncio.Lock()
-
-    @abc.abstractmethod
-    def _queue(self) -> GenerateScheduler:
-        """The requests; raises unless the controller is started."""
 
     @abc.abstractmethod
     async def _bring_weights(self, worker_id: str) -> bool:

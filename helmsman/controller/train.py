@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from helmsman.api.engines import LossFn, Sample
-from helmsman.api.errors import HelmsmanError
+from helmsman.api.errors import (
+    CheckpointError,
+    EngineCallError,
+    GroupCallError,
+    HelmsmanError,
+    InvalidSpecError,
+    RoleNotFoundError,
+    StartError,
+)
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller.base import Call
+from helmsman.controller.group import is_communication_error
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import sample_lengths, split_by_tokens
 from helmsman.controller.rank_environment import rank_environment
@@ -67,6 +76,10 @@ class TrainController(RoleController):
         self.job = msgspec.structs.replace(job, tasks=tasks)
         self.model_parallel_size = model_parallel_size
         self.data_parallel_size = job.replicas // model_parallel_size
+        self.num_recoveries = 0
+        """How often all ranks were built anew, or are."""
+        self._version_given: int | None = None
+        """The highest weight version that was told or set."""
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -81,7 +94,7 @@ class TrainController(RoleController):
 
         Args:
             samples: the batch, in any order; see helmsman.api.engines.Sample.
-            loss_fn: import path 'package.module:function', or a function that can be pickled.
+            loss_fn: import path 'package.module.function', or a function that can be pickled.
             loss_kwargs: further arguments of the loss.
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the engine's statistics over the global batch.
@@ -170,8 +183,14 @@ class TrainController(RoleController):
         run_sync(self._replicated("save", path, timeout=timeout))
 
     def load(self, path: str, timeout: float | None = None) -> None:
-        """Read what save wrote."""
-        run_sync(self._replicated("load", path, timeout=timeout))
+        """Read what save wrote. Raises: CheckpointError when the engine cannot; else as call_all."""
+        try:
+            run_sync(self._replicated("load", path, timeout=timeout))
+        except (EngineCallError, GroupCallError) as error:
+            cause = error.first if isinstance(error, GroupCallError) else error
+            if not isinstance(cause, EngineCallError) or is_communication_error(cause):
+                raise
+            raise CheckpointError(role=self.role, path=path, reason=cause.remote_message) from error
 
     def get_version(self) -> int:
         """The weight version, on which all ranks agree."""
@@ -179,7 +198,7 @@ class TrainController(RoleController):
 
     def set_version(self, version: int) -> None:
         """Set the weight version on all ranks."""
-        run_sync(self._replicated("set_version", version))
+        run_sync(self._set_version(version))
 
     def set_lr(self, lr: float) -> None:
         """Use another learning rate on all ranks from the next step on."""
@@ -197,6 +216,68 @@ class TrainController(RoleController):
         """As update_rollout, awaited."""
         return await run_async(self._update_rollout(rollout, timeout))
 
+    # --- recovery ---------------------------------------------------------------------------------------------------
+
+    def recover(self, checkpoint: str | None = None, timeout: float | None = None) -> int:
+        """Build all ranks anew when some were lost, and load a checkpoint; returns the weight version.
+
+        All processes of the role are ended before any is started, since the ranks that live wait in collectives for the lost
+        ones. They come back at their places or, where a node is gone or a place cannot be had, wherever the job fits. Other
+        roles are not touched. After an error it may be tried again.
+
+        The version is above all that were told before (get_version, update_rollout), since what has those versions was made by
+        other weights.
+
+        Args:
+            checkpoint: what save wrote; None for the weights with which the engines are built.
+            timeout: seconds for loading it; the scheduler's ``timeouts.call_s`` when None.
+        Raises: as initialize and load; InvalidSpecError where other roles stand on the workers, see
+            Scheduler.restart_workers.
+        """
+        self._check_started()
+        self.num_recoveries += 1
+        self._restart()
+        workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
+        run_sync(self._make_ready(workers, range(len(workers))))
+        self._workers = workers
+        if self._closed:
+            self._delete_workers(None)
+        self._check_started()
+        if checkpoint is not None:
+            self.load(checkpoint, timeout)
+        return run_sync(self._raise_version())
+
+    def _restart(self) -> None:
+        """New processes for all ranks: at their places if these are there, else elsewhere."""
+        try:
+            places = {worker.node_id for worker in self.scheduler.get_workers(self.role, timeout=0)}
+        except RoleNotFoundError:  # an earlier attempt has not found a place
+            self.scheduler.create_workers(self.job)
+            return
+        gone = places - {node.node_id for node in self.scheduler.nodes()}
+        if gone:
+            logger.warning("role %s is placed anew: %d of its nodes have gone (%s)", self.role, len(gone), ", ".join(gone))
+            self.scheduler.restart_workers(self.role, elsewhere=True)
+            return
+        try:
+            self.scheduler.restart_workers(self.role)
+        except StartError as error:
+            logger.warning("role %s is placed anew, since it could not be started at its places: %s", self.role, error)
+            try:
+                self.scheduler.restart_workers(self.role, elsewhere=True)
+            except InvalidSpecError:  # others stand on its workers there
+                raise error from None
+
+    async def _raise_version(self) -> int:
+        before = self._version_given
+        version = await self._get_version()
+        if before is not None and version <= before:
+            version = before + 1
+            await self._set_version(version)
+        return version
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
     async def _replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         meta = _REPLICATED if self.model_parallel_size > 1 else None
         return await self._call_workers(method, {worker.id: Call(args, rpc_meta=meta) for worker in self.workers}, timeout)
@@ -210,7 +291,15 @@ class TrainController(RoleController):
                 role=self.role,
                 versions=found,
             )
+        self._given(versions[0])
         return versions[0]
+
+    async def _set_version(self, version: int) -> None:
+        await self._replicated("set_version", version)
+        self._given(version)
+
+    def _given(self, version: int) -> None:
+        self._version_given = version if self._version_given is None else max(version, self._version_given)
 
     async def _export_weights(self, timeout: float | None) -> ResultHandle:
         handle = await self._collective_on_root("export_weights", timeout=timeout, keep=True)

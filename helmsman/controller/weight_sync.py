@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -16,12 +16,11 @@ from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightForma
 from helmsman.controller.group import is_communication_error
 from helmsman.controller.inline import InlineScheduler
 from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.rollout_requests import InFlight
 
 if TYPE_CHECKING:
     from helmsman.controller.rollout import RolloutController
     from helmsman.controller.train import TrainController
-
-InFlight: TypeAlias = Literal["continue", "finish", "recall"]
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +71,8 @@ class WeightSync:
 
         Args:
             timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: what the trainer raised, before any instance has changed; else as RolloutController.update_weights.
+        Raises: what the trainer raised, before any instance has changed; RequestsInFlightError when requests that had to end or
+            come back have not; else as RolloutController.update_weights.
         """
         return run_sync(self._push(timeout))
 
@@ -84,7 +84,7 @@ class WeightSync:
         started = time.monotonic()
         deadline = started + (self._trainer.scheduler.timeouts.call_s if timeout is None else timeout)
         version = await self._trainer._get_version(deadline - time.monotonic())
-        async with self._rollout._held(self._in_flight):
+        async with self._rollout._held(self._in_flight, deadline - time.monotonic()):
             num_bytes, failures = await self._way.carry(self._trainer, self._rollout, self._form, version, deadline)
         serving = self._rollout._serving_ids()
         return SyncReport(
@@ -219,7 +219,7 @@ class ViaCollective:
         version: int,
         deadline: float,
     ) -> _Outcome:
-        members = rollout._processes(ids)
+        members = ((trainer.role, trainer.num_recoveries), *rollout._processes(ids))
         if members != self._members:
             self._port = await trainer._open_weight_store(deadline - time.monotonic())
             self._group_id, self._members = uuid.uuid4().hex, members

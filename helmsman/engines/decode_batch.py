@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines.sampling import SamplingRows, sample_tokens
+from helmsman.engines.sampling import SamplingRows, draw_uniforms, sample_tokens
 from helmsman.engines.slot_cache import SlotCache
 
 
@@ -51,23 +51,32 @@ class DecodeBatch:
         self._rows: SamplingRows | None = None
 
     @property
+    def num_slots(self) -> int:
+        """Most sequences at a time."""
+        return len(self._slots)
+
+    @property
     def num_free(self) -> int:
         """Sequences that can still be added."""
-        return len(self._slots) - self.num_rows
+        return self.num_slots - self.num_rows
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._vocab_size
 
-    def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
+    def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> int:
         """Prefill prompts together and append them as rows. Equal prompts are computed once.
 
         Args:
             prompts: Token ids, 1 to ``max_len - 1`` of each.
             sampling: Parameters of each.
-            seeds: Each decides what its sequence draws. The number for the token at position p is the p-th of the seed's
-                stream, so that a continuation resumed with the same seed goes on as if it had not been cut.
+            seeds: Each decides what its sequence draws. The number for the token at position p, counted from the prompt's
+                first, is the p-th of the seed's stream, so that a continuation resumed with the same seed goes on as if it had
+                not been cut, here or on another instance.
+
+        Returns:
+            Prompt tokens that were computed.
         """
         start, end = self.num_rows, self.num_rows + len(prompts)
         unique: dict[tuple[int, ...], int] = {}
@@ -83,7 +92,7 @@ class DecodeBatch:
             self._model.base_model(  # type: ignore[operator]
                 input_ids=padded.to(self._device), past_key_values=self._cache, use_cache=True
             )
-        streams = [torch.rand(self._max_len, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        streams = [draw_uniforms(seed, self._max_len) for seed in seeds]
         positions = [len(prompt) - 1 for prompt in prompts]
         self._uniforms[start:end] = torch.stack(streams).to(self._device)
         self._inputs[start:end] = torch.tensor([prompt[-1] for prompt in prompts], device=self._device)
@@ -91,6 +100,7 @@ class DecodeBatch:
         self._positions += positions
         self._sampling += sampling
         self.num_rows, self._rows = end, None
+        return sum(map(len, unique))
 
     def step(self) -> tuple[list[int], list[float]]:
         """Draw the next token of every row.

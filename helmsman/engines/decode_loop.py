@@ -80,8 +80,9 @@ class DecodeLoop:
         self._is_torn = False
         """Whether an update ended half-way: nothing is decoded until one is completed, and requests wait or are aborted."""
         self._weight_group = WeightGroup(next(model.parameters()).device)
-        self._num_generated = 0
-        self._waiting: deque[_Sequence] = deque()
+        self._num_generated = self._num_prefilled = 0
+        self._waiting: deque[list[_Sequence]] = deque()
+        """Those of an entry join together, so that their prompt is computed once."""
         self._running: list[_Sequence] = []
         self._ids: set[str] = set()
         self._commands: deque[Callable[[], None]] = deque()
@@ -96,10 +97,11 @@ class DecodeLoop:
         return self._version
 
     def stats(self) -> dict[str, int]:
-        """Counts as of the last step: running, waiting, generated tokens; and the version."""
+        """Counts as of the last step: running, waiting, tokens computed and generated; and the version."""
         return {
             "num_running": len(self._running),
-            "num_waiting": len(self._waiting),
+            "num_waiting": sum(map(len, list(self._waiting))),
+            "num_prompt_tokens": self._num_prefilled,
             "num_generated_tokens": self._num_generated,
             "version": self._version,
         }
@@ -111,15 +113,27 @@ class DecodeLoop:
             ValueError: Its id is in flight already.
             RuntimeError: The loop is closed.
         """
-        sequence = _Sequence(request, self._max_len)
+        return self.submit_together([request])[0]
+
+    def submit_together(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
+        """Queue requests with the same prompt, which join together as soon as there are slots for all; on an error none.
+
+        Raises:
+            ValueError, RuntimeError: As submit.
+        """
+        sequences = [_Sequence(request, self._max_len) for request in requests]
+        ids: set[str] = set()
         with self._changed:
             self._check_open()
-            if request.request_id in self._ids:
-                raise ValueError(f"the request id {request.request_id!r} is already in flight; ids are unique among those")
-            self._ids.add(request.request_id)
-            self._waiting.append(sequence)
+            for id_ in (request.request_id for request in requests):
+                if id_ in self._ids or id_ in ids:
+                    raise ValueError(f"the request id {id_!r} is already in flight; ids are unique among those")
+                ids.add(id_)
+            self._ids |= ids
+            most = self._batch.num_slots
+            self._waiting += [sequences[start : start + most] for start in range(0, len(sequences), most)]
             self._changed.notify()
-        return sequence.future
+        return [sequence.future for sequence in sequences]
 
     def abort(self, request_ids: Sequence[str] | None) -> Future[int]:
         """End requests before the next step; the future has their number."""
@@ -198,20 +212,21 @@ class DecodeLoop:
         prompts: set[tuple[int, ...]] = set()
         longest = 0
         with self._changed:
-            while self._waiting and len(joining) < self._batch.num_free:
-                prompts.add(tuple(self._waiting[0].request.prompt_ids))
-                longest = max(longest, len(self._waiting[0].request.prompt_ids))
+            while self._waiting and len(joining) + len(self._waiting[0]) <= self._batch.num_free:
+                prompt = self._waiting[0][0].request.prompt_ids
+                prompts.add(tuple(prompt))
+                longest = max(longest, len(prompt))
                 if joining and longest * len(prompts) > self._max_prefill_tokens:
                     break
-                sequence = self._waiting.popleft()
-                if sequence.future.cancelled():
-                    self._ids.discard(sequence.request.request_id)
-                else:
-                    joining.append(sequence)
+                for sequence in self._waiting.popleft():
+                    if sequence.future.cancelled():
+                        self._ids.discard(sequence.request.request_id)
+                    else:
+                        joining.append(sequence)
             self._running += joining
         if joining:
             requests = [sequence.request for sequence in joining]
-            self._batch.add(
+            self._num_prefilled += self._batch.add(
                 [request.prompt_ids for request in requests],
                 [request.sampling for request in requests],
                 [sequence.seed for sequence in joining],
@@ -253,8 +268,9 @@ class DecodeLoop:
             return request_ids is None or sequence.request.request_id in request_ids
 
         with self._changed:
-            dropped = [sequence for sequence in self._waiting if is_meant(sequence)]
-            self._waiting = deque(sequence for sequence in self._waiting if not is_meant(sequence))
+            dropped = [sequence for together in self._waiting for sequence in together if is_meant(sequence)]
+            left = ([sequence for sequence in together if not is_meant(sequence)] for together in self._waiting)
+            self._waiting = deque(together for together in left if together)
             self._ids.difference_update(sequence.request.request_id for sequence in dropped)
         for sequence in dropped:
             sequence.resolve("abort")
@@ -276,7 +292,7 @@ class DecodeLoop:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            failed = [*self._running, *self._waiting]
+            failed = [*self._running, *(sequence for together in self._waiting for sequence in together)]
             self._running.clear()
             self._waiting.clear()
             self._ids.clear()

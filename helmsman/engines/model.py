@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,10 @@ def without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+_drawing = threading.Lock()
+"""Held while weights are drawn, from a random state that engines in threads of one process (inline) share."""
+
+
 def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype) -> nn.Module:
     """Build a causal language model on the host.
 
@@ -73,7 +78,7 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
     if "model_type" not in model:
         raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
     config = AutoConfig.for_model(**model)
-    with torch.random.fork_rng(devices=[]):
+    with _drawing, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         drawn: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return drawn.eval()

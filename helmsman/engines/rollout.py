@@ -101,6 +101,26 @@ class HFRolloutEngine(InferenceEngine):
         # Cancelling the awaiting task cancels the future, and the loop drops the request after its step.
         return await asyncio.wrap_future(loop.submit(request))
 
+    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Continue one prompt several times; it is computed once. They join the batch together, as soon as there are slots for
+        all of them (for ``max_concurrency`` of them, where they are more).
+
+        Returns:
+            Their results in the order of the requests, when all have ended.
+
+        Raises:
+            ValueError: As agenerate, or the prompts are not the same.
+        """
+        loop = self._running()
+        for request in requests:
+            self._validate(request)
+            if request.prompt_ids != requests[0].prompt_ids:
+                raise ValueError(
+                    f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
+                    "agenerate_samples takes samples of one"
+                )
+        return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit_together(requests))))
+
     def _validate(self, request: GenerationRequest) -> None:
         prompt, name = request.prompt_ids, f"request {request.request_id!r}"
         if not prompt:
@@ -150,7 +170,8 @@ class HFRolloutEngine(InferenceEngine):
         return self._running().version
 
     def stats(self) -> dict[str, int]:
-        """``num_running`` and ``num_waiting`` requests, ``num_generated_tokens`` so far, and the ``version``; takes no lock."""
+        """``num_running`` and ``num_waiting`` requests; ``num_prompt_tokens`` computed (of requests that join together with the
+        same prompt, once) and ``num_generated_tokens`` so far; and the ``version``. Takes no lock."""
         return self._running().stats()
 
     def destroy(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import torch
 
 
@@ -19,6 +20,21 @@ class SamplingRows(msgspec.Struct, frozen=True):
     """Whether every temperature is 0, which spares the drawing."""
     any_filtered: bool
     """Whether a sequence that is not greedy uses top_k or top_p, which takes a sort."""
+
+
+def draw_uniforms(seed: int, num: int) -> torch.Tensor:
+    """The first numbers of a seed's stream: a function of seed and position alone, whatever ``num`` is.
+
+    Philox counts, so all 64 bits of the seed matter; torch's generator on the host uses 32 of them, under which two requests of
+    a long run may well draw the same.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+
+    Returns:
+        (num,) float32 in [0, 1), on the host.
+    """
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).random(num, dtype=np.float32))
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:

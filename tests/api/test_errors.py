@@ -207,6 +207,13 @@ ROWS = [
         "or allow more restarts",
     ),
     Row(
+        errors.RequestsInFlightError(
+            role="rollout", operation="wait_idle", in_flight={"rollout/1": 3}, num_queued=7, paused=True, limit_s=2.5
+        ),
+        ("'rollout'", "wait_idle", "2.5 s", "rollout/1 has 3", "It is paused, and 7 wait"),
+        "end them with abort",
+    ),
+    Row(
         errors.WorkflowFailuresError(num_failed=17, limit=16, window=256, last=KeyError("answer")),
         ("17 of the last 256", "16 are tolerated", "KeyError: 'answer'"),
         "Mend the workflow",
@@ -296,6 +303,25 @@ ROWS = [
         ),
         ("train: step", "2 of 4 ranks", "1 other rank(s)", "train/0", *(fact.strip() for fact in WORKER_FAILED_FACTS)),
         "Root cause:",
+    ),
+    Row(
+        errors.CheckpointError(role="train", path="runs/a/step-000040", reason="it has no helmsman.json"),
+        ("'train'", "runs/a/step-000040", "it has no helmsman.json"),
+        "Remove it to go on from the one before it",
+    ),
+    Row(
+        errors.RecoveryExhaustedError(
+            loss=WORKER_FAILED,
+            num_recoveries=3,
+            window_s=3600.0,
+            checkpoint="runs/a/step-000040",
+            reason="PlacementTimeoutError: 8 GPU are held by others",
+        ),
+        (
+            *("'train'", "rank 1", "train/1", "node-a", "4711", "SIGKILL", "3 recoveries within 3600 s", "max_recoveries"),
+            *("PlacementTimeoutError: 8 GPU are held by others", "logs/train-1.log", "  | last words"),
+        ),
+        "start the script again to go on from runs/a/step-000040",
     ),
     Row(
         errors.DispatchError(
@@ -461,6 +487,7 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("RequestDeadlineError", TimeoutError),
         ("EpisodeTimeoutError", TimeoutError),
         ("RewardTimeoutError", TimeoutError),
+        ("RequestsInFlightError", TimeoutError),
         ("PlacementTimeoutError", TimeoutError),
         ("CallTimeoutError", TimeoutError),
         ("EngineImportError", ImportError),

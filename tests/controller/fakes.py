@@ -77,7 +77,7 @@ class FakeScheduler(Scheduler):
         return ids
 
     def nodes(self) -> list[Node]:
-        raise NotImplementedError("a fake has no cluster")
+        return [Node(node_id="", address="127.0.0.1")]
 
     def reserve(self, job: Job) -> list[Reservation]:
         raise NotImplementedError("a fake has no cluster")
@@ -94,6 +94,10 @@ class FakeScheduler(Scheduler):
     def restart_worker(self, worker_id: str) -> None:
         self.engines.pop(worker_id, None)
         self._deaths[worker_id] = background_loop().create_future()
+
+    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
+        for worker in self.get_workers(role):
+            self.restart_worker(worker.id)
 
     def plan(self, jobs: Job | Sequence[Job]) -> Plan:
         raise NotImplementedError("a fake has no cluster")
@@ -131,6 +135,9 @@ class FakeScheduler(Scheduler):
 
     async def leaving(self) -> dict[str, Leaving]:
         return {}
+
+    async def kill_worker(self, worker_id: str, cause: str) -> None:
+        self.kill(worker_id)
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         self.probed.append((role, address, port))

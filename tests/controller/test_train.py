@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.errors import (
+    CheckpointError,
     EngineCallError,
     EngineCreationError,
     GroupCallError,
@@ -21,7 +23,9 @@ from helmsman.api.errors import (
     InvalidSpecError,
     RoleExistsError,
     WorkerFailedError,
+    WorkerStartError,
 )
+from helmsman.api.plan import Node
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Worker
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.group import is_communication_error
@@ -383,6 +387,111 @@ def test_exported_weights_are_released_when_the_update_fails(scheduler: FakeSche
             actor.update_rollout(rollout)
         assert len(scheduler.kept) == 1
         assert scheduler.released == list(scheduler.kept)
+
+
+# --- recovery -----------------------------------------------------------------------------------------------------------
+
+
+class Scarce(FakeScheduler):
+    """Places can be lost, and others stand on the workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node_id = "a"
+        self.living = ["a", "b"]
+        self.starts_in_place = True
+        self.has_siblings = False
+        self.restarts: list[str] = []
+
+    def nodes(self) -> list[Node]:
+        return [Node(node_id=node_id, address="127.0.0.1") for node_id in self.living]
+
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        return [msgspec.structs.replace(worker, node_id=self.node_id) for worker in super().get_workers(role, timeout)]
+
+    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
+        self.restarts.append("elsewhere" if elsewhere else "in place")
+        if elsewhere and self.has_siblings:
+            raise InvalidSpecError(role=role, field="role", value=role, expected="a role on which no other stands")
+        if not (elsewhere or self.starts_in_place):
+            raise WorkerStartError(role=role, worker_id=f"{role}/0", node="a", reason="taken", log_path="", log_tail="")
+        if elsewhere:
+            self.delete_workers(role)
+            if not self.living:
+                raise WorkerStartError(role=role, worker_id=f"{role}/0", node="a", reason="none", log_path="", log_tail="")
+            self.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(port_count=1)]))
+            self.node_id = self.living[-1]
+        super().restart_workers(role)
+
+
+def test_ranks_are_built_anew_at_their_places_and_load_before_the_version_is_raised() -> None:
+    with Scarce() as scheduler, controller(scheduler) as actor:
+        actor.initialize()
+        actor.set_version(7)
+        scheduler.sent.clear()
+        assert actor.recover("/checkpoints/5") == 8
+        assert scheduler.restarts == ["in place"]
+        expected = ["__init__", "create_process_group", "initialize", "load", "get_version", "set_version"]
+        assert [scheduler.methods(f"actor/{rank}") for rank in range(2)] == [expected] * 2
+        scheduler.engines["actor/0"].version = scheduler.engines["actor/1"].version = 3
+        assert actor.recover() == 9, "also when it was told in a recovery"
+
+
+def test_a_version_above_all_that_were_told_stays() -> None:
+    class Loads9(RecordingTrainer):
+        def load(self, path: str) -> None:
+            self.version = 9
+
+    with Scarce() as scheduler, controller(scheduler, engine=Loads9) as actor:
+        actor.initialize()
+        actor.set_version(4)
+        assert actor.recover("/checkpoints/9") == 9
+        assert actor.recover("/checkpoints/9") == 10
+
+
+def test_a_place_that_is_gone_or_cannot_be_had_is_sought_elsewhere() -> None:
+    with Scarce() as scheduler, controller(scheduler) as actor:
+        actor.initialize()
+        scheduler.living = ["b"]
+        actor.recover()
+        assert scheduler.restarts == ["elsewhere"]
+        assert {worker.node_id for worker in actor.workers} == {"b"}
+        scheduler.starts_in_place = False
+        actor.recover()
+        assert scheduler.restarts == ["elsewhere", "in place", "elsewhere"]
+        scheduler.living = []
+        with pytest.raises(WorkerStartError, match="none"):
+            actor.recover()
+        assert "actor" not in scheduler.jobs
+        actor.recover()
+        assert scheduler.jobs["actor"].replicas == 2, "it is created anew"
+        assert actor.num_recoveries == 4
+
+
+def test_a_role_on_which_others_stand_is_tried_at_its_places_alone() -> None:
+    with Scarce() as scheduler, controller(scheduler) as actor:
+        actor.initialize()
+        scheduler.has_siblings, scheduler.starts_in_place = True, False
+        with pytest.raises(WorkerStartError, match="taken"):
+            actor.recover()
+        scheduler.living = ["b"]
+        with pytest.raises(InvalidSpecError, match="on which no other stands"):
+            actor.recover()
+
+
+class CannotLoad(RecordingTrainer):
+    """Finds no checkpoint."""
+
+    def load(self, path: str) -> None:
+        raise ValueError(f"nothing is in {path}")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_named(scheduler: FakeScheduler) -> None:
+    with controller(scheduler, engine=CannotLoad) as actor:
+        actor.initialize()
+        with pytest.raises(CheckpointError, match="cannot load the checkpoint /checkpoints/1: nothing is in") as caught:
+            actor.load("/checkpoints/1")
+        assert isinstance(caught.value.__cause__, GroupCallError)
 
 
 # --- the schedulers that exist --------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from helmsman.engines.model import build_model, decoder_layers, token_logprobs
+from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
 from tests.engines.models import GPT2, LLAMA, QWEN2
 
@@ -24,6 +27,13 @@ def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
     for a, b, c in zip(first.parameters(), second.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert a.ndim == 1 or not torch.equal(a, c)
+
+
+def test_the_seed_decides_the_weights_in_each_thread() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: build_model(QWEN2, seed=3, dtype=torch.float32).state_dict(), range(16)))
+    for weights in made[1:]:
+        assert all(torch.equal(weight, made[0][name]) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2], ids=lambda config: config["model_type"])
@@ -64,13 +74,18 @@ def test_token_logprobs_are_float32_for_half_precision() -> None:
     assert logits.grad.dtype == torch.bfloat16
 
 
+def apply(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
+        apply_weights(model, arriving)
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_tied_weights_are_taken_under_either_name(name: str) -> None:
     target, source = build(QWEN2), build(QWEN2, seed=1).state_dict()
     embedding = source.pop("lm_head.weight")
     del source["model.embed_tokens.weight"]
     with torch.inference_mode():  # as in the decoding thread
-        apply_weights(target, {**source, name: embedding.bfloat16()})
+        apply(target, {**source, name: embedding.bfloat16()})
     assert torch.equal(target.get_parameter("lm_head.weight"), embedding.bfloat16().float())
     assert target.get_parameter("lm_head.weight") is target.get_parameter("model.embed_tokens.weight")
 
@@ -85,5 +100,5 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     with pytest.raises(
         ValueError, match="1 missing: lm_head.weight; 1 unexpected: extra; 1 of another shape: model.norm.weight"
     ):
-        apply_weights(target, weights)
+        apply(target, weights)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())

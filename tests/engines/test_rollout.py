@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.controller.generation.prompts import samples_of
 from helmsman.engines.model import build_model
 from helmsman.engines.rollout import HFRolloutEngine, RolloutConfig
 from helmsman.engines.train import FSDPTrainEngine
@@ -243,6 +244,64 @@ async def test_a_cancelled_call_frees_its_slot_and_its_id(long_engine: HFRollout
     assert len(result.token_ids) == 3
     await long_engine.abort()
     await tasks[1]
+
+
+def samples(name: str, prompt: list[int], num: int, sampling: SamplingParams = GREEDY) -> list[GenerationRequest]:
+    return samples_of(request(name, prompt, sampling), num)
+
+
+async def test_samples_compute_their_prompt_once_and_are_what_each_would_be_alone(engine: HFRolloutEngine) -> None:
+    requests = samples("a", PROMPTS[3], 4, SamplingParams(max_new_tokens=12, seed=3))
+    together = await engine.agenerate_samples(requests)
+    assert engine.stats()["num_prompt_tokens"] == len(PROMPTS[3]) - 1
+    assert [each.request_id for each in together] == ["a#0", "a#1", "a#2", "a#3"]
+    assert len({tuple(each.token_ids) for each in together}) == 4
+    alone = [await engine.agenerate(each) for each in requests]
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    assert engine.stats()["num_prompt_tokens"] == 5 * (len(PROMPTS[3]) - 1)
+    # More than there are slots: as many at a time as there are.
+    assert len(await engine.agenerate_samples(samples("b", PROMPTS[3], 10))) == 10
+    assert engine.stats()["num_prompt_tokens"] == (5 + 3) * (len(PROMPTS[3]) - 1)
+
+
+async def test_samples_join_when_there_are_slots_for_all(engine: HFRolloutEngine) -> None:
+    first = [asyncio.create_task(engine.agenerate(request(str(i), PROMPTS[i], ENDLESS))) for i in (2, 3)]
+    await until_running(engine, 2)
+    assert len(await engine.agenerate_samples(samples("a", PROMPTS[4], 3))) == 3
+    assert any(task.done() for task in first), "until then there were two slots"
+    assert engine.stats()["num_prompt_tokens"] == sum(len(PROMPTS[i]) - 1 for i in (2, 3, 4))
+    await asyncio.gather(*first)
+
+
+async def test_abort_ends_each_sample_by_its_own_id(long_engine: HFRolloutEngine) -> None:
+    task = asyncio.create_task(long_engine.agenerate_samples(samples("a", PROMPTS[2], 4, ENDLESS)))
+    await until_running(long_engine, 2, num_generated=10)
+    assert long_engine.stats()["num_waiting"] == 2
+    assert await long_engine.abort(["a#0", "a#2", "a#3"]) == 3
+    await until_running(long_engine, 1)
+    assert long_engine.stats()["num_waiting"] == 0
+    assert not task.done()
+    assert await long_engine.abort() == 1
+    results = await task
+    assert {each.stop_reason for each in results} == {"abort"}
+    assert [bool(each.token_ids) for each in results] == [True, True, False, False]
+
+
+async def test_samples_that_nobody_waits_for_free_their_slots(long_engine: HFRolloutEngine) -> None:
+    task = asyncio.create_task(long_engine.agenerate_samples(samples("a", PROMPTS[2], 4, ENDLESS)))
+    await until_running(long_engine, 2)
+    task.cancel()
+    await until_running(long_engine, 0)
+    assert len(await long_engine.agenerate_samples(samples("a", PROMPTS[2], 4))) == 4
+
+
+async def test_samples_that_make_no_sense_are_refused_and_none_is_begun(engine: HFRolloutEngine) -> None:
+    with pytest.raises(ValueError, match="'a' and 'b' have different prompts"):
+        await engine.agenerate_samples([request("a", PROMPTS[2]), request("b", PROMPTS[3])])
+    with pytest.raises(ValueError, match="'a' is already in flight"):
+        await engine.agenerate_samples([request("a", PROMPTS[2])] * 2)
+    assert await engine.agenerate_samples([]) == []
+    assert engine.stats()["num_running"] == engine.stats()["num_waiting"] == 0
 
 
 async def test_weights_change_between_two_tokens(long_engine: HFRolloutEngine) -> None:

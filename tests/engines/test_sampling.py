@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines.sampling import SamplingRows, sample_tokens
+from helmsman.engines.sampling import SamplingRows, draw_uniforms, sample_tokens
 
 LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
 
@@ -75,3 +75,14 @@ def test_the_ends_of_the_range_draw_a_token_that_has_a_probability(uniform: floa
 def test_a_tiny_temperature_is_greedy() -> None:
     tokens, _ = sample_tokens(LOGITS[None] * 1e4, torch.tensor([0.999]), rows(SamplingParams(temperature=1e-6)))
     assert tokens.tolist() == [0]
+
+
+def test_a_seeds_numbers_depend_on_seed_and_position_alone() -> None:
+    assert torch.equal(draw_uniforms(5, 4096)[:17], draw_uniforms(5, 17))
+    seeds = [0, 1, 5, 5 + 2**32, 5 + 2**63, 2**64 - 1]  # all 64 bits count
+    assert len({tuple(draw_uniforms(seed, 8).tolist()) for seed in seeds}) == len(seeds)
+    numbers = draw_uniforms(3, 100_000)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    # Six standard deviations of the mean of as many uniform numbers; the seed is fixed, so this does not flake.
+    assert abs(numbers.mean() - 0.5) < 6 * (1 / 12 / 100_000) ** 0.5

@@ -120,15 +120,15 @@ def test_an_interrupted_run_ends_at_once_and_goes_on(scheduler: str, number: int
     assert steps == list(range(12 + run_to + 1))
 
 
-def _rollout_pids(out: Path) -> list[int]:
-    """Processes of the run's rollout workers: those that have their log open."""
+def _pids_of(role: str, out: Path) -> list[int]:
+    """Processes of a role's workers: those that have their log open."""
     found = []
     for process in psutil.process_iter():
         try:
             logs = {os.path.realpath(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
         except OSError:
             continue
-        if any("/logs/rollout-" in log and log.startswith(str(out.resolve())) for log in logs):
+        if any(f"/logs/{role}-" in log and log.startswith(str(out.resolve())) for log in logs):
             found.append(process.pid)
     return found
 
@@ -147,9 +147,9 @@ def test_rollout_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path,
     try:
         for at in (13, 17, 21):
             wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
-            wait_for(lambda: len(_rollout_pids(out)) >= 1 or process.poll() is not None, 60)
+            wait_for(lambda: len(_pids_of("rollout", out)) >= 1 or process.poll() is not None, 60)
             if process.poll() is None:
-                os.kill(_rollout_pids(out)[0], signal.SIGKILL)
+                os.kill(_pids_of("rollout", out)[0], signal.SIGKILL)
                 num_killed += 1
         told, _ = process.communicate(timeout=180)
     finally:
@@ -157,6 +157,37 @@ def test_rollout_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path,
     assert process.returncode == 0, told
     assert num_killed >= 2
     assert [record["step"] for record in records(out)] == list(range(25))
+
+
+@pytest.mark.parametrize("flags", [(), ("--async", "--staleness", "0")])
+def test_train_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """One is killed in each phase; every step is recorded once, in order, and does what it does in a run without a loss."""
+    common = ("--scheduler", "local", "--steps", "8", "--temperature", "0", "--save-every", "5", *flags)
+    expected = run(sums, tmp_path / "unbroken", *common)
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(sums, out, *common, "--train-workers", "2"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    killed: list[int] = []
+    try:
+        for at in (7, 16):
+            wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
+            wait_for(lambda: set(_pids_of("train", out)) - set(killed) or process.poll() is not None, 60)
+            if process.poll() is None:
+                killed.append(_pids_of("train", out)[-1])
+                os.kill(killed[-1], signal.SIGKILL)
+        told, _ = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert len(killed) == 2
+    found = records(out)
+    assert [record["step"] for record in found] == list(range(21))
+    versions = [record["weight_version"] for record in found]
+    assert versions == sorted(set(versions))
+    assert versions[-1] > 20, "the versions of the steps that were lost are not given again"
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (ours, theirs)
 
 
 def test_an_asynchronous_run_draws_the_same_tasks(sums: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.record import Checkpoints, MetricsLog, Record, write_json
+from examples.common.record import MetricsLog, Record, write_json
 from examples.common.settings import Settings
 from examples.common.tokens import CharTokenizer, small_model
+from helmsman import Checkpoints
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 

@@ -1,4 +1,4 @@
-"""Each step is recorded once, also over a resume; checkpoints appear whole and the oldest go."""
+"""Each step is recorded once, also over a resume."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.record import Checkpoints, MetricsLog, Record, clear, only_run_in, summarize, write_json
+from examples.common.record import MetricsLog, Record, clear, only_run_in, summarize, write_json
 from examples.common.settings import Settings
+from helmsman import Checkpoints
 
 
 def records(*steps: int) -> list[Record]:
@@ -49,56 +50,6 @@ def test_a_line_that_a_crash_cut_short_is_left_out_and_overwritten(tmp_path: Pat
     assert log.read() == records(0, 1, 2)
 
 
-def fill(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "model").write_text(folder.name)
-
-
-def test_the_newest_checkpoint_is_found_and_only_a_few_stay(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", num_kept=2)
-    assert checkpoints.latest() is None
-
-    for step in (5, 10, 100):
-        checkpoints.save(step, fill)
-
-    assert checkpoints.latest() == (100, (tmp_path / "checkpoints" / "step-000100").resolve())
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000010", "step-000100"]
-
-
-def test_a_checkpoint_that_is_not_finished_is_not_seen_and_makes_way(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, num_kept=2)
-    checkpoints.save(1, fill)
-
-    def fail(folder: Path) -> None:
-        fill(folder)
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(2, fail)
-
-    assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
-    checkpoints.save(2, fill)
-    assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
-
-
-def test_a_checkpoint_is_replaced_by_one_of_the_same_step(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, num_kept=2)
-    checkpoints.save(1, fill)
-    checkpoints.save(1, lambda folder: folder.mkdir())
-
-    assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
-    assert not list((tmp_path / "step-000001").iterdir())
-
-
-def test_a_lost_link_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, num_kept=2)
-    checkpoints.save(1, fill)
-    checkpoints.save(2, fill)
-    (tmp_path / "latest").unlink()
-
-    assert checkpoints.latest() == (2, (tmp_path / "step-000002").resolve())
-
-
 def test_clear_leaves_a_folder_that_no_run_has_written(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
 
@@ -124,7 +75,7 @@ def test_a_record_that_is_none_is_said(tmp_path: Path) -> None:
 def test_clear_removes_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
     write_json(tmp_path / "settings.json", Settings())
     filled(tmp_path / "metrics.jsonl", 0)
-    Checkpoints(tmp_path / "checkpoints", num_kept=1).save(1, fill)
+    Checkpoints(tmp_path / "checkpoints", num_kept=1).save(1, lambda folder: folder.mkdir())
     (tmp_path / "notes.txt").write_text("mine")
 
     assert clear(tmp_path)

@@ -48,10 +48,9 @@ class Instance:
         """Whether it may be given requests."""
         return self.health.serves and not self.is_draining
 
-    @property
-    def has_room(self) -> bool:
-        """Whether it serves, and may be given one more."""
-        return self.serves and self.num_in_flight < self.capacity
+    def has_room_for(self, num: int) -> bool:
+        """Whether it serves, and may be given so many more, or as many as it ever may be."""
+        return self.serves and self.num_in_flight + min(num, self.capacity) <= self.capacity
 
     def take(self, ticket: Ticket) -> None:
         """Count a request that it is given."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from types import MappingProxyType
@@ -97,6 +97,8 @@ class Ticket:
         """Whether somebody asked for its early end."""
         self.is_recalled = False
         """Whether its instance was asked to give it back, to be continued elsewhere."""
+        self.together: Sequence[Ticket] = ()
+        """Samples of the same prompt, this one included, which an instance is given by one call; none where it goes alone."""
         self._pieces: list[GenerationResult] = []
 
     @property
@@ -135,6 +137,13 @@ class Ticket:
         """Tokens of earlier attempts."""
         return sum(len(piece.token_ids) for piece in self._pieces)
 
+    @property
+    def kept_end(self) -> StopReason | None:
+        """Why nothing follows the tokens of earlier attempts; None where more may."""
+        if self._pieces and self._pieces[-1].token_ids[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.num_kept >= self.request.sampling.max_new_tokens else None
+
     def to_send(self) -> GenerationRequest:
         """What the next attempt is asked: to continue the prompt and all tokens so far, up to what is left of the limit."""
         if not self._pieces:
@@ -143,7 +152,12 @@ class Ticket:
         sampling = msgspec.structs.replace(
             self.request.sampling, max_new_tokens=self.request.sampling.max_new_tokens - len(tokens)
         )
-        return msgspec.structs.replace(self.request, prompt_ids=[*self.request.prompt_ids, *tokens], sampling=sampling)
+        return msgspec.structs.replace(
+            self.request,
+            prompt_ids=[*self.request.prompt_ids, *tokens],
+            sampling=sampling,
+            num_generated=self.request.num_generated + len(tokens),
+        )
 
     def merged(self, last: GenerationResult | None, stop_reason: StopReason | None = None) -> GenerationResult:
         """The tokens of all attempts as one result, each with its log-probability and the version that made it."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
@@ -21,6 +23,7 @@ from helmsman.controller.generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller.generation.routing import LeastOutstandingTokens, RoutingPolicy
 
 _SPARE_ENTRIES = 64
+_NOTHING_KEPT: Mapping[str, GenerationResult] = MappingProxyType({})
 
 
 class Backend(Protocol):
@@ -29,6 +32,10 @@ class Backend(Protocol):
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
         taken for dead then, with all that it has, until set_health says otherwise."""
+
+    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+        """As generate, for several samples of one prompt; their results in order, when all have ended. Asked only for requests
+        that were put ``together``."""
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """End these requests there early; ``generate`` then returns what each has."""
@@ -69,7 +76,7 @@ class GenerateScheduler:
         self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
         """Told of an instance that a call has found to be gone."""
         self._queue: list[tuple[tuple[int, int], Ticket]] = []
-        """A heap of those that wait, and of some that no longer do: not more than about as many."""
+        """A heap of those that wait, some of them twice, and of some that no longer do: not more than about as many."""
         self._waiting: dict[Ticket, None] = {}
         self._open: dict[str, Ticket] = {}
         """All that have not ended, by id."""
@@ -79,16 +86,29 @@ class GenerateScheduler:
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._watchers: list[asyncio.Future[None]] = []
-        """Woken whenever an instance has one request less, or serves again."""
-        self._suspended = False
+        """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
+        self._suspended: set[str] = set()
+        """By whom."""
         self._closed = ""
         """Why it takes no requests."""
 
     # --- submission -------------------------------------------------------------------------------------------------------
 
-    def put(self, requests: Iterable[GenerationRequest], options: RequestOptions | None = None) -> list[Ticket]:
+    def put(
+        self,
+        requests: Iterable[GenerationRequest],
+        options: RequestOptions | None = None,
+        *,
+        together: int = 1,
+        kept: Mapping[str, GenerationResult] = _NOTHING_KEPT,
+    ) -> list[Ticket]:
         """Queue all of these requests or, on an error, none.
 
+        Args:
+            together: each so many in a row are equal but for id and seed: samples of one prompt. They wait until an instance
+                has room for all of them, or for as many as it ever has, and are sent by one call. Each is a request still,
+                with an end of its own; what an instance gives back with tokens goes on alone.
+            kept: by id, the tokens that requests go on from.
         Raises: ValueError (an id that is in use), HelmsmanError (closed), or why no instance will ever serve.
         """
         if self._closed:
@@ -96,6 +116,11 @@ class GenerateScheduler:
         if not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
             raise reason
         tickets = [Ticket(request, options or RequestOptions()) for request in requests]
+        if together > 1:
+            for start in range(0, len(tickets), together):
+                samples = tickets[start : start + together]
+                for ticket in samples:
+                    ticket.together = samples
         known: set[str] = set()
         for ticket in tickets:
             if ticket.request_id in self._open or ticket.request_id in known:
@@ -107,6 +132,8 @@ class GenerateScheduler:
         loop = asyncio.get_running_loop()
         for ticket in tickets:
             self._open[ticket.request_id] = ticket
+            if (before := kept.get(ticket.request_id)) is not None:
+                ticket.keep(before)
             self._enqueue(ticket)
             if ticket.options.deadline_s is not None:
                 self._timers[ticket] = loop.call_later(ticket.options.deadline_s, self._expire, ticket)
@@ -114,13 +141,19 @@ class GenerateScheduler:
         self.pump()
         return tickets
 
-    async def submit(self, request: GenerationRequest, options: RequestOptions | None = None) -> Ticket:
+    async def submit(
+        self,
+        request: GenerationRequest,
+        options: RequestOptions | None = None,
+        *,
+        kept: Mapping[str, GenerationResult] = _NOTHING_KEPT,
+    ) -> Ticket:
         """As put for one request, once fewer than ``max_queue`` of this kind wait."""
         if self._slots is None:
-            return self.put([request], options)[0]
+            return self.put([request], options, kept=kept)[0]
         await self._slots.acquire()
         try:
-            ticket = self.put([request], options)[0]
+            ticket = self.put([request], options, kept=kept)[0]
         except BaseException:
             self._slots.release()
             raise
@@ -146,28 +179,30 @@ class GenerateScheduler:
         """Give out what can be given out now; to be called whenever an instance has changed."""
         if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
             self._fail_waiting(reason)
-        while self._waiting and not self._suspended and self._has_room():
-            able = [instance for instance in self.instances.values() if instance.has_room]
-            if not able:
-                break
-            ticket = self._next()
+        while self._waiting and not self._suspended and self._room() > 0:
+            ticket = self._first()
             if ticket.future.cancelled():
                 self._end_cancelled(ticket)
                 continue
+            samples = self._that_go_along(ticket)[: self._max_in_flight]
+            able = [instance for instance in self.instances.values() if instance.has_room_for(len(samples))]
+            if not able or self._room() < len(samples):
+                break
             try:
                 chosen = self._policy.choose(ticket, able)
             except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
                 self._end(ticket, RequestState.FAILED, error)
             else:
-                self._admit(ticket, chosen)
+                self._admit(samples[: chosen.capacity], chosen)
 
     def _fail_waiting(self, reason: Exception) -> None:
         for ticket in list(self._waiting):
             if ticket in self._waiting:  # what the end of another has caused may have ended it
                 self._end(ticket, RequestState.FAILED, reason)
 
-    def _has_room(self) -> bool:
-        return self._max_in_flight is None or self._num_in_flight < self._max_in_flight
+    def _room(self) -> float:
+        """How many more all instances together may have."""
+        return math.inf if self._max_in_flight is None else self._max_in_flight - self._num_in_flight
 
     def _anybody_serves(self) -> bool:
         return any(instance.health.serves for instance in self.instances.values())
@@ -175,60 +210,90 @@ class GenerateScheduler:
     def _enqueue(self, ticket: Ticket) -> None:
         self._waiting[ticket] = None
         heapq.heappush(self._queue, (ticket.order, ticket))
+        self._tidy()
 
-    def _next(self) -> Ticket:
+    def _tidy(self) -> None:
+        if len(self._queue) > 2 * len(self._waiting) + _SPARE_ENTRIES:
+            self._queue = [(ticket.order, ticket) for ticket in self._waiting]
+            heapq.heapify(self._queue)
+
+    def _first(self) -> Ticket:
         """The first that waits; there is one."""
-        while True:
-            _, ticket = heapq.heappop(self._queue)
-            if ticket in self._waiting:
-                return ticket
+        while self._queue[0][1] not in self._waiting:
+            heapq.heappop(self._queue)
+        return self._queue[0][1]
 
-    def _admit(self, ticket: Ticket, instance: Instance) -> None:
-        ticket.to(RequestState.ADMITTED)
-        self._waiting.pop(ticket, None)
-        self._free_slot(ticket)
-        ticket.instance = instance
-        instance.take(ticket)
-        self._num_in_flight += 1
-        call = asyncio.get_running_loop().create_task(self._run(ticket, instance))
+    def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
+        """Those that wait and can be sent by the same call as one that does, which is the first of them."""
+        if ticket.num_kept:
+            return [ticket]
+        others = (each for each in ticket.together if each is not ticket and each in self._waiting)
+        return [ticket, *(each for each in others if not each.num_kept)]
+
+    def _admit(self, samples: Sequence[Ticket], instance: Instance) -> None:
+        for ticket in samples:
+            ticket.to(RequestState.ADMITTED)
+            self._waiting.pop(ticket, None)
+            self._free_slot(ticket)
+            ticket.instance = instance
+            instance.take(ticket)
+            self._num_in_flight += 1
+        call = asyncio.get_running_loop().create_task(self._run(samples, instance))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _run(self, ticket: Ticket, instance: Instance) -> None:
-        # A turn of the loop later: the request may have ended, or the instance been left, or everything been suspended.
-        if ticket.instance is not instance or ticket.state is not RequestState.ADMITTED:
-            return
+    async def _run(self, samples: Sequence[Ticket], instance: Instance) -> None:
+        # A turn of the loop later: requests may have ended, or the instance been left, or everything been suspended.
+        admitted = [each for each in samples if each.instance is instance and each.state is RequestState.ADMITTED]
         if self._suspended or not instance.serves:
-            self._requeue(ticket)
+            for ticket in admitted:
+                self._requeue(ticket)
             self.pump()
             return
-        if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
-            self._cancelled(ticket)
-            return
-        ticket.to(RequestState.RUNNING)
-        ticket.sent_to = instance.instance_id
-        ticket.num_attempts += 1
-        attempt = ticket.num_attempts
-        outcome: GenerationResult | BaseException
+        attempts: dict[Ticket, int] = {}
+        for ticket in admitted:
+            if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
+                self._end_cancelled(ticket)
+                continue
+            ticket.to(RequestState.RUNNING)
+            ticket.sent_to = instance.instance_id
+            ticket.num_attempts += 1
+            attempts[ticket] = ticket.num_attempts
+        if len(attempts) < len(admitted):  # there is room again; soon, since what that causes must not come before the call
+            asyncio.get_running_loop().call_soon(self.pump)
+        lost: InstanceLostError | None = None
+        outcomes = await self._outcomes(instance.instance_id, list(attempts)) if attempts else []
+        for (ticket, attempt), outcome in zip(attempts.items(), outcomes, strict=True):
+            if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
+                self._settle(ticket, outcome)
+                if isinstance(outcome, InstanceLostError):
+                    lost = outcome
+        if lost is not None and instance.health not in (Health.DEAD, Health.RESTARTING):
+            self.on_lost(instance.instance_id, lost)  # or the requests would go there again, and again
+        self.pump()
+
+    async def _outcomes(self, instance_id: str, samples: Sequence[Ticket]) -> Sequence[GenerationResult | BaseException]:
+        """Send one request, or several by one call; the result or error of each."""
+        requests = [ticket.to_send() for ticket in samples]
+        answers: Sequence[object]
         try:
-            answer: object = await self._backend.generate(instance.instance_id, ticket.to_send())
-            if not isinstance(answer, GenerationResult):  # the engine may be the user's
+            if len(requests) == 1:
+                answers = [await self._backend.generate(instance_id, requests[0])]
+            else:
+                answers = await self._backend.generate_samples(instance_id, requests)
+            results = [answer for answer in answers if isinstance(answer, GenerationResult)]
+            if not len(answers) == len(results) == len(requests):  # the engine may be the user's
                 raise TypeError(
-                    f"{instance.instance_id} answered {ticket.request_id!r} with {type(answer)}, no GenerationResult"
+                    f"{instance_id} answered {samples[0].request_id!r} with {[type(answer).__name__ for answer in answers]}; "
+                    f"expected {len(requests)} GenerationResult"
                 )
-            outcome = answer
         except asyncio.CancelledError as error:
-            outcome = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance.instance_id} was cancelled.")
-            outcome.__cause__ = error
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 self.close("its event loop has ended")  # nobody else cancels these tasks
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to this request, and others must go on
-            outcome = error
-        if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
-            self._settle(ticket, outcome)
-            if isinstance(outcome, InstanceLostError) and instance.health not in (Health.DEAD, Health.RESTARTING):
-                self.on_lost(instance.instance_id, outcome)  # or the request would go there again, and again
-        self.pump()
+            return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to these requests, and others must go on
+            return [error] * len(samples)
+        return results
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
         """Take in how an attempt ended."""
@@ -245,8 +310,8 @@ class GenerateScheduler:
             self._end(ticket, RequestState.DONE, ticket.merged(outcome))
         elif ticket.is_recalled and not ticket.is_aborted and not self._closed:
             ticket.keep(outcome)
-            if ticket.num_kept >= ticket.request.sampling.max_new_tokens:
-                self._end(ticket, RequestState.DONE, ticket.merged(None, "length"))
+            if (reason := ticket.kept_end) is not None:
+                self._end(ticket, RequestState.DONE, ticket.merged(None, reason))
             else:
                 self._requeue(ticket)
         else:
@@ -304,10 +369,10 @@ class GenerateScheduler:
 
     def _forget(self, ticket: Ticket) -> None:
         self._waiting.pop(ticket, None)
-        if len(self._queue) > 2 * len(self._waiting) + _SPARE_ENTRIES:
-            self._queue = [entry for entry in self._queue if entry[1] in self._waiting]
-            heapq.heapify(self._queue)
+        self._tidy()
         self._release(ticket)
+        self._wake()
+        ticket.together = ()  # they refer to each other
         self._open.pop(ticket.request_id, None)
         self._free_slot(ticket)
         if (timer := self._timers.pop(ticket, None)) is not None:
@@ -339,7 +404,8 @@ class GenerateScheduler:
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (None: all that are open now) early, with what they have; returns how many.
 
-        What waits ends at once. What runs ends when its instance has given it back, which is not waited for.
+        What waits ends at once. What runs ends when its instance has given it back, which is not waited for; see wait_idle.
+        What is put meanwhile is not meant, nor what waits in ``submit`` for the room that this makes.
         """
         chosen = self._chosen(request_ids)
         running: dict[Instance, list[Ticket]] = {}
@@ -389,27 +455,67 @@ class GenerateScheduler:
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, also where nobody waits for it
         return call
 
-    def suspend(self) -> None:
+    def suspend(self, by: str = "") -> None:
         """Once this has returned, no request starts until resume, whatever it was waiting for. What runs goes on, and
-        submission stays open."""
-        self._suspended = True
+        submission stays open.
+
+        Args:
+            by: who suspends: what several have suspended starts when each of them has resumed.
+        """
+        self._suspended.add(by)
         for ticket in list(self._open.values()):
             if ticket.state is RequestState.ADMITTED:
                 self._requeue(ticket)
+        self._wake()
 
-    def resume(self) -> None:
-        """Start requests again."""
-        self._suspended = False
+    def resume(self, by: str = "") -> None:
+        """Start requests again, unless others keep it suspended."""
+        self._suspended.discard(by)
         self.pump()
 
     @property
     def is_suspended(self) -> bool:
         """Whether it is."""
-        return self._suspended
+        return bool(self._suspended)
 
     async def wait_idle(self) -> None:
-        """Wait until no instance has a request."""
-        await self._until(lambda: self._num_in_flight == 0)
+        """Wait until no instance has a request and, unless it is suspended, none waits: what is put meanwhile is waited for,
+        too. It is so when this returns, before anything else happens on the event loop."""
+        await self._until(lambda: self._num_in_flight == 0 and (self.is_suspended or not self._waiting))
+
+    async def wait_ended(self) -> None:
+        """Wait until instances have ended or given back what they have been sent by now; what they are sent later is not
+        waited for."""
+        await self._until(_have_ended([each for each in self._open.values() if each.is_running]))
+
+    async def take_back(self) -> None:
+        """Take back what instances have been sent by now, and wait until they have given it back: it waits again, with the
+        tokens that it has, and goes on anywhere; what came to its end on the way is DONE. To be called when suspended, or it
+        starts again at once.
+
+        What an instance does not give back stays where it is until that instance answers, its call reaches its limit, or it is
+        found to be dead; this waits for it, and may be cancelled: it goes on then, and still comes back when it is given back.
+
+        Raises: what an instance raised that was asked.
+        """
+        have_ended = _have_ended(
+            [ticket for tickets in self._running_at(self.instances.values()).values() for ticket in tickets]
+        )
+        await self._recall(self.instances.values())
+        await self._until(have_ended)
+
+    async def _recall(self, instances: Iterable[Instance]) -> None:
+        """Tell instances to give back what they have been sent, without waiting for it."""
+        running = self._running_at(instances)
+        for tickets in running.values():
+            for ticket in tickets:
+                ticket.is_recalled = True
+        await self._tell_all(running)
+
+    @staticmethod
+    def _running_at(instances: Iterable[Instance]) -> dict[Instance, list[Ticket]]:
+        running = {instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances}
+        return {instance: tickets for instance, tickets in running.items() if tickets}
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
@@ -505,12 +611,7 @@ class GenerateScheduler:
     async def recall(self, *instance_ids: str) -> None:
         """Have instances, as far as they are still there, give back what they run, to be continued elsewhere with the tokens so
         far; does not wait for it."""
-        chosen = [self.instances[instance_id] for instance_id in instance_ids if instance_id in self.instances]
-        running = {instance: list(instance.tickets) for instance in chosen}
-        for tickets in running.values():
-            for ticket in tickets:
-                ticket.is_recalled = True
-        await self._tell_all({instance: tickets for instance, tickets in running.items() if tickets})
+        await self._recall([self.instances[instance_id] for instance_id in instance_ids if instance_id in self.instances])
 
     def remove(self, instance_id: str) -> None:
         """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""
@@ -547,3 +648,21 @@ class GenerateScheduler:
             if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
                 error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
                 self._end(ticket, RequestState.FAILED, error)
+
+
+def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
+    error = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance_id} was cancelled.")
+    error.__cause__ = cause
+    return error
+
+
+def _have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:
+    """Whether the attempts that these are at now have ended. All calls of it together look at each ticket about once."""
+    attempts = [(ticket, ticket.num_attempts) for ticket in tickets]
+
+    def have_ended() -> bool:
+        while attempts and not (attempts[-1][0].is_running and attempts[-1][0].num_attempts == attempts[-1][1]):
+            attempts.pop()
+        return not attempts
+
+    return have_ended

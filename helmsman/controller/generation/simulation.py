@@ -44,7 +44,7 @@ _BLOCK = 64
 _ROUNDING = 1e-6
 """Of a token: progress is a sum of many floats."""
 GENERATED = -1
-"""The id of every generated token: by it an instance knows how much of a prompt an earlier attempt has made."""
+"""The id of every generated token."""
 Lengths = Callable[[GenerationRequest], int]
 """How many tokens a request will have, all attempts together; asked at each."""
 
@@ -119,7 +119,7 @@ class SimulatedInstance:
         """Continue a prompt. Raises InstanceLostError when it has died, or dies meanwhile."""
         if self._lost is not None:
             raise InstanceLostError(instance_id=self.instance_id, reason=self._lost, may_have_begun=False)
-        wanted = max(1, self._lengths(request) - _num_generated(request.prompt_ids))
+        wanted = max(1, self._lengths(request) - request.num_generated)
         running = self._running[request.request_id] = _Running(request, min(wanted, request.sampling.max_new_tokens))
         try:
             prefill_s = self._prefill(request.prompt_ids) * self.model.prefill_s * self.model.slowdown
@@ -233,11 +233,6 @@ class SimulatedInstance:
         )
 
 
-def _num_generated(prompt: Sequence[int]) -> int:
-    """Tokens at a prompt's end that an earlier attempt has made."""
-    return next((num for num, token in enumerate(reversed(prompt)) if token != GENERATED), len(prompt))
-
-
 class SimulatedBackend:
     """Instances as a GenerateScheduler's backend."""
 
@@ -247,6 +242,10 @@ class SimulatedBackend:
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """See Backend."""
         return await self.instances[instance_id].generate(request)
+
+    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """See Backend. Prompts that are computed at once take as long as one, so this takes the right time."""
+        return list(await asyncio.gather(*(self.generate(instance_id, request) for request in requests)))
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """See Backend."""

@@ -98,6 +98,8 @@ class HeldBackend:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         """All that were sent, in their order."""
+        self.together: list[tuple[str, list[str]]] = []
+        """Those that were sent by one call."""
         self.aborts: list[tuple[str, list[str]]] = []
         self.abort_error: Exception | None = None
         self.abort_gate = asyncio.Event()
@@ -108,6 +110,12 @@ class HeldBackend:
         call = Call(instance_id, request)
         self.calls.append(call)
         return await call.answer
+
+    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+        calls = [Call(instance_id, request) for request in requests]
+        self.calls += calls
+        self.together.append((instance_id, [call.request_id for call in calls]))
+        return await asyncio.gather(*(call.answer for call in calls))
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         self.aborts.append((instance_id, list(request_ids)))

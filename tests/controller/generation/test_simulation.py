@@ -201,6 +201,7 @@ async def test_what_goes_on_elsewhere_has_what_is_left_of_its_length() -> None:
         request_id="r-100",
         prompt_ids=[*request.prompt_ids, *first.token_ids],
         sampling=SamplingParams(max_new_tokens=970),
+        num_generated=30,
     )
     second = await there.generate(again)
     assert (len(second.token_ids), second.stop_reason, set(second.versions)) == (70, "stop", {2})

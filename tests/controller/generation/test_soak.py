@@ -15,6 +15,7 @@ import pytest
 from helmsman.api.errors import InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.prompts import samples_of
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller.generation.retries import RetryGeneration
 from helmsman.controller.generation.scheduler import GenerateScheduler
@@ -121,7 +122,8 @@ class Soak:
         for _ in range(NUM_INSTANCES):
             self.join()
         chaos = asyncio.create_task(self.chaos())
-        for number in range(self.num):
+        number = 0
+        while number < self.num:
             request = GenerationRequest(
                 request_id=f"r{number}", prompt_ids=[1] * 8, sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
             )
@@ -129,16 +131,24 @@ class Soak:
                 priority=self.random.choice((0, 0, 0, 1)),
                 deadline_s=self.random.uniform(1.0, 60.0) if self.random.random() < 0.1 else None,
             )
-            ticket = await self.scheduler.submit(request, options)
-            self.open[request.request_id] = ticket
-            ticket.future.add_done_callback(lambda _, ticket=ticket: self.ended(ticket))  # type: ignore[misc]
-            if self.random.random() < 0.01:
-                ticket.future.cancel()
+            num_samples = min(self.random.choice((1,) * 9 + (6,)), self.num - number)
+            tickets = (
+                [await self.scheduler.submit(request, options)] if num_samples == 1 else self.put(request, options, num_samples)
+            )
+            for ticket in tickets:
+                self.open[ticket.request_id] = ticket
+                ticket.future.add_done_callback(lambda _, ticket=ticket: self.ended(ticket))  # type: ignore[misc]
+                if self.random.random() < 0.01:
+                    ticket.future.cancel()
+            number += num_samples
         await self.all_ended.wait()
         for task in [chaos, *self.background]:
             task.cancel()
         for outcome in await asyncio.gather(chaos, *self.background, return_exceptions=True):
             assert outcome is None or isinstance(outcome, asyncio.CancelledError), outcome
+
+    def put(self, request: GenerationRequest, options: RequestOptions, num_samples: int) -> list[Ticket]:
+        return self.scheduler.put(samples_of(request, num_samples), options, together=num_samples)
 
     def ended(self, ticket: Ticket) -> None:
         """Look at what a request has become; told apart from its state, which cancelled ones get a turn later."""
@@ -251,6 +261,10 @@ class Soak:
             return
         self.scheduler.suspend()
         num_calls = self.backend.num_calls
+        if self.random.random() < 0.5:
+            await asyncio.wait_for(self.scheduler.take_back(), 60.0)
+            self.happened["recall"] += 1
+            assert self.scheduler.num_in_flight == 0
         await asyncio.wait_for(self.scheduler.wait_idle(), 60.0)
         await asyncio.sleep(0.5)
         assert self.backend.num_calls == num_calls

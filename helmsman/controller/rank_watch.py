@@ -1,0 +1,100 @@
+"""Finds ranks that do not answer, beside the calls that wait for them.
+
+A rank that dies is told by the connection to it. One that is stopped, or whose machine has vanished, is not: its peers wait for
+it in a collective, and the script for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from helmsman.api.errors import CallTimeoutError, HelmsmanError, NotFoundError, SchedulerClosedError, WorkerFailedError
+from helmsman.controller.group import observe
+from helmsman.controller.loop import run_sync
+from helmsman.controller.recovery_policy import RecoveryPolicy
+from helmsman.controller.train import TrainController
+
+log = logging.getLogger(__name__)
+
+
+class RankWatch:
+    """Asks every rank of a job whether it is there, one question to each at a time, and ends those that are silent.
+
+    Args:
+        trainer: the job; its ranks may be built anew meanwhile.
+        policy: how often, and for how long a rank may be silent.
+    """
+
+    def __init__(self, trainer: TrainController, policy: RecoveryPolicy) -> None:
+        self._trainer, self._policy = trainer, policy
+        self._worker_ids = [worker.id for worker in trainer.workers]
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        async def start() -> None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            observe(self._task, f"the watch over the ranks of {self._trainer.role}")
+
+        run_sync(start())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        async def stop() -> None:
+            if self._task is not None:
+                self._task.cancel()
+
+        run_sync(stop())
+
+    def lost(self) -> dict[str, WorkerFailedError]:
+        """Ask all ranks now; those that have ended, or are ended for their silence, and how. At most about ``dead_s``."""
+
+        async def ask_all() -> list[WorkerFailedError | None]:
+            return await asyncio.gather(*map(self._ask, self._worker_ids))
+
+        found = zip(self._worker_ids, run_sync(ask_all()), strict=True)
+        return {worker_id: error for worker_id, error in found if error is not None}
+
+    async def _run(self) -> None:
+        await asyncio.gather(*map(self._keep_asking, self._worker_ids))
+
+    async def _keep_asking(self, worker_id: str) -> None:
+        while True:
+            await asyncio.sleep(self._policy.probe_every_s)
+            await self._ask(worker_id)
+
+    async def _ask(self, worker_id: str) -> WorkerFailedError | None:
+        """How a rank has ended; None while it is there."""
+        scheduler, limit_s = self._trainer.scheduler, self._policy.dead_s
+        build = self._trainer.num_recoveries
+        try:
+            try:
+                await scheduler.check_health(worker_id, limit_s)
+            except CallTimeoutError:
+                # Once more, at once: this process may have been stopped itself, and the answer lie here unread.
+                await scheduler.check_health(worker_id, min(limit_s, scheduler.timeouts.health_s))
+        except WorkerFailedError as error:
+            return error
+        except CallTimeoutError:
+            if self._trainer.num_recoveries == build:  # else it was another process that was asked
+                return await self._end(worker_id)
+        except (NotFoundError, SchedulerClosedError):
+            log.debug("%s is not there to be asked", worker_id)
+        except HelmsmanError as error:
+            log.debug("%s: a probe failed: %s", worker_id, error)
+        return None
+
+    async def _end(self, worker_id: str) -> WorkerFailedError | None:
+        limit_s = self._policy.dead_s
+        cause = f"was ended because it had not answered for {limit_s:g} s (RecoveryPolicy.dead_s)"
+        log.warning("%s %s", worker_id, cause)
+        try:
+            await self._trainer.scheduler.kill_worker(worker_id, cause)
+            await self._trainer.scheduler.check_health(worker_id)
+        except WorkerFailedError as error:
+            return error
+        except HelmsmanError as error:
+            log.warning("%s could not be ended: %s", worker_id, error)
+        return None

@@ -1,0 +1,100 @@
+"""All processes of a role are replaced, whatever state they are in. A silent one is ended, and its calls say why."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy, WorkerState
+from tests.contract.engines import Counter
+from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, wait_gone, wait_until
+
+ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be stopped without the script")
+def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, role: str, gate: Gate) -> None:
+    stopped, other = scheduler.create_workers(Job(role=role, replicas=2))
+    engine, healthy = Engine.create(scheduler, stopped, Counter), Engine.create(scheduler, other, Counter)
+    pid = engine.call("pid")
+    future = engine.begin("wait", *gate.files)
+    gate.wait_started()
+    os.kill(pid, signal.SIGSTOP)
+    asyncio.run(scheduler.kill_worker(stopped, "was ended because the test wanted it"))
+    with pytest.raises(errors.WorkerFailedError, match="was ended because the test wanted it while") as caught:
+        future.result(LIMIT_S)
+    assert caught.value.worker_id == stopped
+    assert caught.value.cause == "was ended because the test wanted it"
+    wait_gone({"the stopped one": pid})
+    assert healthy.call("add", 2) == 2
+    with pytest.raises(errors.WorkerFailedError, match="because the test wanted it"):
+        asyncio.run(scheduler.check_health(stopped))
+    assert {each.worker_id: each.state for each in scheduler.status()}[stopped] is WorkerState.FAILED
+    scheduler.restart_worker(stopped)
+    assert Engine.create(scheduler, stopped, Counter).call("add", 1) == 1
+    with pytest.raises(errors.WorkerNotFoundError):
+        asyncio.run(scheduler.kill_worker(f"{role}/7", "was ended"))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_all_workers_of_a_role_are_replaced(scheduler: Scheduler, backend: str, role: str, elsewhere: bool) -> None:
+    spec = ONE_DEVICE if backend != "inline" else SchedulingSpec(cpu=0, port_count=1)
+    ids = scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
+    before = scheduler.get_workers(role)
+    engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in ids]
+    pids = [engine.call("pid") for engine in engines]
+    if backend != "inline":
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGKILL)
+    scheduler.restart_workers(role, elsewhere=elsewhere)
+    if backend != "inline":
+        assert not any(map(is_running, pids))
+    after = scheduler.get_workers(role)
+    assert [worker.id for worker in after] == ids
+    assert [worker.devices for worker in after] == [worker.devices for worker in before]
+    with pytest.raises(errors.EngineNotFoundError):
+        engines[2].call("add", 1)
+    engines = [Engine.create(scheduler, worker_id, Counter, None, rank) for rank, worker_id in enumerate(ids)]
+    assert [engine.call("add", 1) for engine in engines] == [1, 2, 3]
+    scheduler.delete_workers(role)
+    if backend != "inline":
+        everything = scheduler.create_workers(Job(role=f"{role}-all", replicas=8, tasks=[ONE_DEVICE]))
+        assert len(everything) == 8, "nothing is held twice"
+
+
+def test_roles_that_would_go_with_the_workers_are_named(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role))
+    beside = SchedulingStrategy(type="colocation", target=role, fork=True)
+    scheduler.create_workers(Job(role=f"{role}-sibling", scheduling_strategy=beside))
+    sibling = Engine.create(scheduler, f"{role}-sibling/0", Counter)
+    scheduler.restart_workers(role)
+    assert sibling.call("add", 1) == 1
+    with pytest.raises(errors.InvalidSpecError, match=f"no other stands on; {role}-sibling would go with them"):
+        scheduler.restart_workers(role, elsewhere=True)
+    inside = SchedulingStrategy(type="colocation", target=role)
+    scheduler.create_workers(Job(role=f"{role}-guest", scheduling_strategy=inside))
+    with pytest.raises(errors.InvalidSpecError, match=f"no other stands on; {role}-guest would go with them"):
+        scheduler.restart_workers(role)
+    with pytest.raises(errors.InvalidSpecError, match=f"a role with workers of its own; these are {role}'s"):
+        scheduler.restart_workers(f"{role}-guest")
+    with pytest.raises(errors.RoleNotFoundError):
+        scheduler.restart_workers(f"{role}-nobody")
+    assert sibling.call("add", 1) == 2, "what is refused has ended nothing"
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_workers_may_be_replaced_again_and_again(scheduler: Scheduler, role: str) -> None:
+    ids = scheduler.create_workers(Job(role=role, replicas=2))
+    for _ in range(2):
+        pids = [each.pid for each in scheduler.status() if each.worker_id in ids]
+        for pid in pids:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        scheduler.restart_workers(role)
+        wait_until(
+            lambda: {each.state for each in scheduler.status() if each.worker_id in ids} == {WorkerState.READY}, "all are ready"
+        )

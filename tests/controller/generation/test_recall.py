@@ -1,0 +1,214 @@
+"""GenerateScheduler: taking back what runs, going on from it, and waiting until nothing runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from helmsman.api.generation import GenerationRequest, SamplingParams
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.request import RequestState
+from helmsman.controller.generation.retries import RetryGeneration
+from helmsman.controller.generation.scheduler import GenerateScheduler
+from tests.controller.generation.backends import (
+    HeldBackend,
+    assert_empty,
+    make_request,
+    make_requests,
+    make_result,
+    make_scheduler,
+    settle,
+    states,
+    virtually,
+    waits,
+)
+
+S = RequestState
+
+
+# --- recall -------------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2, 2])
+    tickets = scheduler.put(make_requests(5, max_new_tokens=6))
+    await settle()
+    scheduler.suspend()
+    recalled = await waits(scheduler.take_back())
+    assert sorted((id_, sorted(ids)) for id_, ids in backend.aborts) == [("i0", ["r0", "r2"]), ("i1", ["r1", "r3"])]
+    backend.last("r0").give_back([10, 11], version=3)
+    backend.last("r1").give_back()
+    backend.last("r2").end([12], version=3)
+    await settle()
+    assert not recalled.done()
+    backend.last("r3").give_back([1, 2, 3, 4, 5, 6], version=3)
+    await recalled
+    assert states(tickets) == [S.QUEUED, S.QUEUED, S.DONE, S.DONE, S.QUEUED]
+    assert tickets[3].future.result(0).stop_reason == "length"
+    assert (scheduler.num_in_flight, scheduler.num_queued) == (0, 3)
+    num_calls = len(backend.calls)
+    await asyncio.sleep(3600.0)
+    assert len(backend.calls) == num_calls
+    scheduler.resume()
+    await settle()
+    sent = backend.last("r0").request
+    assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == ([1, 2, 3, 10, 11], 4, 2)
+    for call in backend.open():
+        call.end([13], version=4)
+    await settle()
+    assert tickets[0].future.result(0).token_ids == [10, 11, 13]
+    assert tickets[0].future.result(0).versions == [3, 3, 4]
+    assert_empty(scheduler)
+
+
+@virtually
+async def test_tokens_that_end_with_a_stop_token_are_the_end() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(5,))
+    (ticket,) = scheduler.put([GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)])
+    await settle()
+    scheduler.suspend()
+    recalled = await waits(scheduler.take_back())
+    backend.last("r").give_back([4, 5])
+    await recalled
+    assert (ticket.state, ticket.future.result(0).stop_reason) == (S.DONE, "stop")
+
+
+@virtually
+async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -> None:
+    backend = HeldBackend()
+    backend.abort_gate.clear()  # no instance answers
+    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
+    tickets = scheduler.put(make_requests(2))
+    await settle()
+    scheduler.suspend()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(scheduler.take_back(), 60.0)
+    assert states(tickets) == [S.RUNNING, S.RUNNING]
+    backend.last("r0").give_back([7])  # late, but it comes back
+    await settle()
+    assert states(tickets) == [S.QUEUED, S.RUNNING]
+    again = await waits(scheduler.take_back())
+    scheduler.set_health("i1", Health.DEAD)
+    await again
+    assert states(tickets) == [S.QUEUED, S.QUEUED]
+    scheduler.resume()
+    await settle()
+    assert backend.last("r0").request.prompt_ids == [1, 2, 3, 7]
+
+
+@virtually
+async def test_aborted_on_the_way_it_ends_with_what_it_has() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    (ticket,) = scheduler.put([make_request("r")])
+    await settle()
+    scheduler.suspend()
+    recalled = await waits(scheduler.take_back())
+    await scheduler.abort()
+    backend.last("r").give_back([7])
+    await recalled
+    assert ticket.state is S.PARTIAL
+
+
+@virtually
+async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_else() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [2])
+    scheduler.put(make_requests(2))
+    await settle()
+    scheduler.suspend()
+    recalled, finished = await waits(scheduler.take_back()), await waits(scheduler.wait_ended())
+    backend.last("r0").give_back([7])
+    scheduler.resume()
+    await settle()
+    assert backend.sent == ["r0", "r1", "r0"]
+    assert not recalled.done()
+    backend.last("r1").end()
+    await settle()
+    assert recalled.done()
+    assert finished.done()
+    assert len(backend.open()) == 1, "it runs, and was not waited for"
+
+
+@virtually
+async def test_what_several_have_suspended_starts_when_all_have_resumed() -> None:
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1])
+    scheduler.suspend()
+    scheduler.suspend("update")
+    scheduler.put([make_request("r")])
+    scheduler.resume("update")
+    scheduler.resume("update")
+    await settle()
+    assert scheduler.is_suspended
+    assert backend.sent == []
+    scheduler.resume()
+    await settle()
+    assert backend.sent == ["r"]
+
+
+# --- going on from an earlier result ------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_a_request_goes_on_from_what_is_kept_of_it() -> None:
+    backend = HeldBackend()
+    scheduler = GenerateScheduler(backend)
+    before = make_result("other", [10, 11], version=3, stop_reason="abort")
+    (ticket,) = scheduler.put([make_request("r", max_new_tokens=6)], kept={"r": before})
+    assert await scheduler.abort() == 1
+    assert ticket.state is S.PARTIAL
+    assert ticket.future.result(0).token_ids == [10, 11], "nothing is lost when it is aborted before it starts"
+    scheduler.add("i0", 1)
+    (ticket,) = scheduler.put([make_request("r", max_new_tokens=6)], kept={"r": before})
+    await settle()
+    sent = backend.last("r").request
+    assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == ([1, 2, 3, 10, 11], 4, 2)
+    backend.last("r").end([12], version=5)
+    await settle()
+    result = ticket.future.result(0)
+    assert (result.request_id, result.token_ids, result.versions) == ("r", [10, 11, 12], [3, 3, 5])
+    assert result.logprobs == [-0.10, -0.11, -0.12]
+
+
+# --- wait_idle ----------------------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_idle_is_nothing_in_flight_and_nothing_that_waits() -> None:
+    backend = HeldBackend()
+    scheduler = GenerateScheduler(backend)
+    scheduler.put([make_request("a")])
+    idle = await waits(scheduler.wait_idle())  # no instance serves yet
+    scheduler.add("i0", 1)
+    await settle()
+    scheduler.put([make_request("b")])  # meanwhile
+    backend.last("a").end()
+    await settle()
+    assert not idle.done()
+    backend.last("b").end()
+    await settle()
+    assert idle.done()
+    scheduler.instances["i0"].is_draining = True
+    scheduler.put([make_request("c")])
+    idle = await waits(scheduler.wait_idle())
+    await scheduler.abort()
+    await settle()
+    assert idle.done(), "also when what waited was withdrawn"
+
+
+@virtually
+async def test_suspended_idle_is_nothing_in_flight() -> None:
+    backend = HeldBackend()
+    scheduler = GenerateScheduler(backend)
+    scheduler.put([make_request("a")])
+    idle = await waits(scheduler.wait_idle())
+    scheduler.suspend()
+    await settle()
+    assert idle.done()
+    assert scheduler.num_queued == 1

@@ -1,0 +1,82 @@
+"""A training job on several nodes loses an actor, then a node, and goes on: at its places, then elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helmsman.api.scheduler import Job, SchedulingSpec
+from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller.recovery_policy import RecoveryPolicy
+from helmsman.controller.train import TrainController
+from helmsman.controller.train_recovery import RecoverableTraining
+from tests.contract.helpers import wait_until
+from tests.controller.recovery_engines import plan_fault
+from tests.engines.models import QWEN2, random_tokens
+from tests.multinode.conftest import Nodes, gpu_node
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+    """Two nodes of a device each; the test adds those that it loses."""
+    return start_nodes(gpu_node(num_gpus=1), gpu_node(num_gpus=1))
+
+
+def test_an_actor_is_lost_and_then_a_node(nodes: Nodes, run: RayScheduler, tmp_path: Path) -> None:
+    nodes.add(**gpu_node(num_gpus=1))
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    on_cpu = {"HELMSMAN_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+    spec = SchedulingSpec(cpu=1, gpu=1, env_vars=on_cpu)
+    trainer = TrainController(
+        run,
+        "tests.controller.recovery_engines.FaultyTrainEngine",
+        Job(role="train", replicas=2, tasks=[spec]),
+        (str(faults),),
+        {"model": QWEN2, "lr": 1e-2, "rendezvous_timeout_s": 60},
+    )
+    places: list[list[str]] = []
+    losses: dict[int, list[float]] = {}
+    removals: list[threading.Thread] = []
+
+    def lose_node() -> None:
+        """While a step runs there."""
+        plan_fault(faults, "loss", 1, "stop")
+        node = next(each for each in nodes.cluster.worker_nodes if each.node_id == trainer.workers[1].node_id)
+
+        def remove() -> None:
+            wait_until(lambda: not list(faults.iterdir()), "the step has come there", limit_s=60.0)
+            nodes.cluster.remove_node(node, allow_graceful=False)
+
+        removals.append(threading.Thread(target=remove))
+        removals[-1].start()
+
+    to_come: dict[int, Callable[[], None]] = {2: lambda: plan_fault(faults, "loss", 1), 4: lose_node}
+
+    def step(number: int) -> None:
+        if (fault := to_come.pop(number, None)) is not None:
+            fault()
+        samples = [{"input_ids": random_tokens(4 + each, seed=100 * number + each)} for each in range(6)]
+        loss = trainer.train_batch(samples, "tests.controller.recovery_engines.sft_with_faults", {"faults": str(faults)})
+        losses.setdefault(number, []).append(loss["loss"])
+
+    def on_begin(number: int) -> None:
+        places.append([worker.node_id for worker in trainer.workers])
+
+    with trainer:
+        trainer.initialize()
+        policy = RecoveryPolicy(checkpoints=tmp_path / "checkpoints", save_every=2, pause_s=0.1, dead_s=120.0)
+        RecoverableTraining(trainer, policy, step, on_begin=on_begin).run(1, 5)
+        removals[0].join()
+        first, after_actor, after_node = places
+        assert first == after_actor
+        assert len(set(after_node)) == 2
+        assert set(after_node) != set(first), "one of them is on the node that was spare"
+        assert trainer.get_version() == 5
+    assert {number: len(each) for number, each in losses.items()} == {1: 2, 2: 1, 3: 2, 4: 1, 5: 1}
+    assert all(len(set(each)) == 1 for each in losses.values()), "a step that is done again does the same"
