@@ -386,7 +386,8 @@ class Scheduler(abc.ABC):
         """End all processes of a role, and start as many anew once the last of them has ended: ranks of one process group.
 
         They are on the same nodes and devices or, with ``elsewhere``, wherever the job fits now, as after delete_workers and
-        create_workers. They have the same ids, new ports and no engines; ``elsewhere`` numbers them anew where some were removed.
+        create_workers. They have the same ids, new ports and no engines; ``elsewhere`` numbers them anew where some were
+        removed.
 
         Raises: RoleNotFoundError; InvalidSpecError for a role whose workers are another's, or are used by a role that is
             colocated without fork, or with ``elsewhere`` by any other role; StartError, after which the workers count as failed
