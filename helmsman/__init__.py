@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from helmsman.api.platforms import current_platform as current_platform
     from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
+    from helmsman.api.scheduler import Leaving as Leaving
     from helmsman.api.scheduler import ResultHandle as ResultHandle
     from helmsman.api.scheduler import Scheduler as Scheduler
     from helmsman.api.scheduler import SchedulingSpec as SchedulingSpec
@@ -101,6 +102,7 @@ _HOMES = {
     "InlineScheduler": "helmsman.controller.inline",
     "Job": "helmsman.api.scheduler",
     "Kill": "helmsman.api.faults",
+    "Leaving": "helmsman.api.scheduler",
     "LeastOutstandingTokens": "helmsman.controller.generation.routing",
     "LocalScheduler": "helmsman.controller.local",
     "PrefixAffinity": "helmsman.controller.generation.routing",

@@ -36,6 +36,7 @@ PUBLIC = [
     "InlineScheduler",
     "Job",
     "Kill",
+    "Leaving",
     "LeastOutstandingTokens",
     "LocalScheduler",
     "PrefixAffinity",

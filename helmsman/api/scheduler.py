@@ -241,6 +241,17 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """CPU seconds of the process."""
     rss_bytes: int = 0
     """Resident memory of the process."""
+    ends_in_s: float | None = None
+    """Seconds until it ends, where it was told to; None where it was not."""
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True):
+    """That a worker is about to go, with its node or alone."""
+
+    reason: str
+    """Part of a sentence: 'its node 10.0.0.3 is being drained'."""
+    deadline_s: float | None = None
+    """Seconds from now until it goes; None where nobody has said."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,10 +374,12 @@ class Scheduler(abc.ABC):
     def restart_worker(self, worker_id: str) -> None:
         """End a worker's process, if it lives, and start another in its place.
 
-        It has the same id, node and devices, but new ports and no engines.
+        It has the same id, but new ports and no engines. It is on the same node and devices unless that node is gone, or is
+        about to go, as Ray tells: then it is placed anew, as a job of one. One that shares the devices of another role's worker
+        cannot be placed anew.
 
-        Raises: WorkerNotFoundError; InvalidSpecError for a worker that belongs to another role; StartError, after which the
-        worker counts as failed and may be restarted again.
+        Raises: WorkerNotFoundError, also when it is removed meanwhile; InvalidSpecError for a worker that belongs to another
+        role; StartError, after which the worker counts as failed and may be restarted again.
         """
 
     @abc.abstractmethod
@@ -374,7 +387,8 @@ class Scheduler(abc.ABC):
         """End all processes of a role, and start as many anew once the last of them has ended: ranks of one process group.
 
         They are on the same nodes and devices or, with ``elsewhere``, wherever the job fits now, as after delete_workers and
-        create_workers. They have the same ids, new ports and no engines.
+        create_workers. They have the same ids, new ports and no engines; ``elsewhere`` numbers them anew where some were
+        removed.
 
         Raises: RoleNotFoundError; InvalidSpecError for a role whose workers are another's, or are used by a role that is
             colocated without fork, or with ``elsewhere`` by any other role; StartError, after which the workers count as failed
@@ -383,14 +397,31 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def scale(self, role: str, replicas: int) -> list[str]:
-        """Let a role have so many workers: more at its end, placed as a job of one each, or fewer, the last ones ended.
+        """Let a role have so many workers that live: more at its end, placed as a job of one each, or fewer, the last ones
+        ended as by remove_workers.
 
-        New workers are ready and have no engines. What a worker held that has ended is free again, but for one of a 'shared'
-        job, whose placement group goes with its last worker. Workers that stay are not touched.
+        New workers are ready and have no engines; their ids go on after the highest that the role ever had. Workers that stay
+        are not touched.
 
         Returns: ids of the workers that are new.
         Raises: as create_workers, and then the role is as it was; RoleNotFoundError; InvalidSpecError for a role whose workers
             are another's, whose replicas have specs of their own, or on whose last workers another role stands.
+        """
+
+    @abc.abstractmethod
+    def add_workers(self, role: str, count: int) -> list[str]:
+        """Let a role have so many workers more than it has, as ``scale`` does; returns their ids."""
+
+    @abc.abstractmethod
+    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+        """End these workers of a role, whichever they are; the others keep their ids, and these are never given again.
+
+        Their engines are destroyed first. What they held is free again, but for a worker of a 'shared' job, whose placement
+        group goes with the last of those that it was made for. Whether the others can go on without them is the caller's to
+        know: ranks of one process group cannot. A removal that has begun is finished, also when its caller is interrupted.
+
+        Raises: RoleNotFoundError, WorkerNotFoundError, and then nothing has been ended; InvalidSpecError for all workers of a
+            role (delete_workers), for workers that are another's, or on which another role stands; ShutdownIncompleteError.
         """
 
     @abc.abstractmethod
@@ -433,6 +464,16 @@ class Scheduler(abc.ABC):
 
         Returns: what became of it at each worker that it concerns; a DropNode concerns all workers of this run on the node.
         Raises: WorkerNotFoundError; FaultsUnsupportedError where workers are no processes of their own.
+        """
+
+    @abc.abstractmethod
+    async def leaving(self) -> dict[str, Leaving]:
+        """Workers that are about to go, by id.
+
+        On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by
+        ``ray drain-node``, and where ``ray start --block`` was sent SIGTERM. A worker of the local scheduler is one once it was
+        sent SIGTERM, which it says with its next answer to check_health or status; it ends 25 s later, or at a second one. On
+        Ray, SIGTERM ends a worker at once, since it is how Ray itself ends them.
         """
 
     @abc.abstractmethod

@@ -14,16 +14,16 @@ from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node
-from helmsman.api.scheduler import CONTROLLER, EngineSpec, ResultHandle, Timeouts, WorkerState, WorkerStatus
+from helmsman.api.scheduler import CONTROLLER, EngineSpec, Leaving, ResultHandle, Timeouts, WorkerState, WorkerStatus
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
+from helmsman.controller.elastic_roles import ElasticRoles
 from helmsman.controller.exchange import GroupExchange, exchange_async, exchange_sync
 from helmsman.controller.fanout import Fanout
 from helmsman.controller.injection import inject
 from helmsman.controller.loop import await_all, run_async, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.rendezvous import probe
-from helmsman.controller.role_book import RoleBook
 from helmsman.controller.transport import Outgoing
 from helmsman.rpc_server.codec import Packed, Payload, decode, encode
 from helmsman.rpc_server.handles import HandleStore, keep
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     """All arguments, packed already, for schedulers that can send them so."""
 
 
-class SchedulerBase(RoleBook):
+class SchedulerBase(ElasticRoles):
     """The shared flow of all schedulers; see RoleBook for the arguments and the hooks that a backend fills."""
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
@@ -70,13 +70,20 @@ class SchedulerBase(RoleBook):
 
     async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
         client = self._client(worker_id)
-        await run_async(client.control(Verb.HEALTH, limit_s=self.timeouts.health_s if timeout is None else timeout))
+        limit_s = self.timeouts.health_s if timeout is None else timeout
+        client.heard(await run_async(client.control(Verb.HEALTH, limit_s=limit_s)))
+
+    async def leaving(self) -> dict[str, Leaving]:
+        self._require_open("leaving")
+        workers = [worker for role in list(self._roles.values()) for worker in role.clients.items()]
+        notices = {worker_id: client.leaving for worker_id, client in workers}
+        return {worker_id: notice for worker_id, notice in notices.items() if notice is not None}
 
     async def inject(self, fault: Fault) -> list[Injection]:
         if self.shares_process:
             raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
         target = self._client(fault.worker_id)
-        clients = [client for role in list(self._roles.values()) for client in role.clients]
+        clients = [client for role in list(self._roles.values()) for client in role.clients.values()]
         return await run_async(inject(fault, target, clients, self._why_node_stays))
 
     def _why_node_stays(self, place: Place) -> str:
@@ -89,7 +96,7 @@ class SchedulerBase(RoleBook):
 
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
-        await run_async(probe(role, dict(zip(entry.worker_ids, entry.clients, strict=True)), address, port))
+        await run_async(probe(role, dict(entry.clients), address, port))
 
     async def create_engine(
         self,
@@ -262,7 +269,7 @@ class SchedulerBase(RoleBook):
         return [as_node(state) for state in self._snapshot().nodes]
 
     def status(self) -> list[WorkerStatus]:
-        clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients}
+        clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients.values()}
 
         async def ask() -> list[WorkerStatus]:
             asked = Fanout(self.timeouts.health_s, "Timeouts.health_s")
@@ -285,19 +292,22 @@ class SchedulerBase(RoleBook):
             except errors.CallError as error:
                 return str(error)
 
-        async def ask_all() -> list[str]:
-            return await asyncio.gather(*(ask(client) for client in entry.clients))
+        async def ask_all() -> dict[str, str]:
+            clients = entry.clients
+            return dict(zip(clients, await asyncio.gather(*map(ask, clients.values())), strict=True))
 
-        return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+        return run_sync(ask_all())
 
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
         self._require_open("environment")
         entry = self._role(role)
 
-        async def ask_all() -> list[list[EnvironmentVariable]]:
-            return await await_all(client.control(Verb.ENVIRONMENT) for client in entry.clients)
+        async def ask_all() -> dict[str, list[EnvironmentVariable]]:
+            clients = entry.clients
+            answers = await await_all(client.control(Verb.ENVIRONMENT) for client in clients.values())
+            return dict(zip(clients, answers, strict=True))
 
-        return dict(zip(entry.worker_ids, run_sync(ask_all()), strict=True))
+        return run_sync(ask_all())
 
 
 def _name_for(client: WorkerClient, engine_name: str) -> str | None:

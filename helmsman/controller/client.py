@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.scheduler import ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.api.scheduler import Leaving, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller.exchange import Exchange, FutureExchange
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Ending, Outgoing, Transport
@@ -51,6 +51,8 @@ class WorkerClient:
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
+        self._ends_at: float | None = None
+        """When its process ends, which was told to, by time.monotonic()."""
         self._killed_because = ""
 
     @property
@@ -78,6 +80,19 @@ class WorkerClient:
         """Whether it may answer: it has neither ended nor been told to."""
         return self._ending is None and not self._stopped
 
+    def heard(self, answer: bytes) -> WorkerHealth:
+        """What it has answered to HEALTH."""
+        health = _decode_health(answer)
+        self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
+        return health
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """What it has last said of its end, before its controller wants it."""
+        if self._ends_at is None or not self.is_there:
+            return None
+        return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
+
     def status(self, health: bytes | None) -> WorkerStatus:
         """What is known of the worker, with what it answered to HEALTH where it did."""
         return WorkerStatus(
@@ -86,7 +101,7 @@ class WorkerClient:
             node=self.node,
             pid=self.pid,
             log_path=self.log_path,
-            health=None if health is None else _decode_health(health),
+            health=None if health is None else self.heard(health),
         )
 
     @property

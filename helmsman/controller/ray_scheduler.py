@@ -17,16 +17,17 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.api.scheduler import Job, ResultHandle, Timeouts
+from helmsman.api.scheduler import Job, Leaving, ResultHandle, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import physical_ids, visibility
 from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray, is_own_node
-from helmsman.controller.loop import await_all
+from helmsman.controller.loop import await_all, in_thread
 from helmsman.controller.places import Place, in_device_order
 from helmsman.controller.resources import ACCELERATORS, Resources, show
+from helmsman.controller.running import Role, rank_of
 from helmsman.controller.transport import TransportLostError, tail_of
 from helmsman.rpc_server.environment import absolute_search_path
 
@@ -147,6 +148,17 @@ class RayScheduler(SchedulerBase):
     async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
         if isinstance(place, placement.Slot) and not any(place.shares_group_of(other) for other in kept):
             await placement.remove_created(place.group)
+
+    async def _place_again(
+        self, role: Role, worker: WorkerClient, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> Place:
+        place = worker.place
+        if not (isinstance(place, placement.Slot) and await in_thread(_is_going, place)):
+            return place
+        others = [each.place for each in role.clients.values() if each is not worker]
+        await self._give_back(worker.worker_id, place, others)
+        single = self._single(role.job, rank_of(worker.worker_id))
+        return (await self._reserve([single], deadline, {single.role: resources}))[single.role][0]
 
     async def _hold(
         self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
@@ -281,6 +293,20 @@ class RayScheduler(SchedulerBase):
             _with_devices(place, bundles[0]), instance_devices=tuple(zip(nodes, everywhere, strict=True))
         )
 
+    async def leaving(self) -> dict[str, Leaving]:
+        found = await super().leaving()
+        nodes = await in_thread(ray_state.draining_nodes)
+        by_id = {node.node_id: node for node in nodes}
+        by_address = {node.address: node for node in nodes}
+        for role in list(self._roles.values()) if nodes else ():
+            for worker_id, place in role.places.items():
+                node = by_id.get(place.node_id)
+                if isinstance(place, placement.Slot) and len(place.bundles) > 1:  # an instance that spans nodes
+                    node = node or next((by_address[each] for each, _ in place.bundles if each in by_address), None)
+                if node is not None:
+                    found[worker_id] = Leaving(reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s)
+        return found
+
     async def _sweep(self) -> None:
         if self._owns_ray:
             await end_embedded_ray(self.timeouts.shutdown_s / 2)
@@ -288,6 +314,17 @@ class RayScheduler(SchedulerBase):
 
 async def _kill_all(workers: Sequence[RayTransport]) -> None:
     await asyncio.gather(*(worker.kill() for worker in workers))
+
+
+def _is_going(slot: placement.Slot) -> bool:
+    """Whether a node of this instance has gone, or is about to go."""
+    there = ray_state.alive_nodes()
+    addresses = {node["NodeManagerAddress"] for node in there}
+    return (
+        slot.node_id not in {node["NodeID"] for node in there}
+        or not addresses.issuperset(node for node, _ in slot.bundles)
+        or ray_state.loss_of_node(slot.node_id) is not None
+    )
 
 
 def _devices(node: NodeState) -> Resources:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -59,6 +60,32 @@ def alive_nodes() -> list[dict[str, Any]]:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     draining: Mapping[str, int] = state.get_draining_nodes()
     return [node for node in nodes if node["Alive"] and node["NodeID"] not in draining]
+
+
+class DrainingNode(msgspec.Struct, frozen=True):
+    """A node that lives and is about to go."""
+
+    node_id: str
+    address: str
+    deadline_s: float | None
+    """Seconds from now until it goes; None where nobody has said."""
+
+
+def draining_nodes() -> list[DrainingNode]:
+    """The nodes of which Ray was told that they go."""
+    draining: Mapping[str, int] = state.get_draining_nodes()
+    if not draining:
+        return []
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [
+        DrainingNode(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            deadline_s=max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None,
+        )
+        for node in nodes
+        if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None
+    ]
 
 
 def snapshot() -> ClusterSnapshot:

@@ -32,7 +32,7 @@ from helmsman.controller.environment import worker_environment
 from helmsman.controller.loop import await_all, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
-from helmsman.controller.running import Role, stop_roles
+from helmsman.controller.running import Role, by_id, not_found, rank_of, stop_roles
 from helmsman.controller.runs import RunLock, default_log_dir
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
 
@@ -148,7 +148,8 @@ class RoleBook(Scheduler):
         async def hold(jobs: Sequence[Job]) -> list[Role]:
             async with contextlib.AsyncExitStack() as resources:
                 held.extend(await self._hold(jobs[0], Deadline(self.timeouts.start_s), resources))
-                return [Role(jobs[0], [], resources.pop_all(), places=[place for place, _ in held])]
+                places = by_id(jobs[0], [place for place, _ in held])
+                return [Role(jobs[0], {}, resources.pop_all(), reserved=places)]
 
         self._publish(jobs, "reserve", hold)
         return [reservation for _, reservation in held]
@@ -201,7 +202,7 @@ class RoleBook(Scheduler):
         async def start(job: Job, places: Sequence[Place]) -> None:
             clients = await self._launch(job, range(job.replicas), places, deadline, stacks[job.role])
             await await_all(self._prepare(job, index, client, deadline) for index, client in enumerate(clients))
-            started[job.role] = Role(job, clients, stacks[job.role])
+            started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
             stacks = {job.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for job in jobs}
@@ -212,9 +213,11 @@ class RoleBook(Scheduler):
                 target = started.get(str(job.scheduling_strategy.target)) or self._role(str(job.scheduling_strategy.target))
                 shares = tile(job, target.workers)
                 if job.scheduling_strategy.fork:
-                    await start(job, [Place.beside(share, target.places) for share in shares])
+                    targets = list(target.places.values())
+                    await start(job, [Place.beside(share, targets) for share in shares])
                 else:
-                    clients = [target.clients[share.targets[0]] for share in shares]
+                    owners = list(target.clients.values())
+                    clients = by_id(job, [owners[share.targets[0]] for share in shares])
                     started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
             for role in started.values():
                 role.resources = stacks[role.name].pop_all()
@@ -248,145 +251,13 @@ class RoleBook(Scheduler):
                 log_tail=tail,
             ) from error
 
-    def restart_worker(self, worker_id: str) -> None:
-        self._client(worker_id)
-        role = self._role(worker_id.rpartition("/")[0])
-        if role.reuses:
-            raise errors.InvalidSpecError(
-                role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
-            )
-        rank = role.worker_ids.index(worker_id)
-        run_sync(self._restart(role, rank))
-        if command := role.job.spec(rank).cmd:
-            run_sync(self._run_command(worker_id, command))
-
-    async def _restart(self, role: Role, rank: int) -> None:
-        async with role.restarting, contextlib.AsyncExitStack() as resources:  # one at a time, or a place has two processes
-            deadline = Deadline(self.timeouts.start_s)
-            old = role.clients[rank]
-            await old.transport.kill()
-            (client,) = await self._launch(role.job, [rank], [old.place], deadline, resources)
-            await self._prepare(role.job, rank, client, deadline)
-            with self._book:
-                if self._roles.get(role.name) is not role:  # deleted by another thread
-                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
-                for entry in self._roles.values():  # also those that reuse it
-                    entry.clients = [client if each is old else each for each in entry.clients]
-                    entry.engine_names.pop(f"{entry.name}/{rank}", None)
-                role.resources.push_async_callback(resources.pop_all().aclose)
-
-    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
-        self._require_open("restart_workers")
-        entry = self._role(role)
-        users = [each.name for each in self._roles.values() if each.target == role and (elsewhere or each.reuses)]
-        expected = ""
-        if entry.reuses or not entry.clients:
-            expected = f"a role with workers of its own; these are {entry.target or 'nobody'}'s"
-        elif users:
-            expected = f"a role whose workers no other stands on; {', '.join(users)} would go with them"
-        if expected:
-            raise errors.InvalidSpecError(role=role, field="role", value=role, expected=expected)
-        if elsewhere:
-            run_sync(self._kill_all(entry))
-            self.delete_workers(role)
-            self.create_workers(entry.job)
-            return
-        run_sync(self._restart_all(entry))
-        for rank, worker_id in enumerate(entry.worker_ids):
-            if command := entry.job.spec(rank).cmd:
-                run_sync(self._run_command(worker_id, command))
-
-    @staticmethod
-    async def _kill_all(role: Role) -> None:
-        """End all processes at once: asked to end in order, one that waits for a lost rank would not come to it."""
-        await await_all(client.transport.kill() for client in role.clients)
-
-    async def _restart_all(self, role: Role) -> None:
-        async with role.restarting, contextlib.AsyncExitStack() as resources:
-            deadline = Deadline(self.timeouts.start_s)
-            old = role.clients
-            await self._kill_all(role)
-            clients = await self._launch(role.job, range(len(old)), [client.place for client in old], deadline, resources)
-            await await_all(self._prepare(role.job, rank, client, deadline) for rank, client in enumerate(clients))
-            with self._book:
-                if self._roles.get(role.name) is not role:  # deleted by another thread
-                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
-                role.clients, role.places = clients, [client.place for client in clients]
-                role.engine_names.clear()
-                role.resources.push_async_callback(resources.pop_all().aclose)
-
-    def scale(self, role: str, replicas: int) -> list[str]:
-        self._require_open("scale")
-        entry = self._role(role)
-        self._require_scalable(entry, replicas)
-        return run_sync(self._scale(entry, replicas))
-
-    def _require_scalable(self, role: Role, replicas: int) -> None:
-        if replicas < 1:
-            raise errors.InvalidReplicasError(role=role.name, replicas=replicas)
-        expected = ""
-        if role.reuses or role.target is not None:
-            expected = f"a role with workers of its own; these stand on role {role.target!r}"
-        elif not role.clients:
-            expected = "a role with workers; this one only holds devices"
-        elif len(role.job.tasks) > 1:
-            expected = "a job with one spec for all of its replicas"
-        elif dependents := [each.name for each in self._with_dependents(role.name)[:-1] if replicas < len(role.clients)]:
-            expected = f"no fewer workers while {', '.join(dependents)} stand on them; delete these roles first"
-        if expected:
-            raise errors.InvalidSpecError(role=role.name, field="replicas", value=replicas, expected=expected)
-
-    async def _scale(self, role: Role, replicas: int) -> list[str]:
-        async with role.restarting:  # ranks do not change while one of them is restarted
-            before = len(role.clients)
-            if replicas > before:
-                await self._grow(role, range(before, replicas))
-            elif replicas < before:
-                await self._shrink(role, replicas)
-            return role.worker_ids[before:]
-
-    async def _grow(self, role: Role, ranks: Sequence[int]) -> None:
-        deadline = Deadline(self.timeouts.start_s)
-        grown = msgspec.structs.replace(role.job, replicas=ranks[-1] + 1)
-        singles = [msgspec.structs.replace(role.job, role=f"{role.name}+{rank}", replicas=1) for rank in ranks]
-        async with contextlib.AsyncExitStack() as resources:
-            stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles}
-            found = await self._reserve(singles, deadline, stacks)
-            places = [found[each.role][0] for each in singles]
-            clients = await await_all(
-                self._start_rank(grown, rank, place, deadline, stacks[single.role])
-                for rank, place, single in zip(ranks, places, singles, strict=True)
-            )
-            with self._book:
-                if self._roles.get(role.name) is not role:  # deleted by another thread
-                    raise errors.RoleNotFoundError(name=role.name, known=list(self._roles))
-                role.grow(grown, clients, [stacks[each.role].pop_all() for each in singles])
-
-    async def _start_rank(
-        self, job: Job, rank: int, place: Place, deadline: Deadline, resources: contextlib.AsyncExitStack
-    ) -> WorkerClient:
-        (client,) = await self._launch(job, [rank], [place], deadline, resources)
-        await self._prepare(job, rank, client, deadline)
-        return client
-
-    async def _shrink(self, role: Role, replicas: int) -> None:
-        with self._book:
-            doomed = role.shrink(replicas)
-        await stop_roles([doomed], False, "scale", self.timeouts.shutdown_s)
-        kept = [client.place for client in role.clients]
-        for rank, place in enumerate(doomed.places, start=replicas):
-            await self._give_back(f"{role.name}/{rank}", place, kept)
-
-    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
-        """Free what a worker held that has ended, of a job whose other workers are at ``kept``. Idempotent."""
-
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         self._require_open("get_workers")
         entry = self._role(role)
         limit_s = self.timeouts.health_s if timeout is None else timeout
 
         async def answered() -> None:
-            await await_all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients)
+            await await_all(client.control(Verb.HEALTH, limit_s=limit_s) for client in entry.clients.values())
 
         if limit_s > 0:
             run_sync(answered())
@@ -398,7 +269,7 @@ class RoleBook(Scheduler):
                 node_id=client.place.node_id,
                 devices=list(client.place.devices),
             )
-            for worker_id, client in zip(entry.worker_ids, entry.clients, strict=True)
+            for worker_id, client in entry.clients.items()
         ]
 
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
@@ -427,7 +298,10 @@ class RoleBook(Scheduler):
             Job(
                 role=role,
                 replicas=len(target.clients),
-                tasks=[msgspec.structs.replace(spec, cmd=command, gpu=0) for spec in target.job.tasks],
+                tasks=[
+                    msgspec.structs.replace(target.job.spec(rank_of(worker_id)), cmd=command, gpu=0)
+                    for worker_id in target.worker_ids
+                ],
                 scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
             )
         )
@@ -530,12 +404,11 @@ class RoleBook(Scheduler):
     def _client(self, worker_id: str) -> WorkerClient:
         if self._closed:
             self._require_open("a call")
-        name, _, index = worker_id.rpartition("/")
-        role = self._roles.get(name)
-        if role is not None and index.isdecimal() and (rank := int(index)) < len(role.clients):
-            return role.clients[rank]
-        known = [worker for entry in self._roles.values() for worker in entry.worker_ids]
-        raise errors.WorkerNotFoundError(name=worker_id, known=known)
+        role = self._roles.get(worker_id.rpartition("/")[0])
+        client = role.clients.get(worker_id) if role is not None else None
+        if client is None:
+            raise not_found(worker_id, *self._roles.values())
+        return client
 
     def _identity(self, job: Job, index: int, node: str) -> WorkerIdentity:
         return WorkerIdentity(

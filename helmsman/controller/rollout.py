@@ -7,7 +7,6 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,20 +30,22 @@ from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
-from helmsman.controller.loop import in_own_thread, run_async, run_sync
-from helmsman.controller.rollout_requests import InFlight, RolloutRequests
+from helmsman.controller.loop import run_async, run_sync
+from helmsman.controller.rollout_instances import RolloutInstances
+from helmsman.controller.rollout_requests import InFlight
 
 log = logging.getLogger(__name__)
 
 _holds = itertools.count()
 
 
-class RolloutController(RolloutRequests):
+class RolloutController(RolloutInstances):
     """The rollout instances of one role.
 
     A request has one end, whatever happens. When its worker dies, it fails with WorkerFailedError or, with
     ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
-    Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
+    Instances come and go while requests run (``add``, ``drain``, ``remove``, ``scale``). Methods whose names begin with ``a``
+    are awaited, from any event loop; the others block.
     """
 
     def __init__(
@@ -75,28 +76,26 @@ class RolloutController(RolloutRequests):
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
             supervision: probe the workers, and build dead ones anew, which serve again once they have the weights of the last
-                update (kept for that until the next one). With None a worker's death is noticed by its calls, and final.
+                update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
+                what they have is continued elsewhere, and they are built anew where there is room. With None a worker's death
+                is noticed by its calls, and final.
             samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
                 computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
                 where there is room.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
-        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name, max_in_flight_per_worker)
         bounds = {"max_in_flight_per_worker": max_in_flight_per_worker, "max_queue": max_queue, "max_in_flight": max_in_flight}
         for name, value in bounds.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected 1 or more")
-        self._max_in_flight_per_worker = max_in_flight_per_worker
         self._max_queue = max_queue
         self._max_in_flight = max_in_flight
         self._policy, self._retries, self._supervision = policy, retries, supervision
         self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
         """Longer than the supervisor waits, whose limits count."""
-        self._supervisor: Supervisor | None = None
         self._served: tuple[ResultHandle | Weights, int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
-        self._builds: Counter[str] = Counter()
-        """How often each worker was built anew: what is heard of an earlier process is no news of the one that is there."""
         self._version: int | None = None
         """Of the last update."""
         self._num_updating = 0
@@ -106,22 +105,6 @@ class RolloutController(RolloutRequests):
         self._requests: GenerateScheduler | None = None
 
     # --- control ----------------------------------------------------------------------------------------------------
-
-    def scale(self, replicas: int, *, migrate: bool = False) -> None:
-        """Serve by so many workers from now on, while requests go on.
-
-        New ones serve once they have the weights of the last update: at once under supervision, else after the next update.
-        Before the last ones leave, their requests end there or, with ``migrate``, are continued elsewhere with the tokens they
-        have. An error, or an interrupt, leaves the workers serving that serve.
-
-        Raises: as Scheduler.scale, or what building the engines raised; under supervision also InstanceLostError, when a new
-            one hangs meanwhile.
-        """
-        run_sync(self._scale(replicas, migrate))
-
-    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
-        """As scale, awaited."""
-        await run_async(self._scale(replicas, migrate))
 
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
@@ -157,7 +140,10 @@ class RolloutController(RolloutRequests):
                 paused=requests.is_suspended,
                 instances={
                     id_: InstanceLoad(
-                        state=each.health, num_in_flight=each.num_in_flight, outstanding_tokens=each.outstanding_tokens
+                        state=each.health,
+                        num_in_flight=each.num_in_flight,
+                        outstanding_tokens=each.outstanding_tokens,
+                        is_draining=each.is_draining,
                     )
                     for id_, each in requests.instances.items()
                 },
@@ -213,6 +199,8 @@ class RolloutController(RolloutRequests):
                 note(worker_id, build, Event.UPDATE_FAILED, error)
                 raise error from cancelled
             except Exception as error:
+                if worker_id not in self._queue().instances:
+                    return  # it was removed meanwhile
                 note(worker_id, build, Event.UPDATE_FAILED, error)
                 raise
             if self._builds[worker_id] == build and worker_id in self._queue().instances:
@@ -281,60 +269,6 @@ class RolloutController(RolloutRequests):
     def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(NotFoundError, SchedulerClosedError):
             self.scheduler.release(handle)
-
-    async def _scale(self, replicas: int, migrate: bool) -> None:
-        requests, supervisor = self._queue(), self._supervisor
-        assert supervisor is not None
-        leaving = [worker.id for worker in self._workers[max(replicas, 0) :]] if replicas >= 1 else []
-        try:
-            for worker_id in leaving:
-                requests.instances[worker_id].is_draining = True
-            await asyncio.gather(*(requests.drain(worker_id, migrate=migrate) for worker_id in leaving))
-            new = await in_own_thread(self.scheduler.scale, self.role, replicas)
-        except BaseException:
-            for worker_id in leaving:
-                requests.instances[worker_id].is_draining = False
-            requests.pump()
-            raise
-        for worker_id in leaving:
-            requests.remove(worker_id)
-            supervisor.forget(worker_id)
-        self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
-        if new:
-            await self._welcome(new)
-
-    async def _welcome(self, new: Sequence[str]) -> None:
-        """Build the engines of new workers, and serve by them as soon as they have the weights."""
-        requests, supervisor = self._queue(), self._supervisor
-        assert supervisor is not None
-        ranks = [rank for rank, worker in enumerate(self._workers) if worker.id in new]
-        try:
-            ready = self._make_ready(self._workers, ranks)
-            await (ready if self._supervision is None else supervisor.while_they_answer(new, ready))
-        except BaseException:
-            await in_own_thread(self.scheduler.scale, self.role, ranks[0])
-            self._workers = self._workers[: ranks[0]]
-            raise
-
-        async def serve(worker_id: str) -> None:
-            # Before it has the weights: from here on it is a worker as the others, and when it dies or hangs it is built anew.
-            supervisor.watch(worker_id, Health.STALE)  # first: whoever serves by it asks whether it comes back
-            requests.add(worker_id, self._max_in_flight_per_worker, Health.STALE)
-            build = self._builds[worker_id]
-            with contextlib.suppress(WorkerFailedError):
-                if await self._bring_weights(worker_id) and self._builds[worker_id] == build:
-                    supervisor.note(worker_id, Event.UPDATED)
-
-        await asyncio.gather(*map(serve, new))
-
-    async def _rebuild(self, worker_id: str) -> bool:
-        """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
-        self._builds[worker_id] += 1
-        await in_own_thread(self.scheduler.restart_worker, worker_id)
-        self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
-        rank = [worker.id for worker in self._workers].index(worker_id)
-        await self._make_ready(self._workers, [rank])
-        return await self._bring_weights(worker_id)
 
     async def _bring_weights(self, worker_id: str) -> bool:
         """Bring a worker that was just built the weights that are served; whether it has them now."""
@@ -441,7 +375,8 @@ class RolloutController(RolloutRequests):
                 max_queue=self._max_queue,
                 why_hopeless=lambda: None if self._num_updating else self._why_none_will_serve(),
             )
-            self._supervisor = Supervisor(requests, self._supervision or SupervisionPolicy(), self._probe, self._rebuild)
+            policy = self._supervision or SupervisionPolicy()
+            self._supervisor = Supervisor(requests, policy, self._probe, self._rebuild, self._to_be_left)
             for worker in self.workers:
                 self._supervisor.watch(worker.id)
                 requests.add(worker.id, self._max_in_flight_per_worker)

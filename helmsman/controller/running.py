@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from helmsman.api import errors
 from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
@@ -19,6 +18,8 @@ from helmsman.rpc_server.messages import Verb
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Role:
     """A role that runs: its workers, and what has to be undone when it goes. One that is only reserved has places alone."""
@@ -26,48 +27,51 @@ class Role:
     def __init__(
         self,
         job: Job,
-        clients: list[WorkerClient],
+        clients: Mapping[str, WorkerClient],
         resources: contextlib.AsyncExitStack,
         *,
         reuses: bool = False,
-        places: Sequence[Place] | None = None,
+        reserved: Mapping[str, Place] | None = None,
     ) -> None:
         self.job = job
-        self.clients = clients
-        self.places = [client.place for client in clients] if places is None else list(places)
-        """Where its replicas are, in rank order."""
+        """As it was started: its workers may have become more or fewer since."""
+        self.clients = dict(clients)
+        """By worker id, in rank order. Ids need not follow each other: one that was removed is not given again. It is replaced
+        and never changed, since other threads go through it."""
+        self._reserved = dict(reserved or {})
+        self.num_ids = job.replicas
+        """How many ids it has given so far."""
         self.resources = resources
         self.reuses = reuses
         """Whether the workers belong to another role (colocation without fork)."""
         self.engine_names: dict[str, set[str]] = {}
         """Engines created through this role, by worker id."""
-        self.restarting = asyncio.Lock()
-        """Held while one of its workers is restarted, or their number changes."""
-        self._grown: dict[int, contextlib.AsyncExitStack] = {}
-        """What has to be undone for a rank alone, of ranks that came later."""
+        self.growing = asyncio.Lock()
+        """Held while it gets more workers."""
+        self.restarts: dict[str, asyncio.Task[None]] = {}
+        """What restarts a worker just now."""
+        self._own: dict[str, contextlib.AsyncExitStack] = {}
+        """What has to be undone for a worker alone, of those that came later or were restarted."""
 
-    def grow(self, job: Job, clients: Sequence[WorkerClient], resources: Sequence[contextlib.AsyncExitStack]) -> None:
-        """Have more workers, each with what has to be undone when it goes."""
-        first = len(self.clients)
-        self.job = job
-        self.clients = [*self.clients, *clients]
-        self.places = [*self.places, *(client.place for client in clients)]
-        for rank, stack in enumerate(resources, start=first):
-            self._grown[rank] = stack
-            self.resources.push_async_callback(stack.aclose)
+    def own(self, worker_id: str, resources: contextlib.AsyncExitStack) -> None:
+        """Note what has to be undone when this worker goes, beside what all were started with."""
+        self._own.setdefault(worker_id, contextlib.AsyncExitStack()).push_async_callback(resources.pop_all().aclose)
 
-    def shrink(self, replicas: int) -> Role:
-        """Have fewer workers; returns the others, as a role that is to be stopped."""
-        own = contextlib.AsyncExitStack()
-        for rank in range(replicas, len(self.clients)):
-            if (stack := self._grown.pop(rank, None)) is not None:
-                own.push_async_callback(stack.aclose)
-        doomed = Role(self.job, self.clients[replicas:], own, places=self.places[replicas:])
-        self.job = msgspec.structs.replace(self.job, replicas=replicas)
-        self.clients, self.places = self.clients[:replicas], self.places[:replicas]
-        for rank in range(replicas, replicas + len(doomed.clients)):
-            self.engine_names.pop(f"{self.name}/{rank}", None)
+    def part(self, worker_ids: Iterable[str]) -> Role:
+        """Let go of these workers; returns them as a role that is to be stopped."""
+        doomed = Role(self.job, {worker_id: self.clients[worker_id] for worker_id in worker_ids}, contextlib.AsyncExitStack())
+        self.clients = {each: client for each, client in self.clients.items() if each not in doomed.clients}
+        for worker_id in doomed.clients:
+            self.engine_names.pop(worker_id, None)
+            if (stack := self._own.pop(worker_id, None)) is not None:
+                doomed._own[worker_id] = stack
         return doomed
+
+    async def free(self) -> None:
+        """Undo what is left to be undone."""
+        async with self.resources, contextlib.AsyncExitStack() as own:
+            for stack in self._own.values():
+                own.push_async_callback(stack.aclose)
 
     @property
     def name(self) -> str:
@@ -77,12 +81,17 @@ class Role:
     @property
     def worker_ids(self) -> list[str]:
         """Ids of its workers in rank order."""
-        return [f"{self.name}/{index}" for index in range(len(self.clients))]
+        return list(self.clients)
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where its replicas are, by id in rank order."""
+        return self._reserved or {worker_id: client.place for worker_id, client in self.clients.items()}
 
     @property
     def workers(self) -> list[PlannedWorker]:
         """Its replicas as a plan has them, in rank order."""
-        return [place.as_planned(f"{self.name}/{index}") for index, place in enumerate(self.places)]
+        return [place.as_planned(worker_id) for worker_id, place in self.places.items()]
 
     @property
     def target(self) -> str | None:
@@ -93,7 +102,7 @@ class Role:
         """The role as a plan has it; what its placement groups hold is counted by the cluster itself."""
         return PlannedRole(
             role=self.name,
-            accelerator=self.places[0].accelerator,
+            accelerator=next((place.accelerator for place in self.places.values()), ""),
             target=self.target,
             instances=(PlannedInstance(index=0, bundles=(), workers=tuple(self.workers)),),
         )
@@ -107,7 +116,8 @@ async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, li
     for role in doomed:
         if role.reuses:
             continue
-        waves = [role.clients[1:], role.clients[:1]] if reverse_order else [role.clients]
+        clients = list(role.clients.values())
+        waves = [clients[1:], clients[:1]] if reverse_order else [clients]
         for wave in waves:
             await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave if client not in hung))
             outcomes = await asyncio.gather(*(client.transport.kill() for client in wave), return_exceptions=True)
@@ -117,7 +127,7 @@ async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, li
                 elif outcome is not None:
                     raise outcome
         with contextlib.suppress(errors.ShutdownIncompleteError):  # of a process that is counted above
-            await role.resources.aclose()
+            await role.free()
     if remaining:
         raise errors.ShutdownIncompleteError(
             operation=operation,
@@ -146,10 +156,25 @@ async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
             for problem in problems:
                 log.warning("%s: %s", worker_id, problem)
 
-    await asyncio.gather(*(end(*pair) for pair in zip(role.worker_ids, role.clients, strict=True)))
+    await asyncio.gather(*(end(*pair) for pair in role.clients.items()))
     return hung
 
 
 async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
     with contextlib.suppress(errors.CallError):  # dead already, or hung: it is killed next
         await client.shut_down(max(deadline.remaining_s / 2, 0.001))
+
+
+def by_id(job: Job, replicas: Sequence[T]) -> dict[str, T]:
+    """What the replicas of a job that starts have, by worker id."""
+    return {f"{job.role}/{index}": each for index, each in enumerate(replicas)}
+
+
+def rank_of(worker_id: str) -> int:
+    """The number in a worker's id."""
+    return int(worker_id.rpartition("/")[2])
+
+
+def not_found(worker_id: str, *roles: Role) -> errors.WorkerNotFoundError:
+    """The error of an id that none of these roles has."""
+    return errors.WorkerNotFoundError(name=worker_id, known=[each for role in roles for each in role.worker_ids])

@@ -49,6 +49,8 @@ class EngineHost:
         self.identity = identity
         self.engine_thread = EngineThread()
         self.on_shutdown: Callable[[], None] = lambda: None
+        self.ends_at: float | None = None
+        """When this process ends, by time.monotonic(); None while nobody has told it to."""
         self._store = store
         self._seeding = seeding
         self._seed: int | None = None
@@ -180,6 +182,7 @@ class EngineHost:
             num_calls=self._num_calls,
             cpu_s=time.process_time(),
             rss_bytes=_resident_bytes(),
+            ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
         )
 
     def _configure(self, config: WorkerConfig) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import socket
 import stat
 import struct
+import threading
+import time
+from typing import Any
 
 from helmsman.rpc_server.channel import ChannelServer
 from helmsman.rpc_server.handles import SegmentStore
@@ -14,6 +18,9 @@ from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import WorkerIdentity
 from helmsman.rpc_server.proof import fitting_path
 from helmsman.rpc_server.threads import share_interpreter
+
+NOTICE_S = 25.0
+"""How long a worker that is sent SIGTERM goes on. Who preempts a process gives it 30 s, as Kubernetes does, or more."""
 
 
 def listen(path: str) -> socket.socket:
@@ -49,9 +56,30 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
     share_interpreter()
     host = EngineHost(identity, SegmentStore())
     host.on_shutdown = host.engine_thread.stop
+    _take_notice(host)
     server = LocalServer(host, listener, key)
     server.start()
     host.engine_thread.run()
     server.close()
     host.close()
     return 0
+
+
+def _take_notice(host: EngineHost) -> None:
+    """Have SIGTERM tell that this process is to end: it says so with its health, so that its work can be taken elsewhere, and
+    ends ``NOTICE_S`` later or when it is told again. Our own side ends workers by SIGKILL."""
+    worker, code = os.getpid(), 128 + signal.SIGTERM
+
+    def told(*_: Any) -> None:
+        if os.getpid() != worker:  # a child that an engine has forked, and ends so
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif host.ends_at is not None:
+            os._exit(code)
+        else:
+            host.ends_at = time.monotonic() + NOTICE_S
+            last = threading.Timer(NOTICE_S, os._exit, (code,))
+            last.daemon = True
+            last.start()
+
+    signal.signal(signal.SIGTERM, told)

@@ -98,3 +98,18 @@ def test_workers_may_be_replaced_again_and_again(scheduler: Scheduler, role: str
         wait_until(
             lambda: {each.state for each in scheduler.status() if each.worker_id in ids} == {WorkerState.READY}, "all are ready"
         )
+
+
+@pytest.mark.not_on("inline", "its workers have no process of their own")
+def test_a_role_from_which_workers_were_removed_is_restarted_whole(scheduler: Scheduler, role: str) -> None:
+    spec = SchedulingSpec(cpu=0, port_count=1)
+    scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
+    scheduler.remove_workers(role, [f"{role}/1"])
+    before = {status.worker_id: status.pid for status in scheduler.status() if status.worker_id.startswith(f"{role}/")}
+    scheduler.restart_workers(role)
+    after = {status.worker_id: status.pid for status in scheduler.status() if status.worker_id.startswith(f"{role}/")}
+    assert list(after) == list(before) == [f"{role}/0", f"{role}/2"]
+    assert not set(after.values()) & set(before.values())
+    scheduler.restart_workers(role, elsewhere=True)
+    assert [worker.id for worker in scheduler.get_workers(role)] == [f"{role}/0", f"{role}/1"]
+    assert scheduler.add_workers(role, 1) == [f"{role}/2"]

@@ -7,9 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from tests.contract.engines import wait_for_file
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -122,6 +124,7 @@ class CountingRollout:
         self.most_at_once = 0
         self.running: dict[str, asyncio.Future[str]] = {}
         self.num_updates = 0
+        self.finished = asyncio.Event()
         self.ready = False
 
     def initialize(self) -> None:
@@ -160,18 +163,21 @@ class CountingRollout:
 
     async def finish(self, num: int | None = None) -> list[str]:
         """End the oldest ``num`` requests (None: all)."""
+        self.finished.set()
         chosen = [id_ for id_, ended in self.running.items() if not ended.done()][:num]
         for id_ in chosen:
             self.running[id_].set_result("length")
         return chosen
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
-        """Take weights that tell their version; others are refused, and 'stuck' ones are ignored."""
+        """Take weights that tell their version; others are refused, 'stuck' ones ignored, and 'held' ones wait for finish."""
         self.num_updates += 1
         if "weight" not in weights:
             raise KeyError("weight")
         if weights["weight"] == "stuck":
             return self.version
+        if weights["weight"] == "held":
+            await self.finished.wait()
         self.version = version
         return version
 
@@ -189,6 +195,11 @@ class CountingRollout:
         while time.monotonic() < until:
             pass
 
+    def wait(self, started: str, release: str) -> None:
+        """Make the file ``started``, then keep the engine thread until ``release`` is made."""
+        Path(started).touch()
+        wait_for_file(release)
+
     async def die(self) -> None:
         """End this process as the kernel would."""
         os.kill(os.getpid(), signal.SIGKILL)
@@ -205,3 +216,15 @@ class CountingRolloutThatStops(CountingRollout):
         if os.path.exists(path):
             os.remove(path)
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class SlowRollout(CountingRollout):
+    """A CountingRollout whose start a test holds by the two files of a gate, while the file ``hold`` is there, or refuses by
+    what that says."""
+
+    def __init__(self, hold: str, started: str, release: str, gated: bool = False) -> None:
+        super().__init__(gated)
+        if os.path.exists(hold):
+            if Path(hold).read_text() == "refuse":
+                raise ValueError("it was told to refuse")
+            self.wait(started, release)

@@ -23,7 +23,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
-from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
+from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, Leaving, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
 from helmsman.controller.loop import background_loop, run_sync
 
 
@@ -88,6 +88,12 @@ class FakeScheduler(Scheduler):
     def scale(self, role: str, replicas: int) -> list[str]:
         raise NotImplementedError("a fake's roles stay as they are")
 
+    def add_workers(self, role: str, count: int) -> list[str]:
+        raise NotImplementedError("a fake's roles stay as they are")
+
+    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+        raise NotImplementedError("a fake's roles stay as they are")
+
     def restart_worker(self, worker_id: str) -> None:
         self.engines.pop(worker_id, None)
         self._deaths[worker_id] = background_loop().create_future()
@@ -135,6 +141,9 @@ class FakeScheduler(Scheduler):
             raise WorkerNotFoundError(name=fault.worker_id, known=list(self._deaths))
         self.injected.append(fault)
         return [Injection(worker_id=fault.worker_id, pid=1, node="127.0.0.1", done=True, outcome="recorded")]
+
+    async def leaving(self) -> dict[str, Leaving]:
+        return {}
 
     async def kill_worker(self, worker_id: str, cause: str) -> None:
         self.kill(worker_id)

@@ -110,9 +110,9 @@ def test_workers_are_not_added_when_one_of_them_hangs_while_it_is_built(schedule
         with pytest.raises(InstanceLostError, match="has not answered a probe for 1.5 s"):
             rollout.scale(2)
         assert list(rollout.load().instances) == ["rollout/0"]
-        rollout.scale(2)
+        (new,) = rollout.add()
         assert len(rollout.generate([[1]] * 8)) == 8
-        assert scheduler.call_engine("rollout/1", "figures")[2]
+        assert scheduler.call_engine(new, "figures")[2]
 
 
 def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:
@@ -188,7 +188,8 @@ def test_workers_come_and_go_while_requests_run(scheduler: Scheduler) -> None:
         assert [future.result(30).token_ids for future in futures] == [[i + 2, i + 3] for i in range(200)]
         rollout.scale(2)
         assert len(rollout.generate([[1]] * 8)) == 8
-        assert scheduler.call_engine("rollout/1", "figures")[2]
+        assert [worker.id for worker in rollout.workers] == ["rollout/0", "rollout/4"], "no id is given twice"
+        assert scheduler.call_engine("rollout/4", "figures")[2]
 
 
 def test_requests_of_a_worker_that_leaves_are_continued_elsewhere(scheduler: Scheduler) -> None:
@@ -237,3 +238,34 @@ def test_a_worker_that_comes_without_the_weights_leaves_those_waiting_that_wait(
         assert not waiting.done()
         assert rollout.update_weights({"weight": [1.0]}, 2) == 2
         assert waiting.result(30).versions == [2]
+
+
+def test_a_worker_that_is_sent_sigterm_is_left_and_its_requests_go_on_elsewhere(scheduler: Scheduler) -> None:
+    policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, max_restarts=0)
+    with _rollout(scheduler, policy, engine_kwargs={"gated": True}, max_in_flight_per_worker=8) as rollout:
+        assert rollout.update_weights({"weight": [1.0]}, 1) == 1
+        for _ in range(2):  # a restart in time is not charged to the budget, which is none here
+            futures = [rollout.submit([i + 1, i + 2, i + 3], SamplingParams(max_new_tokens=8)) for i in range(4)]
+            wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 2, "two of them are at the second")
+            told = _pid(scheduler, "rollout/1")
+            os.kill(told, signal.SIGTERM)
+            wait_until(lambda: _others_serve(rollout, scheduler, {told}), "another is in its place")  # noqa: B023
+            while not all(future.done() for future in futures):
+                scheduler.call_engine("rollout/0", "finish")
+            results = [future.result() for future in futures]
+            assert sorted(len(result.token_ids) for result in results) == [3, 3, 8, 8], "they went on after what they had"
+            assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}
+            assert not any(each.is_draining for each in rollout.load().instances.values())
+
+
+def test_the_only_worker_is_left_too_and_its_requests_wait_for_the_next(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, engine_kwargs={"gated": True}) as rollout:
+        rollout.scale(1)
+        future = rollout.submit([1, 2], SamplingParams(max_new_tokens=4))
+        wait_until(lambda: scheduler.call_engine("rollout/0", "figures")[2], "it has it")
+        told = _pid(scheduler, "rollout/0")
+        os.kill(told, signal.SIGTERM)
+        wait_until(lambda: _others_serve(rollout, scheduler, {told}), "another is in its place")
+        wait_until(lambda: scheduler.call_engine("rollout/0", "figures")[2], "that has it now")
+        scheduler.call_engine("rollout/0", "finish")
+        assert len(future.result(30).token_ids) == 4

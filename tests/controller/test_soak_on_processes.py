@@ -58,7 +58,7 @@ class Event(NamedTuple):
     kind: str
     """Events of one kind wait for each other; different ones happen at once."""
     numbers: tuple[int, ...]
-    """What it needs to know, such as a worker's index."""
+    """What it needs to know, such as a worker's place among those that there are."""
 
 
 def schedule(seed: int, num: int) -> Iterator[Event]:
@@ -190,14 +190,18 @@ class Soak:
         else:
             self.outcomes[f"{type(fault).__name__}{'' if injection.done else ' of a dead one'}"] += 1
 
+    def worker(self, index: int) -> str:
+        workers = self.rollout.workers
+        return workers[index % len(workers)].id
+
     def kill(self, index: int) -> None:
-        self.inject(Kill(f"rollout/{index}", at_step=0))
+        self.inject(Kill(self.worker(index), at_step=0))
 
     def hang(self, index: int, for_ever: int) -> None:
-        self.inject(Hang(f"rollout/{index}", at_step=0, seconds=None if for_ever else 0.7))
+        self.inject(Hang(self.worker(index), at_step=0, seconds=None if for_ever else 0.7))
 
     def slow(self, index: int) -> None:
-        self.inject(Slow(f"rollout/{index}", at_step=0, factor=5, seconds=1.0))
+        self.inject(Slow(self.worker(index), at_step=0, factor=5, seconds=1.0))
 
     def abort(self, *numbers: int) -> None:
         num = self.rollout.abort([f"r{number}" for number in numbers])
@@ -328,7 +332,8 @@ def test_each_request_has_one_end(seed: int, num: int, tmp_path: Path, errors_lo
     assert soak.ends[RequestState.DONE] > 0.9 * num
     assert (load.num_queued, load.paused) == (0, False)
     assert {(each.num_in_flight, each.outstanding_tokens) for each in load.instances.values()} == {(0, 0)}
-    assert versions == {f"rollout/{index}": soak.begun for index in range(NUM_WORKERS)}
+    assert len(load.instances) == NUM_WORKERS
+    assert versions == dict.fromkeys(load.instances, soak.begun)
     assert {version for result in serves_on for version in result.versions} == {soak.begun}
     assert errors_logged == []
 

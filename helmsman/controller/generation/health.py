@@ -49,6 +49,8 @@ class Event(Enum):
     """A probe has been without an answer for ``suspect_s``."""
     LOST = "lost"
     """Its process has ended, or a probe has been without an answer for ``dead_s``."""
+    LEFT = "left"
+    """It is about to go, as its node is, and has nothing any more: it is given up, to be built anew elsewhere."""
     RESTART = "restart"
     """It is to be built anew."""
     RESTARTED = "restarted"
@@ -63,16 +65,19 @@ TRANSITIONS: Mapping[tuple[Health, Event], Health] = MappingProxyType(
         (_H.HEALTHY, _E.ANSWERED): _H.HEALTHY,
         (_H.HEALTHY, _E.LATE): _H.SUSPECT,
         (_H.HEALTHY, _E.LOST): _H.DEAD,
+        (_H.HEALTHY, _E.LEFT): _H.DEAD,
         (_H.HEALTHY, _E.UPDATED): _H.HEALTHY,
         (_H.HEALTHY, _E.UPDATE_FAILED): _H.STALE,
         (_H.SUSPECT, _E.ANSWERED): _H.HEALTHY,
         (_H.SUSPECT, _E.LATE): _H.SUSPECT,
         (_H.SUSPECT, _E.LOST): _H.DEAD,
+        (_H.SUSPECT, _E.LEFT): _H.DEAD,
         (_H.SUSPECT, _E.UPDATED): _H.HEALTHY,
         (_H.SUSPECT, _E.UPDATE_FAILED): _H.STALE,
         (_H.STALE, _E.ANSWERED): _H.STALE,
         (_H.STALE, _E.LATE): _H.STALE,
         (_H.STALE, _E.LOST): _H.DEAD,
+        (_H.STALE, _E.LEFT): _H.DEAD,
         (_H.STALE, _E.UPDATED): _H.HEALTHY,
         (_H.STALE, _E.UPDATE_FAILED): _H.STALE,
         (_H.DEAD, _E.ANSWERED): _H.DEAD,
@@ -102,7 +107,7 @@ class SupervisionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     dead_s: float = 60.0
     """For so long, dead."""
     max_restarts: int = 3
-    """Within ``restart_window_s``; beyond them it stays dead."""
+    """Within ``restart_window_s``; beyond them it stays dead. The first one after it was left in time is not counted."""
     restart_window_s: float = 3600.0
     restart_pause_s: float = 1.0
     """Before the first restart; doubled with each more within the window."""
@@ -126,6 +131,7 @@ class Watched:
         self._last_probe = now
         self._restarts: list[float] = []
         self._dead_since = now
+        self._was_left = False
 
     def on(self, event: Event, now: float) -> Health:
         """Take an event in; returns the state that follows. Raises: ValueError for one that cannot happen now."""
@@ -136,8 +142,9 @@ class Watched:
             self._asked_at = None
         if following is Health.DEAD and self.health is not Health.DEAD:
             self._dead_since = now
-        if event is Event.RESTART:
+        if event is Event.RESTART and not self._was_left:
             self._restarts = [*self._recent(now), now]
+        self._was_left = event is Event.LEFT or (self._was_left and following is Health.DEAD)
         self.health = following
         return following
 
@@ -169,6 +176,8 @@ class Watched:
 
     def restart_at(self, now: float) -> float | None:
         """When to build a dead instance anew; None when it is not dead, or its budget is spent."""
+        if self._was_left:
+            return self._dead_since
         num_recent = len(self._recent(now))
         if self.health is not Health.DEAD or num_recent >= self.policy.max_restarts:
             return None

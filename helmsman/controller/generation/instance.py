@@ -25,8 +25,8 @@ class Instance:
     """Why it does not serve."""
     version: int | None = None
     """Its weights are not newer than this; None while that is not known."""
-    is_draining: bool = False
-    """Whether it gets nothing more, as it is to leave."""
+    drains: set[object] = field(default_factory=set)
+    """Marks of those who want it to get nothing more."""
     outstanding_tokens: int = 0
     """Of the requests that it has."""
     last_turn: int = 0
@@ -39,6 +39,11 @@ class Instance:
     def num_in_flight(self) -> int:
         """How many requests it has."""
         return len(self.tickets)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it gets nothing more, whatever its health."""
+        return bool(self.drains)
 
     @property
     def serves(self) -> bool:
@@ -68,6 +73,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     state: Health
     num_in_flight: int
     outstanding_tokens: int
+    is_draining: bool = False
+    """Whether it gets nothing more, whatever its state."""
 
 
 class RolloutLoad(msgspec.Struct, frozen=True, kw_only=True):

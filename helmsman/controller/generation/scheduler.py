@@ -86,7 +86,7 @@ class GenerateScheduler:
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._watchers: list[asyncio.Future[None]] = []
-        """Woken whenever an instance has one request less, or one less waits."""
+        """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
         self._suspended: set[str] = set()
         """By whom."""
         self._expected_version: int | None = None
@@ -599,32 +599,50 @@ class GenerateScheduler:
         lost.__cause__ = why
         return lost
 
-    async def drain(self, instance_id: str, *, migrate: bool = False) -> None:
-        """Give an instance nothing more, and wait until it has nothing; then remove may follow.
+    async def drain(self, *instance_ids: str, migrate: bool = False) -> object:
+        """Give these instances nothing more, and wait until they have nothing; then remove may follow, or undrain.
 
         Args:
-            migrate: take back what it has, to be continued elsewhere with the tokens so far, instead of waiting for its end.
+            migrate: take back what they have, to be continued elsewhere with the tokens so far, instead of waiting for its end.
 
-        When the wait is cancelled the instance serves again.
+        When the wait is cancelled they serve again, but for those that somebody else drains, too. Returns: what undrain takes
+        to end this drain alone. Raises: HelmsmanError when undrain takes it back.
         """
-        instance = self.instances[instance_id]
-        instance.is_draining = True
+        mark, chosen = object(), [self.instances[instance_id] for instance_id in instance_ids]
+        for instance in chosen:
+            instance.drains.add(mark)
         try:
-            for ticket in list(instance.tickets):
+            for ticket in [ticket for instance in chosen for ticket in instance.tickets]:
                 if ticket.state is RequestState.ADMITTED:
                     self._requeue(ticket)
             self.pump()
             if migrate:
-                await self.recall(instance_id)
-            await self._until(lambda: not instance.tickets)
+                await self.recall(*instance_ids)
+            await self._until(
+                lambda: any(mark not in each.drains for each in chosen) or not any(each.tickets for each in chosen)
+            )
+            if taken_back := [each.instance_id for each in chosen if mark not in each.drains]:
+                raise HelmsmanError(f"{', '.join(taken_back)} got requests again, by undrain, before the drain was through.")
+            return mark
         except BaseException:
-            instance.is_draining = False
+            for instance in chosen:
+                instance.drains.discard(mark)
             self.pump()
             raise
 
-    async def recall(self, instance_id: str) -> None:
-        """Have an instance give back what it runs, to be continued elsewhere with the tokens so far; does not wait for it."""
-        await self._recall([self.instances[instance_id]])
+    def undrain(self, instance_id: str, drain: object = None) -> None:
+        """Give an instance requests again, whoever has drained it or does so now; with a ``drain``, unless somebody else does.
+        Nothing happens when it is gone."""
+        if (instance := self.instances.get(instance_id)) is None:
+            return
+        instance.drains = {mark for mark in instance.drains if drain not in (None, mark)}
+        self._wake()
+        self.pump()
+
+    async def recall(self, *instance_ids: str) -> None:
+        """Have instances, as far as they are still there, give back what they run, to be continued elsewhere with the tokens so
+        far; does not wait for it."""
+        await self._recall([self.instances[instance_id] for instance_id in instance_ids if instance_id in self.instances])
 
     def remove(self, instance_id: str) -> None:
         """Serve without an instance that has nothing. Raises: ValueError when it has something; drain it before."""

@@ -1,4 +1,4 @@
-"""Watches instances: probes them, gives up those that are silent, has dead ones built anew.
+"""Watches instances: probes them, gives up those that are silent, leaves those that are to go, has dead ones built anew.
 
 What follows from what is health.py's; here are only the clock, the questions and the answers.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from helmsman.api.errors import InstanceLostError
+from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy, Watched
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.group import observe
@@ -31,6 +31,9 @@ class Supervisor:
         probe: asks an instance whether it lives; raises InstanceLostError when it does not. Its silence is judged here.
         rebuild: ends what is left of an instance, builds it anew, and brings it the weights that are served; raises when it
             cannot. Returns whether it has the weights, or has to wait for the next update.
+        leaving: which instances are about to go, and why, as part of a sentence. Such a one is drained, with its requests
+            continued elsewhere, and then built anew, which is to happen at another place. Where that is not so, and the same is
+            said of it again, it serves on.
     """
 
     def __init__(
@@ -39,12 +42,18 @@ class Supervisor:
         policy: SupervisionPolicy,
         probe: Callable[[str], Awaitable[None]],
         rebuild: Callable[[str], Awaitable[bool]],
+        leaving: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
     ) -> None:
         self.policy = policy
-        self._requests, self._probe, self._rebuild = requests, probe, rebuild
+        self._requests, self._probe, self._rebuild, self._leaving = requests, probe, rebuild, leaving
         self._watched: dict[str, Watched] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._rebuilding: dict[str, asyncio.Task[None]] = {}
+        self._moving: dict[str, asyncio.Task[None]] = {}
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        """The one question at a time for those that are about to go."""
+        self._left: dict[str, str] = {}
+        """Why instances were left, while that is still said of them."""
         self._mourners: dict[str, list[asyncio.Future[None]]] = {}
         self._loop_task: asyncio.Task[None] | None = None
         requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
@@ -56,7 +65,7 @@ class Supervisor:
     def forget(self, instance_id: str) -> None:
         """Watch an instance no more."""
         self._watched.pop(instance_id, None)
-        for tasks in (self._probes, self._rebuilding):
+        for tasks in (self._probes, self._rebuilding, self._moving):
             if (task := tasks.pop(instance_id, None)) is not None:
                 task.cancel()
 
@@ -67,9 +76,11 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask nothing more and rebuild nothing more. Idempotent."""
-        for task in [self._loop_task, *self._probes.values(), *self._rebuilding.values()]:
-            if task is not None:
+        for tasks in (self._probes, self._rebuilding, self._moving, self._looking):
+            for task in tasks.values():
                 task.cancel()
+        if self._loop_task is not None:
+            self._loop_task.cancel()
 
     def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
         """Take news of an instance in."""
@@ -87,6 +98,9 @@ class Supervisor:
         if after is not before:
             log.info("%s: %s after %s", instance_id, after.value, event.value)
             self._requests.set_health(instance_id, after, error)
+            if after is Health.DEAD and self._loop_task is not None and watched.restart_at(self._now()) is None:
+                num_others = sum(each.health is not Health.DEAD for each in self._watched.values())
+                log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
 
     async def until_dead(self, instance_id: str) -> None:
         """Return when an instance dies, or is given up, from now on."""
@@ -104,13 +118,17 @@ class Supervisor:
         if self._loop_task is None:
             return False
         waits = watched.health is Health.DEAD and watched.restart_at(self._now()) is not None
-        return waits or watched.health in (Health.RESTARTING, Health.SUSPECT)
+        # While it is being built anew, it is stale for a moment before it serves.
+        return waits or watched.health in (Health.RESTARTING, Health.SUSPECT) or instance_id in self._rebuilding
 
     async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
         """Await what is done to instances that are not probed yet, such as the loading of a model, for however long it takes.
 
-        Raises: InstanceLostError when one of them hangs meanwhile, as probes are answered beside it; what ``work`` raises.
+        Raises: what ``work`` raises; after start, InstanceLostError when one of them hangs meanwhile, as probes are answered
+            beside it.
         """
+        if self._loop_task is None:
+            return await work
         working = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([working], timeout=self.policy.probe_every_s))[0]:
@@ -134,8 +152,12 @@ class Supervisor:
 
     async def _run(self) -> None:
         tick_s = min(_MOST_TICK_S, self.policy.probe_every_s / 2)
+        look_at = self._now()
         while True:
             now = self._now()
+            if self._leaving is not None and now >= look_at and not self._looking:
+                look_at = now + self.policy.probe_every_s
+                self._keep(self._looking, "", self._look(self._leaving))
             for instance_id, watched in list(self._watched.items()):
                 if (event := watched.overdue(now)) is not None:
                     self.note(instance_id, event, self._silent(instance_id) if event is Event.LOST else None)
@@ -171,15 +193,46 @@ class Supervisor:
         else:
             self.note(instance_id, Event.ANSWERED)
 
-    async def _build(self, instance_id: str) -> None:
+    async def _look(self, ask: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
         try:
-            has_weights = await self.while_they_answer([instance_id], self._rebuild(instance_id))
+            leaving = await ask()
+        except Exception as error:  # noqa: BLE001 - whoever knows is away for a moment; what goes without notice is noticed, too
+            log.debug("it could not be asked which instances are about to go: %s", error)
+            return
+        self._left = {instance_id: reason for instance_id, reason in self._left.items() if leaving.get(instance_id) == reason}
+        for instance_id, reason in leaving.items():
+            watched = self._watched.get(instance_id)
+            is_news = instance_id not in self._left and instance_id not in self._moving
+            if is_news and watched is not None and _is_there(watched):
+                self._left[instance_id] = reason
+                log.warning("%s is left, since %s; its requests go on elsewhere", instance_id, reason)
+                self._keep(self._moving, instance_id, self._move(instance_id, watched, reason))
+
+    async def _move(self, instance_id: str, watched: Watched, reason: str) -> None:
+        try:
+            drain = await self._requests.drain(instance_id, migrate=True)
+        except HelmsmanError as error:
+            log.warning("%s is not left: %s", instance_id, error)
+            return
+        if _is_there(watched):  # it may have died meanwhile
+            self.note(instance_id, Event.LEFT, InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False))
+        self._requests.undrain(instance_id, drain)
+
+    async def _build(self, instance_id: str) -> None:
+        async def rebuild() -> None:
+            has_weights = await self._rebuild(instance_id)  # and no await from here on, or others could be served meanwhile
+            if self._watched[instance_id].health is not Health.RESTARTING:
+                return  # it has died again meanwhile
+            self.note(instance_id, Event.RESTARTED)
+            if has_weights:
+                self.note(instance_id, Event.UPDATED)
+
+        try:
+            await self.while_they_answer([instance_id], rebuild())
         except Exception as error:  # noqa: BLE001 - whatever it is, the instance is not there, and the budget decides
             log.warning("%s could not be built anew: %s", instance_id, error)
             self.note(instance_id, Event.LOST, error)
-            return
-        if self._watched[instance_id].health is not Health.RESTARTING:
-            return  # it has died again meanwhile
-        self.note(instance_id, Event.RESTARTED)
-        if has_weights:
-            self.note(instance_id, Event.UPDATED)
+
+
+def _is_there(watched: Watched) -> bool:
+    return watched.health not in (Health.DEAD, Health.RESTARTING)

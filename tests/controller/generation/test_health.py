@@ -16,16 +16,19 @@ LEGAL = {
     (H.HEALTHY, E.ANSWERED, H.HEALTHY),
     (H.HEALTHY, E.LATE, H.SUSPECT),
     (H.HEALTHY, E.LOST, H.DEAD),
+    (H.HEALTHY, E.LEFT, H.DEAD),
     (H.HEALTHY, E.UPDATED, H.HEALTHY),
     (H.HEALTHY, E.UPDATE_FAILED, H.STALE),
     (H.SUSPECT, E.ANSWERED, H.HEALTHY),
     (H.SUSPECT, E.LATE, H.SUSPECT),
     (H.SUSPECT, E.LOST, H.DEAD),
+    (H.SUSPECT, E.LEFT, H.DEAD),
     (H.SUSPECT, E.UPDATED, H.HEALTHY),
     (H.SUSPECT, E.UPDATE_FAILED, H.STALE),
     (H.STALE, E.ANSWERED, H.STALE),
     (H.STALE, E.LATE, H.STALE),
     (H.STALE, E.LOST, H.DEAD),
+    (H.STALE, E.LEFT, H.DEAD),
     (H.STALE, E.UPDATED, H.HEALTHY),
     (H.STALE, E.UPDATE_FAILED, H.STALE),
     (H.DEAD, E.RESTART, H.RESTARTING),
@@ -238,6 +241,22 @@ def test_a_restart_that_fails_counts() -> None:
     watched = in_state(H.RESTARTING)
     assert watched.on(E.LOST, 10.0) is H.DEAD
     assert watched.restart_at(10.0) == 12.0
+
+
+def test_one_that_was_left_is_built_anew_at_once_and_that_is_not_counted() -> None:
+    watched = Watched(POLICY, now=0.0)
+    for now in (0.0, 100.0, 200.0, 300.0):
+        watched.on(E.LEFT, now)
+        assert watched.restart_at(now) == now
+        watched.on(E.ANSWERED, now)  # late news
+        assert watched.restart_at(now) == now
+        watched.on(E.RESTART, now)
+        watched.on(E.RESTARTED, now)
+        watched.on(E.UPDATED, now)
+    watched.on(E.LEFT, 400.0)
+    watched.on(E.RESTART, 400.0)
+    watched.on(E.LOST, 410.0)
+    assert watched.restart_at(410.0) == 411.0, "one that fails is as any other"
 
 
 @pytest.mark.parametrize("health", [health for health in H if health is not H.DEAD], ids=lambda health: health.value)

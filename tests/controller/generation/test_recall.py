@@ -194,7 +194,7 @@ async def test_idle_is_nothing_in_flight_and_nothing_that_waits() -> None:
     backend.last("b").end()
     await settle()
     assert idle.done()
-    scheduler.instances["i0"].is_draining = True
+    scheduler.instances["i0"].drains.add("the test")
     scheduler.put([make_request("c")])
     idle = await waits(scheduler.wait_idle())
     await scheduler.abort()

@@ -1,0 +1,232 @@
+"""The instances of a rollout role, which come, go and come back while requests run."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, JobError, WorkerNotFoundError
+from helmsman.api.scheduler import Job, Scheduler, Worker
+from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.supervisor import Supervisor
+from helmsman.controller.loop import await_all, in_own_thread, run_async, run_sync
+from helmsman.controller.rollout_requests import RolloutRequests
+
+T = TypeVar("T")
+
+
+class RolloutInstances(RolloutRequests, abc.ABC):
+    """The workers that serve the requests; RolloutController says by which weights."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: str | type[Any],
+        job: Job,
+        engine_args: Sequence[Any],
+        engine_kwargs: Mapping[str, Any] | None,
+        engine_name: str | None,
+        max_in_flight_per_worker: int,
+    ) -> None:
+        """As RoleController.
+
+        Args:
+            max_in_flight_per_worker: requests that a worker has at most.
+        """
+        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        self._max_in_flight_per_worker = max_in_flight_per_worker
+        self._supervisor: Supervisor | None = None
+        self._builds: Counter[str] = Counter()
+        """How often each worker was built anew: what is heard of an earlier process is no news of the one that is there."""
+        self._leaving: set[str] = set()
+        """Those that are being removed."""
+        self._looking = asyncio.Lock()
+
+    @abc.abstractmethod
+    async def _bring_weights(self, worker_id: str) -> bool:
+        """Bring a worker that was just built the weights that are served; whether it has them now."""
+
+    # --- control ----------------------------------------------------------------------------------------------------------
+
+    def add(self, count: int = 1) -> list[str]:
+        """Serve by so many workers more, and return their ids.
+
+        They serve once they have the weights of the last update: at once under supervision, else after the next update. All of
+        them come or, on an error or an interrupt, none.
+
+        Raises: as Scheduler.add_workers, or what building the engines raised; under supervision also InstanceLostError, when
+            one of them hangs meanwhile.
+        """
+        return run_sync(self._add(count))
+
+    async def aadd(self, count: int = 1) -> list[str]:
+        """As add, awaited."""
+        return await run_async(self._add(count))
+
+    def drain(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+        """Give these workers nothing more until undrain, and wait until they have nothing.
+
+        Args:
+            migrate: continue what they have elsewhere, with the tokens so far, instead of waiting for its end.
+        Raises: WorkerNotFoundError; HelmsmanError when undrain takes it back. An interrupt takes it back, too.
+        """
+        run_sync(self._drain(worker_ids, migrate))
+
+    async def adrain(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+        """As drain, awaited."""
+        await run_async(self._drain(worker_ids, migrate))
+
+    def undrain(self, worker_ids: Sequence[str]) -> None:
+        """Give these workers requests again. Raises: WorkerNotFoundError."""
+
+        async def undrain() -> None:
+            for worker_id in self._known(worker_ids):
+                self._queue().undrain(worker_id)
+
+        run_sync(undrain())
+
+    def remove(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+        """Drain these workers, end them and free what they held; the others keep their ids, and these are not given again.
+
+        An error or an interrupt before their end begins leaves them serving; once it has begun, it is finished.
+
+        Raises: as drain; InvalidSpecError for all workers that there are, and for those that are being removed already;
+            as Scheduler.remove_workers.
+        """
+        run_sync(self._remove(worker_ids, migrate))
+
+    async def aremove(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+        """As remove, awaited."""
+        await run_async(self._remove(worker_ids, migrate))
+
+    def scale(self, replicas: int, *, migrate: bool = False) -> None:
+        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones.
+
+        Raises: InvalidReplicasError; as these.
+        """
+        run_sync(self._scale(replicas, migrate))
+
+    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
+        """As scale, awaited."""
+        await run_async(self._scale(replicas, migrate))
+
+    # --- coming -----------------------------------------------------------------------------------------------------------
+
+    async def _scale(self, replicas: int, migrate: bool) -> None:
+        if replicas < 1:
+            raise InvalidReplicasError(role=self.role, replicas=replicas)
+        staying = [worker_id for worker_id in self._queue().instances if worker_id not in self._leaving]
+        if replicas > len(staying):
+            await self._add(replicas - len(staying))
+        else:
+            await self._remove(staying[replicas:], migrate)
+
+    async def _add(self, count: int) -> list[str]:
+        self._check_started()
+        assert self._supervisor is not None
+        adding = asyncio.ensure_future(in_own_thread(self.scheduler.add_workers, self.role, count))
+        try:
+            new = await asyncio.shield(adding)
+            await self._look()
+            chosen = [worker for worker in self._workers if worker.id in new]
+            await self._supervisor.while_they_answer(new, self._make_ready(chosen, range(len(chosen))))
+            await await_all(self._supervisor.while_they_answer([worker_id], self._serve(worker_id)) for worker_id in new)
+        except BaseException:
+            await _to_its_end(self._undo_add(adding))
+            raise
+        return new
+
+    async def _undo_add(self, adding: asyncio.Future[list[str]]) -> None:
+        await asyncio.wait([adding])  # what it still starts would be nobody's
+        if adding.exception() is None:
+            requests = self._queue()
+            await requests.drain(*(worker_id for worker_id in adding.result() if worker_id in requests.instances), migrate=True)
+            await self._part(adding.result())
+
+    async def _serve(self, worker_id: str) -> None:
+        """Serve by a worker that was just built as soon as it has the weights."""
+        assert self._supervisor is not None
+        health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
+        self._supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
+        self._queue().add(worker_id, self._max_in_flight_per_worker, health)
+
+    async def _rebuild(self, worker_id: str) -> bool:
+        """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
+        self._builds[worker_id] += 1
+        await in_own_thread(self.scheduler.restart_worker, worker_id)
+        await self._look()
+        chosen = [worker for worker in self._workers if worker.id == worker_id]
+        await self._make_ready(chosen, range(len(chosen)))
+        return await self._bring_weights(worker_id)
+
+    async def _to_be_left(self) -> dict[str, str]:
+        """Instances that are about to go, and why."""
+        return {worker_id: notice.reason for worker_id, notice in (await self.scheduler.leaving()).items()}
+
+    async def _look(self) -> None:
+        """See which workers there are now; one after another, so that the last look is the one that counts."""
+        async with self._looking:
+            self._workers = await in_own_thread(_workers_of, self.scheduler, self.role)
+
+    # --- going ------------------------------------------------------------------------------------------------------------
+
+    def _known(self, worker_ids: Sequence[str]) -> list[str]:
+        instances = self._queue().instances
+        for worker_id in worker_ids:
+            if worker_id not in instances:
+                raise WorkerNotFoundError(name=worker_id, known=list(instances))
+        return list(dict.fromkeys(worker_ids))
+
+    async def _drain(self, worker_ids: Sequence[str], migrate: bool) -> None:
+        await self._queue().drain(*self._known(worker_ids), migrate=migrate)
+
+    async def _remove(self, worker_ids: Sequence[str], migrate: bool) -> None:
+        requests, chosen = self._queue(), self._known(worker_ids)
+        refused = ""
+        if again := self._leaving.intersection(chosen):
+            refused = f"workers that are not being removed already, as {', '.join(sorted(again))} are"
+        elif chosen and not requests.instances.keys() - self._leaving - set(chosen):
+            refused = "one worker at least to stay; close() ends them all"
+        if refused:
+            raise InvalidSpecError(role=self.role, field="worker_ids", value=list(worker_ids), expected=refused)
+        self._leaving.update(chosen)
+        try:
+            await self._drain(chosen, migrate)
+            await _to_its_end(self._part(chosen))
+        finally:
+            self._leaving.difference_update(chosen)
+
+    async def _part(self, worker_ids: Sequence[str]) -> None:
+        """End workers that have nothing, or have never served."""
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        gone = [requests.instances[worker_id] for worker_id in worker_ids if worker_id in requests.instances]
+        for instance in gone:
+            requests.remove(instance.instance_id)
+            supervisor.forget(instance.instance_id)
+        try:
+            await in_own_thread(self.scheduler.remove_workers, self.role, worker_ids)
+        except JobError:  # it ends none of them
+            for instance in gone:
+                supervisor.watch(instance.instance_id, instance.health)
+                requests.add(instance.instance_id, instance.capacity, instance.health)
+            raise
+        finally:
+            await self._look()
+
+
+def _workers_of(scheduler: Scheduler, role: str) -> tuple[Worker, ...]:
+    return tuple(scheduler.get_workers(role, 0))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await what must not be left half done: a cancellation is raised once it has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -1,0 +1,99 @@
+"""A worker that is told to go says so before it does."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.rpc_server.local_server import NOTICE_S
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine, wait_gone, wait_until
+
+
+class Parent(Counter):
+    """Has a child that was forked without a program of its own, as data loaders have them."""
+
+    def start(self, path: str) -> int | None:
+        """Fork it; returns its pid once it runs."""
+        self.child = multiprocessing.get_context("fork").Process(target=_live, args=(path,))
+        self.child.start()
+        while not os.path.exists(path):
+            time.sleep(0.005)
+        return self.child.pid
+
+    def terminate(self) -> int | None:
+        """End it by SIGTERM; returns its exit code."""
+        self.child.terminate()
+        self.child.join(10)
+        return self.child.exitcode
+
+
+def _live(path: str) -> None:
+    Path(path).touch()
+    signal.pause()
+
+
+def _leaving(scheduler: Scheduler, role: str) -> dict[str, Any]:
+    for worker in scheduler.get_workers(role, timeout=0):
+        asyncio.run(scheduler.check_health(worker.id))
+    return {id_: leaving for id_, leaving in asyncio.run(scheduler.leaving()).items() if id_.startswith(f"{role}/")}
+
+
+def test_nobody_leaves_who_was_not_told_to(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, replicas=2))
+    assert _leaving(scheduler, role) == {}
+
+
+@pytest.mark.not_on("inline", "SIGTERM is for the script itself")
+@pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
+def test_a_worker_that_is_sent_sigterm_says_so_and_serves_on(scheduler: Scheduler, role: str) -> None:
+    first, second = scheduler.create_workers(Job(role=role, replicas=2))
+    engine = Engine.create(scheduler, first, Counter)
+    pid = engine.call("pid")
+    os.kill(pid, signal.SIGTERM)
+    notice = wait_until(lambda: _leaving(scheduler, role), "it says so")[first]
+    assert notice.reason == f"its process {pid} was sent SIGTERM"
+    assert 0 < notice.deadline_s <= NOTICE_S
+    assert engine.call("add", 1) == 1
+    health = {status.worker_id: status.health for status in scheduler.status()}
+    assert health[first] is not None
+    assert health[first].ends_in_s is not None
+    assert health[second] is not None
+    assert health[second].ends_in_s is None
+    scheduler.restart_worker(first)
+    wait_gone({first: pid})
+    assert _leaving(scheduler, role) == {}, "the one in its place was told nothing"
+
+
+@pytest.mark.not_on("inline", "SIGTERM is for the script itself")
+@pytest.mark.not_on("ray", "Ray itself ends workers by SIGTERM")
+def test_a_worker_that_is_told_twice_ends(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid = engine.call("pid")
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: _leaving(scheduler, role), "it has taken the first")
+    os.kill(pid, signal.SIGTERM)
+    wait_gone({worker: pid})
+    with pytest.raises(errors.WorkerFailedError, match="exited with code 143"):
+        engine.call("add", 1)
+    assert asyncio.run(scheduler.leaving()) == {}, "it has left"
+
+
+@pytest.mark.not_on("inline", "SIGTERM is for the script itself")
+@pytest.mark.not_on("ray", "Ray has a handler of its own")
+def test_what_an_engine_has_forked_ends_by_sigterm_as_ever(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Parent)
+    pid = engine.call("start", str(tmp_path / "child"))
+    assert engine.call("terminate") == -signal.SIGTERM
+    wait_gone({"child": pid})

@@ -1,0 +1,293 @@
+"""Instances come and go while requests run, with real processes: nothing is lost, and no worker is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import HelmsmanError, InvalidReplicasError, InvalidSpecError, WorkerFailedError, WorkerNotFoundError
+from helmsman.api.generation import GenerationResult, SamplingParams
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.generation.health import Health, SupervisionPolicy
+from helmsman.controller.generation.retries import RetryGeneration
+from helmsman.controller.loop import background_loop
+from helmsman.controller.rollout import RolloutController
+from tests.contract.helpers import Gate, wait_gone, wait_until
+
+POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, restart_pause_s=0.05)
+GATED = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 4}
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    with make_scheduler("local", preload=()) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path)
+    yield gate
+    gate.open()
+
+
+@contextlib.contextmanager
+def _rollout(
+    scheduler: Scheduler, replicas: int = 3, engine: str = "CountingRollout", **options: Any
+) -> Iterator[RolloutController]:
+    options = {"supervision": POLICY, "retries": RetryGeneration(), **options}
+    with RolloutController(
+        scheduler, f"tests.controller.engines.{engine}", Job(role="rollout", replicas=replicas), **options
+    ) as rollout:
+        rollout.initialize()
+        yield rollout
+
+
+def _begin(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    return asyncio.run_coroutine_threadsafe(work, background_loop())
+
+
+def _served(scheduler: Scheduler, worker_id: str) -> list[str]:
+    return list(scheduler.call_engine(worker_id, "figures")[2])
+
+
+def _in_flight(rollout: RolloutController) -> dict[str, int]:
+    return {id_: each.num_in_flight for id_, each in rollout.load().instances.items()}
+
+
+def _finish(scheduler: Scheduler, rollout: RolloutController, futures: list[Future[GenerationResult]]) -> list[list[int]]:
+    def all_done() -> bool:
+        for worker in rollout.workers:
+            with contextlib.suppress(WorkerNotFoundError, WorkerFailedError):  # it leaves just now
+                scheduler.call_engine(worker.id, "finish")
+        return all(future.done() for future in futures)
+
+    wait_until(all_done, "all requests end")
+    return [future.result().token_ids for future in futures]
+
+
+def _ids(scheduler: Scheduler, rollout: RolloutController) -> list[str]:
+    """The workers, on which all must agree."""
+    ids = [worker.id for worker in scheduler.get_workers("rollout")]
+    assert ids == [worker.id for worker in rollout.workers] == list(rollout.load().instances)
+    return ids
+
+
+def _pid(scheduler: Scheduler, worker_id: str) -> int:
+    return next(status.pid for status in scheduler.status() if status.worker_id == worker_id) or 0
+
+
+def test_any_worker_leaves_and_others_come_while_requests_run(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, max_in_flight_per_worker=2) as rollout:
+        assert rollout.update_weights({"weight": [1.0]}, 7) == 7
+        futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(300)]
+        rollout.remove(["rollout/1"])
+        assert rollout.add(2) == ["rollout/3", "rollout/4"]
+        rollout.remove(["rollout/0", "rollout/3"], migrate=True)
+        assert _ids(scheduler, rollout) == ["rollout/2", "rollout/4"]
+        assert [future.result(30).token_ids for future in futures] == [[i + 2, i + 3] for i in range(300)]
+        assert {version for future in futures for version in future.result().versions} == {7}
+        assert rollout.versions() == {"rollout/2": 7, "rollout/4": 7}
+        rollout.scale(3)
+        assert _ids(scheduler, rollout) == ["rollout/2", "rollout/4", "rollout/5"]
+
+
+def test_a_drained_worker_stays_and_gets_nothing_until_it_is_undrained(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=2) as rollout:
+        rollout.drain(["rollout/1"])
+        assert rollout.load().instances["rollout/1"].is_draining
+        assert len(rollout.generate([[1]] * 10)) == 10
+        assert _served(scheduler, "rollout/1") == []
+        assert rollout.update_weights({"weight": [1.0]}, 1) == 1
+        assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}, "it follows all the same"
+        rollout.undrain(["rollout/1"])
+        assert len(rollout.generate([[1]] * 10)) == 10
+        assert _served(scheduler, "rollout/1")
+
+
+def test_a_drain_that_is_cancelled_or_taken_back_leaves_it_serving(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=2, **GATED) as rollout:
+        futures = [rollout.submit([i + 1]) for i in range(8)]
+        wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
+        cancelled = _begin(rollout.adrain(["rollout/1"]))
+        other = _begin(rollout.adrain(["rollout/1"]))
+        wait_until(lambda: rollout.load().instances["rollout/1"].is_draining, "it is drained")
+        cancelled.cancel()
+        rollout.versions()  # a turn of the loop at least
+        assert rollout.load().instances["rollout/1"].is_draining, "somebody else still wants it to get nothing"
+        rollout.undrain(["rollout/1"])
+        with pytest.raises(HelmsmanError, match="rollout/1 got requests again, by undrain"):
+            other.result(30)
+        assert not rollout.load().instances["rollout/1"].is_draining
+        futures += [rollout.submit([i + 1]) for i in range(8)]
+        assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(8)] * 2
+        assert len(_served(scheduler, "rollout/1")) > 4
+
+
+def test_what_a_drained_worker_had_is_continued_elsewhere_with_its_tokens(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=2, **{**GATED, "max_in_flight_per_worker": 8}) as rollout:
+        futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=4)) for i in range(4)]
+        wait_until(lambda: len(_served(scheduler, "rollout/0")) == len(_served(scheduler, "rollout/1")) == 2, "two each")
+        rollout.drain(["rollout/0"], migrate=True)
+        assert _in_flight(rollout) == {"rollout/0": 0, "rollout/1": 4}
+        results = _finish(scheduler, rollout, futures)
+        assert sorted(map(len, results)) == [2, 2, 4, 4], "those that moved went on after the two tokens that they had"
+
+
+def test_the_last_ones_are_not_removed_and_nobody_is_removed_twice(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, **GATED) as rollout:
+        futures = [rollout.submit([i + 1]) for i in range(12)]
+        wait_until(lambda: set(_in_flight(rollout).values()) == {4}, "all are full")
+        first = _begin(rollout.aremove(["rollout/1"]))
+        second = _begin(rollout.aremove(["rollout/0"]))
+        wait_until(lambda: sum(each.is_draining for each in rollout.load().instances.values()) == 2, "both are drained")
+        with pytest.raises(InvalidSpecError, match="not being removed already, as rollout/1 are"):
+            rollout.remove(["rollout/1"])
+        with pytest.raises(InvalidSpecError, match="one worker at least to stay"):
+            rollout.remove(["rollout/2"])
+        with pytest.raises(WorkerNotFoundError, match="rollout/9"):
+            rollout.remove(["rollout/2", "rollout/9"])
+        with pytest.raises(InvalidReplicasError):
+            rollout.scale(0)
+        assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(12)]
+        assert first.result(30) is second.result(30) is None
+        assert _ids(scheduler, rollout) == ["rollout/2"]
+        with pytest.raises(InvalidSpecError, match="one worker at least to stay"):
+            rollout.remove(["rollout/2"])
+        assert not rollout.load().instances["rollout/2"].is_draining
+        with pytest.raises(WorkerNotFoundError, match="rollout/1"):
+            rollout.remove(["rollout/1"])
+
+
+def test_a_removal_while_all_is_paused_loses_nothing(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=2, **GATED) as rollout:
+        futures = [rollout.submit([i + 1], SamplingParams(max_new_tokens=1)) for i in range(20)]
+        wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
+        rollout.pause()
+        rollout.remove(["rollout/0"], migrate=True)
+        assert _ids(scheduler, rollout) == ["rollout/1"]
+        assert rollout.add() == ["rollout/2"]
+        assert _in_flight(rollout) == {"rollout/1": 4, "rollout/2": 0}, "nothing starts while it is paused"
+        rollout.resume()
+        assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(20)]
+
+
+def test_a_removal_that_is_cancelled_before_its_end_begins_leaves_all_serving(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=2, **GATED) as rollout:
+        futures = [rollout.submit([i + 1]) for i in range(8)]
+        wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
+        removal = _begin(rollout.aremove(["rollout/0"]))
+        wait_until(lambda: rollout.load().instances["rollout/0"].is_draining, "it is drained")
+        removal.cancel()
+        wait_until(lambda: not rollout.load().instances["rollout/0"].is_draining, "it serves again")
+        futures += [rollout.submit([i + 1]) for i in range(8)]
+        assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(8)] * 2
+        assert len(_served(scheduler, "rollout/0")) > 4
+        assert _ids(scheduler, rollout) == ["rollout/0", "rollout/1"]
+        rollout.remove(["rollout/0"])
+        assert _ids(scheduler, rollout) == ["rollout/1"]
+
+
+def test_a_removal_that_is_cancelled_later_is_finished(scheduler: Scheduler, gate: Gate) -> None:
+    with _rollout(scheduler) as rollout:
+        pid = _pid(scheduler, "rollout/1")
+        held = _begin(scheduler.async_call_engine("rollout/1", "wait", None, *gate.files))  # its engine cannot be destroyed
+        gate.wait_started()
+        removal = _begin(rollout.aremove(["rollout/1"]))
+        wait_until(lambda: "rollout/1" not in rollout.load().instances, "its end has begun")
+        removal.cancel()
+        wait_gone({"rollout/1": pid})
+        assert isinstance(held.exception(30), HelmsmanError)
+        wait_until(lambda: len(rollout.workers) == 2, "it is finished")
+        assert _ids(scheduler, rollout) == ["rollout/0", "rollout/2"]
+        assert len(rollout.generate([[1]] * 10)) == 10
+
+
+def _slow(tmp_path: Path, gate: Gate) -> tuple[Path, dict[str, Any]]:
+    hold = tmp_path / "hold"
+    return hold, {
+        "engine": "SlowRollout",
+        "engine_kwargs": {"hold": str(hold), "started": gate.started, "release": gate.release},
+    }
+
+
+def test_a_worker_is_removed_while_it_is_built_anew(scheduler: Scheduler, tmp_path: Path, gate: Gate) -> None:
+    hold, options = _slow(tmp_path, gate)
+    with _rollout(scheduler, **options) as rollout:
+        hold.touch()
+        os.kill(_pid(scheduler, "rollout/1"), signal.SIGKILL)
+        gate.wait_started()
+        assert rollout.load().instances["rollout/1"].state is Health.RESTARTING
+        pid = _pid(scheduler, "rollout/1")
+        rollout.remove(["rollout/1"])
+        wait_gone({"rollout/1": pid})
+        assert _ids(scheduler, rollout) == ["rollout/0", "rollout/2"]
+        gate.open()
+        assert rollout.add() == ["rollout/3"]
+        assert len(rollout.generate([[1]] * 10)) == 10
+        assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
+
+
+def test_an_addition_that_is_cancelled_leaves_nothing(scheduler: Scheduler, tmp_path: Path, gate: Gate) -> None:
+    hold, options = _slow(tmp_path, gate)
+    with _rollout(scheduler, replicas=1, **options) as rollout:
+        hold.touch()
+        addition = _begin(rollout.aadd())
+        gate.wait_started()
+        pid = _pid(scheduler, "rollout/1")
+        addition.cancel()
+        wait_gone({"rollout/1": pid})
+        wait_until(lambda: len(scheduler.get_workers("rollout")) == len(rollout.workers) == 1, "it is not there")
+        assert _ids(scheduler, rollout) == ["rollout/0"]
+        gate.open()
+        assert rollout.add() == ["rollout/2"]
+        early = _begin(rollout.aadd())
+        early.cancel()  # before its workers are there
+        wait_until(lambda: early.done() and len(scheduler.get_workers("rollout")) == len(rollout.workers) == 2, "nor is this")
+
+
+def test_an_addition_that_fails_leaves_nothing(scheduler: Scheduler, tmp_path: Path, gate: Gate) -> None:
+    hold, options = _slow(tmp_path, gate)
+    with _rollout(scheduler, replicas=1, **options) as rollout:
+        hold.write_text("refuse")
+        with pytest.raises(HelmsmanError, match="it was told to refuse"):
+            rollout.add(2)
+        assert _ids(scheduler, rollout) == ["rollout/0"]
+        with pytest.raises(InvalidReplicasError):
+            rollout.add(0)
+
+
+def test_without_supervision_a_new_worker_serves_after_the_next_update(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=1, supervision=None) as rollout:
+        assert rollout.add() == ["rollout/1"]
+        assert rollout.load().instances["rollout/1"].state is Health.HEALTHY, "it has the weights that all have"
+        assert rollout.update_weights({"weight": [1.0]}, 1) == 1
+        assert rollout.add() == ["rollout/2"]
+        assert rollout.load().instances["rollout/2"].state is Health.STALE
+        assert rollout.update_weights({"weight": [1.0]}, 2) == 2
+        assert {each.state for each in rollout.load().instances.values()} == {Health.HEALTHY}
+        rollout.remove(["rollout/0"])
+        assert rollout.versions() == {"rollout/1": 2, "rollout/2": 2}
+
+
+@pytest.mark.parametrize("supervision", [POLICY, None])
+def test_an_update_does_not_miss_a_worker_that_is_removed_meanwhile(
+    scheduler: Scheduler, supervision: SupervisionPolicy | None
+) -> None:
+    with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
+        update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
+        wait_until(lambda: {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers} == {1}, "it is there")
+        rollout.remove(["rollout/1"])
+        assert not update.done()
+        scheduler.call_engine("rollout/0", "finish")
+        assert update.result(30) == 1
+        assert rollout.versions() == {"rollout/0": 1}
