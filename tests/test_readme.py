@@ -22,6 +22,16 @@ def test_example_prints_what_the_readme_says(scheduler: str, tmp_path: Path) -> 
     assert ran.stdout.strip() == "[42, 42]"
 
 
-def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
-        assert (README.parent / target).exists(), target
+PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_their_headings(page: Path) -> None:
+    for target, _, heading in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, (
+                f"{target}#{heading}"
+            )
