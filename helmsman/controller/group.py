@@ -75,7 +75,7 @@ async def call_all(
 
     def forget(result: Any) -> None:
         if isinstance(result, ResultHandle):
-            asyncio.get_running_loop().run_in_executor(None, _release, scheduler, result)  # it blocks
+            asyncio.get_running_loop().run_in_executor(None, release, scheduler, result)  # it blocks
 
     if isinstance(scheduler, SchedulerBase):
         work = scheduler.begin_calls(method, engine_name, calls, rpc_meta, timeout)
@@ -90,11 +90,12 @@ async def call_all(
     return await _gather(role, method, list(calls), work, grace_s=grace_s, forget=forget if keeps else None)
 
 
-def _release(scheduler: Scheduler, handle: ResultHandle) -> None:
+def release(scheduler: Scheduler, handle: ResultHandle) -> None:
+    """Release what nobody needs any more; where that fails, the memory comes back with the worker's end. Blocks."""
     try:
         scheduler.release(handle)
     except HelmsmanError as error:
-        logger.debug("%s keeps what it made for a call that failed: %s", handle.worker_id, error)
+        logger.warning("%s keeps what nobody needs any more, %s: %s", handle.worker_id, handle.summary, error)
 
 
 async def gather_all(

@@ -23,7 +23,7 @@ from helmsman.api.errors import (
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller.base import Call
-from helmsman.controller.group import is_communication_error
+from helmsman.controller.group import is_communication_error, release
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import sample_lengths, split_by_tokens
 from helmsman.controller.rank_environment import rank_environment
@@ -332,18 +332,19 @@ class TrainController(RoleController):
         version = await self._get_version(deadline - time.monotonic())
         handle = await self._export_weights(deadline - time.monotonic())
         try:
+            exported = await self._get_version(deadline - time.monotonic())
+            if exported != version:
+                raise HelmsmanError(
+                    f"role {self.role!r} went on to weight version {exported} while version {version} was exported; which of "
+                    "them the export has is not known, and no instance was given it. Take no step, and load nothing, until "
+                    "update_rollout has returned; then call it again.",
+                    role=self.role,
+                    versions=(version, exported),
+                )
             return await rollout.aupdate_weights(handle, version, deadline - time.monotonic())
         finally:
-            if not rollout.keeps_weights:
-                await self._release(handle)
-
-    async def _release(self, handle: ResultHandle) -> None:
-        try:
-            # In a thread: releasing waits for the worker, and this loop carries every other call.
-            await asyncio.to_thread(self.scheduler.release, handle)
-        except HelmsmanError as error:
-            # What the update did stands; the memory comes back with the worker's end at the latest.
-            logger.warning("%s: the exported weights were not released: %s", handle.worker_id, error)
+            if not rollout.keeps(handle):
+                await asyncio.to_thread(release, self.scheduler, handle)
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         master = self._environment(workers)[workers[0].id]

@@ -17,7 +17,21 @@ from helmsman.engines.weight_transfer import full_tensor
 
 
 class Trainer(FSDPTrainEngine):
-    """Shows its weights."""
+    """Shows its weights, and takes a step of somebody else's when it is told to."""
+
+    _steps_on = False
+
+    def step_after_next_version(self) -> None:
+        """Have other weights as soon as it has told its version."""
+        self._steps_on = True
+
+    def get_version(self) -> int:
+        """As FSDPTrainEngine's."""
+        version = super().get_version()
+        if self._steps_on:
+            self._steps_on = False
+            self.set_version(version + 1)
+        return version
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """All of them, in full; a collective."""
@@ -32,6 +46,7 @@ class Rollout(HFRolloutEngine):
         self.num_updates = 0
         self._memory = ("", 0)
         self._fault = 0
+        self._refuses = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """What it serves by."""
@@ -49,13 +64,20 @@ class Rollout(HFRolloutEngine):
         """Send itself this signal once the next update has begun."""
         self._fault = number
 
+    def refuse_updates(self, refuses: bool) -> None:
+        """Raise in each update, before it takes part in anything."""
+        self._refuses = refuses
+
     async def update_weights(self, weights: Weights, version: int) -> int:
         """As HFRolloutEngine's."""
         self.num_updates += 1
+        if self._refuses:
+            raise NotImplementedError("this engine cannot read them")
         if isinstance(weights, WeightsInMemory):
             self._memory = _inode_of(next(iter(weights.tensors.values())))
-        if self._fault:
-            os.kill(os.getpid(), self._fault)
+        fault, self._fault = self._fault, 0
+        if fault:
+            os.kill(os.getpid(), fault)
         return await super().update_weights(weights, version)
 
 
