@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from helmsman.api.weights import Weights, WeightsInMemory
 from helmsman.engines.model import named_tensors
@@ -36,6 +37,28 @@ class Trainer(FSDPTrainEngine):
     def parameters(self) -> dict[str, torch.Tensor]:
         """All of them, in full; a collective."""
         return {name: full_tensor(tensor).cpu().clone() for name, tensor in named_tensors(self._built_model()).items()}
+
+
+class Marked(Trainer):
+    """Has weights by which every token is their version, whatever the prompt and the cache are; mixed with those of the version
+    before they give another one."""
+
+    def mark(self, version: int) -> None:
+        """Have the weights of a version."""
+        model = self._built_model()
+        sign = 1.0 if version % 2 else -1.0
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                value = torch.zeros(parameter.shape)
+                if name == "model.embed_tokens.weight":
+                    value += sign
+                elif name == "model.norm.weight":
+                    value += 1.0
+                elif name == "lm_head.weight":
+                    value[version % len(value)] = sign
+                assert isinstance(parameter, DTensor)
+                parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+        self.set_version(version)
 
 
 class Rollout(HFRolloutEngine):

@@ -26,10 +26,10 @@ class World:
 
     def __init__(self, scheduler: Scheduler, num_ranks: int, num_instances: int, name: str = "", **options: Any) -> None:
         self.scheduler = scheduler
-        model = {"model": QWEN2, "seed": 3}
+        model = {"model": options.pop("model", QWEN2), "seed": 3}
         self.trainer = TrainController(
             scheduler,
-            f"{ENGINES}.Trainer",
+            f"{ENGINES}.{options.pop('trainer', 'Trainer')}",
             Job(role=f"train{name}", replicas=num_ranks, tasks=[SPEC]),
             engine_kwargs={**model, "lr": 1e-2},
         )

@@ -112,6 +112,8 @@ def test_a_time_out_in_the_middle_of_a_broadcast_costs_the_next_sync_nothing(wor
     try:
         with pytest.raises(HelmsmanError):
             sync.push(timeout=5)
+        for worker in world.trainer.workers:
+            world.scheduler.call_engine(worker.id, "get_version", timeout=100)
     finally:
         os.kill(world.pid(last), signal.SIGCONT)
     num_updates = world.updates()

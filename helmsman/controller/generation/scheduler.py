@@ -317,6 +317,7 @@ class GenerateScheduler:
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
         """Take in how an attempt ended."""
         if isinstance(outcome, InstanceLostError):
+            ticket.num_losses += 1
             if ticket.is_aborted:
                 self._end_aborted(ticket, None)
             elif not self._closed and self._retries.may_retry(ticket, outcome):
