@@ -843,9 +843,12 @@ class RequestsInFlightError(GenerationError, TimeoutError):
     ) -> None:
         have = ", ".join(f"{instance} has {num}" for instance, num in in_flight.items()) or "none is in flight"
         state = f"It is paused, and {num_queued} wait" if paused else f"{num_queued} wait"
+        advice = (
+            "Wait on with wait_idle, end them with abort, or go on with resume" if paused else "Wait on, or end them with abort"
+        )
         super().__init__(
-            f"role {role!r}: {operation} has waited {limit_s:g} s for requests in flight: {have}. {state}. Wait on with "
-            "wait_idle, end them with abort, or go on with resume: they come to their ends wherever they are.",
+            f"role {role!r}: {operation} has waited {round(limit_s, 3):g} s for requests in flight: {have}. {state}. {advice}: "
+            "they come to their ends wherever they are.",
             role=role,
             in_flight=in_flight,
             num_queued=num_queued,

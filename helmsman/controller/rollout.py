@@ -222,10 +222,10 @@ class RolloutController(RolloutInstances):
             if isinstance(old, ResultHandle) and old is not kept:
                 await asyncio.to_thread(release, self.scheduler, old)
         if failures:
-            failure = group_error(self.role, "update_weights", failures, len(weights))
             if self._supervision is None or not (self._serving_ids() or self._why_none_will_serve() is None):
-                raise failure
-            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(failure).split("\n", 1)[0])
+                raise group_error(self.role, "update_weights", failures, len(weights))
+            for worker_id, failure in failures.items():
+                log.warning("%s does not serve weight version %d: %s", worker_id, version, str(failure).split("\n", 1)[0])
         return failures
 
     async def _update_one(self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None) -> None:
@@ -472,9 +472,11 @@ async def _all_that_answer(
                 await asyncio.wait([everything], timeout=DEFAULT_GRACE_S)
                 for task in updates.values():
                     task.cancel()
-        await everything
+        await asyncio.shield(everything)
     except asyncio.CancelledError:
-        everything.cancel()
+        for task in updates.values():
+            task.cancel()
+        await everything  # soon, and then it is known of each instance that it has not the weights
         raise
     return failures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Rollout(HFRolloutEngine):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        self.num_updates = 0
+        self.num_updates = self.num_aborts = 0
         self._memory = ("", 0)
         self._fault = 0
         self._refuses = False
@@ -78,6 +79,15 @@ class Rollout(HFRolloutEngine):
     def updates(self) -> int:
         """How many it was asked for."""
         return self.num_updates
+
+    def aborts(self) -> int:
+        """How often it was asked to give requests back."""
+        return self.num_aborts
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """As HFRolloutEngine's."""
+        self.num_aborts += 1
+        return await super().abort(request_ids)
 
     def memory(self) -> tuple[str, int]:
         """Device and inode of the memory that it last read weights from."""

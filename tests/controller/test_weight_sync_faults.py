@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from helmsman import HelmsmanError, Scheduler, SupervisionPolicy, make_scheduler
-from helmsman.api.errors import CallTimeoutError
+from helmsman import HelmsmanError, SamplingParams, Scheduler, SupervisionPolicy, make_scheduler
+from helmsman.api.errors import CallTimeoutError, RequestsInFlightError
 from helmsman.api.weights import WeightFormat
 from helmsman.controller.generation.health import Health
 from helmsman.controller.weight_sync import SyncReport, ViaCollective, ViaDisk, WeightSync
@@ -159,6 +159,39 @@ async def _cancelled_push(world: World, sync: WeightSync) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     await asyncio.to_thread(world.rollout.versions)  # it has answered: what it had to do with that update is over
+
+
+def test_what_an_instance_has_whose_sync_was_interrupted_goes_on_elsewhere(world: World) -> None:
+    last = world.ids[1]
+    sync = WeightSync(world.trainer, world.rollout)
+    sync.push()
+    num_aborts = world.scheduler.call_engine(last, "aborts")
+    sampling = SamplingParams(max_new_tokens=110)
+    futures = [world.rollout.submit(PROMPT, sampling) for _ in range(8)]
+    asyncio.run(_cancelled_push(world, sync))
+    assert world.health()[1] is Health.STALE
+    until(lambda: world.scheduler.call_engine(last, "aborts") > num_aborts)
+    assert [len(future.result(120).token_ids) for future in futures] == [110] * 8
+    assert sync.push().updated == world.ids
+
+
+def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(world: World) -> None:
+    last = world.ids[1]
+    pid = world.pid(last)
+    futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=110)) for _ in range(8)]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for in_flight in ("finish", "recall"):
+            sync = WeightSync(world.trainer, world.rollout, in_flight=in_flight)  # type: ignore[arg-type]
+            told = rf"an update of the weights with in_flight='{in_flight}' has waited 0.5 s .*: {last} has \d. \d wait"
+            with pytest.raises(RequestsInFlightError, match=told):
+                sync.push(timeout=0.5)
+            assert not world.rollout.load().paused
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [len(future.result(120).token_ids) for future in futures] == [110] * 8
+    until(lambda: world.health()[1] is Health.HEALTHY)
+    assert WeightSync(world.trainer, world.rollout).push().updated == world.ids
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -20,7 +20,7 @@ from tests.controller.sync_world import PROMPT, World
 from tests.engines.models import LLAMA, VOCAB
 
 SAMPLING = SamplingParams(max_new_tokens=110, temperature=0.0)
-NUM_PUSHES = 30
+NUM_PUSHES = 20
 
 
 def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
