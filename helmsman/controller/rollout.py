@@ -102,6 +102,8 @@ class RolloutController(RolloutInstances):
         self._num_updating = 0
         """Updates that are under way, one within the other."""
         self._one_update = asyncio.Lock()
+        self.weight_group = ""
+        """Id of the group for weights that instances were the last to be asked into, which they have left every other for."""
         self._request_timeout_s = request_timeout_s
         self._samples_by_engine, self._maker = samples_by_engine, RequestMaker(self.role)
         self._requests: GenerateScheduler | None = None

@@ -78,6 +78,8 @@ class TrainController(RoleController):
         self.data_parallel_size = job.replicas // model_parallel_size
         self.num_recoveries = 0
         """How often all ranks were built anew, or are."""
+        self.weight_group = ""
+        """Id of the group for weights that rank 0 was the last to be asked into, which it has left every other for."""
         self._version_given: int | None = None
         """The highest weight version that was told or set."""
 

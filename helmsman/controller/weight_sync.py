@@ -161,9 +161,9 @@ class ViaDisk:
 class ViaCollective:
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
 
-    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed or something
-    went wrong. When a member dies, is late or cannot take part, the weights are sent once more to those that can. What is built
-    anew between two syncs serves after the next one.
+    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed, one of them
+    has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are sent
+    once more to those that can. What is built anew between two syncs serves after the next one.
 
     Args:
         timeout_s: how long members wait for each other.
@@ -218,9 +218,10 @@ class ViaCollective:
         deadline: float,
     ) -> _Outcome:
         members = ((trainer.role, trainer.num_recoveries), *rollout._processes(ids))
-        if members != self._members:
+        if members != self._members or not (trainer.weight_group == rollout.weight_group == self._group_id):
             self._port = await trainer._open_weight_store(deadline - time.monotonic())
             self._group_id = uuid.uuid4().hex
+        trainer.weight_group = rollout.weight_group = self._group_id
         self._members = ()  # after an error or an interrupt it is not known where in the group's broadcasts each of them is
         place = ByCollective(
             version=version,

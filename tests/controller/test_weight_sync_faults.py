@@ -122,6 +122,23 @@ def test_a_time_out_in_the_middle_of_a_broadcast_costs_the_next_sync_nothing(wor
     assert not any(world.differing().values())
 
 
+def test_collectives_of_one_trainer_take_turns_without_waiting_for_each_other(world: World) -> None:
+    """Its rank 0 is in one group at a time, and so is an instance."""
+    other = World(world.scheduler, 1, 1, "-other", supervision=SUPERVISED)
+    try:
+        syncs = [WeightSync(world.trainer, world.rollout, ViaCollective(timeout_s=10.0)) for _ in range(2)]
+        syncs.append(WeightSync(world.trainer, other.rollout, ViaCollective(timeout_s=10.0)))
+        syncs.append(WeightSync(other.trainer, other.rollout, ViaCollective(timeout_s=10.0)))
+        for _ in range(3):
+            for sync, (rollout, trainer) in zip(syncs, [(world, world)] * 2 + [(other, world), (other, other)], strict=True):
+                trainer.trainer.set_version(1 + max(world.trainer.get_version(), other.trainer.get_version()))
+                num_updates = rollout.updates()
+                assert sync.push().updated == rollout.ids
+                assert rollout.updates() == [num + 1 for num in num_updates]
+    finally:
+        other.close()
+
+
 def test_a_sync_that_is_given_up_leaves_no_memory_behind(world: World) -> None:
     """Whatever became of it: the copies are those of the version that is served, and of none before."""
     sync = WeightSync(world.trainer, world.rollout)

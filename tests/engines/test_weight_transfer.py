@@ -86,6 +86,33 @@ def test_every_type_and_size_arrives_as_it_was_sent(way: str, bucket_bytes: int,
             assert torch.equal(found[name].float(), ODD[name].float())
 
 
+def test_bytes_that_changed_on_the_way_are_refused_and_the_group_goes_on() -> None:
+    """In memory before the reader has seen any; by broadcasts, where the reader may stop at any bucket, when they come."""
+    form = WeightFormat(checksum=True)
+    weights = send(ODD, IntoMemory(version=1), form, WeightGroup(CPU))
+    weights.checksums["half"] += 1
+    with pytest.raises(ValueError, match=r"1 of 9 parameters did not arrive as they were sent \(CRC-32\): half"):
+        read(weights, WeightGroup(CPU))
+    groups, places = members(2)
+    values = torch.arange(4, dtype=torch.uint8)
+    header = {"shapes": {"w": [4]}, "dtypes": {"w": "uint8"}, "checksums": {"w": 1}, "num_bytes": 4}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reading = threads.submit(read, places[1], groups[1])
+        groups[0].join(places[0])
+        groups[0].broadcast_bytes(msgspec.msgpack.encode({"shapes": {"w": [4]}}))
+        for _ in range(2):
+            groups[0].broadcast_bytes(msgspec.msgpack.encode(header))
+            groups[0].broadcast(values)
+        groups[0].broadcast_bytes(msgspec.msgpack.encode({"shapes": {}}))
+        with pytest.raises(ValueError, match="did not arrive as they were sent"):
+            reading.result(60)
+        reading = threads.submit(read, places[1], groups[1])
+        send({"w": values}, places[0], form, groups[0])
+        assert torch.equal(reading.result(60)["w"], values)
+    for group in groups:
+        group.close()
+
+
 def test_versions_of_an_earlier_run_in_the_same_folder_go_first(tmp_path: Path) -> None:
     """They may have higher numbers, since every run begins to count anew."""
 
