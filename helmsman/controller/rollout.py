@@ -280,16 +280,20 @@ class RolloutController(RolloutInstances):
         finally:
             self._num_updating -= 1
             if not self._num_updating:
-                requests = self._queue()
-                requests.pump()
-                stale = [each.instance_id for each in requests.instances.values() if each.health is Health.STALE]
+                self._queue().pump()
                 if self._serving_ids():
-                    for worker_id in stale:
-                        observe(asyncio.create_task(self._take_back(worker_id)), f"{worker_id}: taking back what it has")
+                    self._take_back_stale()
 
-    async def _take_back(self, worker_id: str) -> None:
-        with contextlib.suppress(SchedulerClosedError):
-            await self._queue().recall(worker_id)
+    def _take_back_stale(self) -> None:
+        """Have what instances without the weights have go on elsewhere, as soon as each answers."""
+
+        async def take_back(worker_id: str) -> None:
+            with contextlib.suppress(SchedulerClosedError):
+                await self._queue().recall(worker_id)
+
+        for worker_id, instance in self._queue().instances.items():
+            if instance.health is Health.STALE:
+                observe(asyncio.create_task(take_back(worker_id)), f"{worker_id}: taking back what it has")
 
     def keeps(self, weights: ResultHandle) -> bool:
         """Whether it keeps these weights, of its last update, for instances that are built anew; it releases them then."""
@@ -366,7 +370,7 @@ class RolloutController(RolloutInstances):
                 try:
                     if in_flight == "finish":  # what has no whole weights finishes nothing
                         requests.suspend(by)
-                        await requests.recall(*(id_ for id_, each in requests.instances.items() if each.health is Health.STALE))
+                        self._take_back_stale()
                     if in_flight != "continue":
                         await self._pause(in_flight, left_s(), by=by)
                     yield
