@@ -311,8 +311,8 @@ class RolloutRequests(RoleController):
         elif in_flight == "recall":
             await self._within(requests.take_back(), operation, timeout, resumes=bool(by))
 
-    async def _resume(self, by: str = "") -> None:
-        self._queue().resume(by)
+    async def _resume(self) -> None:
+        self._queue().resume()
 
     async def _wait_idle(self, timeout: float | None) -> None:
         await self._within(self._queue().wait_idle(), "wait_idle", timeout)
