@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ def act(item: Any, *details: Any) -> Any:
             return "waited"
         case "die":
             os.kill(os.getpid(), 9)
+        case "exit":
+            sys.exit("no more")
         case "note":
             folder, name = details
             Path(folder, f"{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
