@@ -156,6 +156,54 @@ def test_a_rank_that_is_killed_during_the_recovery(
     assert training.trainer.num_recoveries == 2
 
 
+def test_a_recovery_that_fails_is_tried_again(training: Training, unbroken: dict[int, float]) -> None:
+    """As where a device is not free yet, or a rendezvous has failed."""
+
+    def plan() -> None:
+        training.fault("loss", 1)()
+        for rank in range(2):
+            training.fault("initialize", rank, "raise")()
+
+    training.before[5] = plan
+    training.run()
+    assert training.begun == [1, 5]
+    assert training.losses == unbroken
+    assert training.trainer.num_recoveries == 2
+
+
+def test_a_recovery_that_always_fails_says_what_was_lost_and_why_it_failed(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    training = Training(scheduler, tmp_path, max_recoveries=1)
+    with training.trainer as trainer:
+        trainer.initialize()
+
+        def plan() -> None:
+            training.fault("loss", 1)()
+            for rank in range(2):
+                training.fault("initialize", rank, "raise")()
+
+        training.before[3] = plan
+        with pytest.raises(
+            RecoveryExhaustedError, match="(?s)The last of them failed: GroupCallError.*the device is busy"
+        ) as caught:
+            training.run()
+        assert caught.value.loss.exit_signal == signal.SIGKILL
+
+
+def test_two_ranks_that_are_silent_at_once(scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]) -> None:
+    training = Training(scheduler, tmp_path, dead_s=1.5)
+    with training.trainer as trainer:
+        trainer.initialize()
+
+        def plan() -> None:
+            for rank in range(2):
+                training.fault("loss", rank, "stop")()
+
+        training.before[3] = plan
+        training.run()
+        assert training.trainer.num_recoveries == 1
+        assert training.losses == unbroken
+
+
 @pytest.mark.parametrize(("moment", "rank"), [("save", 1), ("saved", 0)])
 def test_a_rank_that_is_killed_while_it_saves(training: Training, unbroken: dict[int, float], moment: str, rank: int) -> None:
     training.before[4] = training.fault(moment, rank)
@@ -221,6 +269,30 @@ def test_errors_that_are_no_loss_are_the_callers(training: Training) -> None:
     assert training.trainer.num_recoveries == 0
     training.run(last_step=2)
     assert training.done == [1, 2]
+
+
+def test_an_error_of_any_kind_is_a_loss_when_a_rank_has_died(training: Training, unbroken: dict[int, float]) -> None:
+    def fail() -> None:
+        os.kill(training.pids()[1], signal.SIGKILL)
+        raise UnsuitedError
+
+    training.before[3] = fail
+    training.run()
+    assert training.begun == [1, 3]
+    assert training.losses == unbroken
+
+
+def test_versions_grow_also_when_a_script_runs_the_steps_again(training: Training, unbroken: dict[int, float]) -> None:
+    def raise_own() -> None:
+        raise UnsuitedError
+
+    training.before[4] = raise_own
+    with pytest.raises(UnsuitedError):
+        training.run()
+    training.run()
+    assert training.begun == [1, 3]
+    assert training.losses == unbroken
+    assert training.versions == [0, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_a_script_that_is_started_anew_goes_on(scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]) -> None:
