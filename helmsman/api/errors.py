@@ -1045,7 +1045,8 @@ class CheckpointError(HelmsmanError):
 
     def __init__(self, *, role: str, path: str, reason: str) -> None:
         super().__init__(
-            f"role {role!r} cannot load the checkpoint {path}: {reason}. Remove it to go on from the one before it.",
+            f"role {role!r} cannot load the checkpoint {path}: {reason.rstrip('.')}. Remove it to go on from the one "
+            "before it.",
             role=role,
             path=path,
             reason=reason,
