@@ -1070,7 +1070,7 @@ class RecoveryExhaustedError(HelmsmanError):
     ) -> None:
         role, rank, log_path = loss.role, loss.index, loss.log_path
         failed = f" The last of them failed: {reason}." if reason else ""
-        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint yet"
+        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint"
         super().__init__(
             f"role {role!r}: rank {rank} ({loss.worker_id} on node {loss.node}, pid {loss.pid}) {loss.cause}, after "
             f"{num_recoveries} recoveries within {window_s:g} s, which is the most that RecoveryPolicy.max_recoveries allows."

@@ -66,6 +66,8 @@ class RecoverableTraining:
         self._step, self._on_begin, self._add_files = step, on_begin, add_files
         self._budget = RecoveryBudget(policy)
         self._last_loss: WorkerFailedError | None = None
+        self._is_saved = False
+        """Whether there has been a checkpoint."""
 
     def run(self, first_step: int, last_step: int) -> None:
         """Do these steps, both included; those up to the last checkpoint count as done.
@@ -106,13 +108,18 @@ class RecoverableTraining:
                 f"the last checkpoint in {self.checkpoints.folder} is of step {step}, and first_step is {first_step}; expected "
                 f"at most {step + 1}, or an empty folder"
             )
+        self._is_saved = True
         self.trainer.load(str(folder))
         self.trainer.raise_version()  # this script may have gone further before, and told of it
         return self._begin(step + 1)
 
     def _recover(self, first_step: int) -> int:
         """Build the ranks anew and go on from the last checkpoint; returns the next step."""
-        step, folder = self.checkpoints.latest() or (first_step - 1, None)
+        found = self.checkpoints.latest()
+        if found is None and self._is_saved:  # a file system that is away for a while is no reason to begin anew
+            missing = FileNotFoundError(f"{self.checkpoints.folder} has no checkpoint any more, and had one in this run")
+            raise _NotRecoveredError from missing
+        step, folder = found or (first_step - 1, None)
         try:
             version = self.trainer.recover(None if folder is None else str(folder))
         except JobError as error:
@@ -137,6 +144,7 @@ class RecoverableTraining:
                 self._add_files(folder)
 
         self.checkpoints.save(step, write)
+        self._is_saved = True
 
     # --- losses -----------------------------------------------------------------------------------------------------
 

@@ -189,6 +189,26 @@ def test_a_recovery_that_always_fails_says_what_was_lost_and_why_it_failed(sched
         assert caught.value.loss.exit_signal == signal.SIGKILL
 
 
+def test_checkpoints_that_are_gone_do_not_begin_the_run_anew(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    training = Training(scheduler, tmp_path, max_recoveries=2)
+    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    with training.trainer as trainer:
+        trainer.initialize()
+
+        def lose_both() -> None:
+            os.kill(training.pids()[0], signal.SIGKILL)
+            checkpoints.rename(elsewhere)
+
+        training.before[4] = lose_both
+        with pytest.raises(RecoveryExhaustedError, match="failed: FileNotFoundError: .*checkpoints has no checkpoint any more"):
+            training.run()
+        assert training.begun == [1]
+        elsewhere.rename(checkpoints)
+        training.run()
+    assert training.begun == [1, 3]
+    assert training.done == [1, 2, 3, 3, 4, 5, 6]
+
+
 def test_two_ranks_that_are_silent_at_once(scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]) -> None:
     training = Training(scheduler, tmp_path, dead_s=1.5)
     with training.trainer as trainer:
