@@ -113,6 +113,8 @@ def test_a_function_that_is_none_is_said_at_the_start(make_pool: MakePool) -> No
         make_pool("tests.contract.reward_functions.UNCALLABLE")
     with pytest.raises((EngineCreationError, GroupCallError), match="no_such_function"):
         make_pool("tests.contract.reward_functions.no_such_function")
+    with pytest.raises((EngineCreationError, GroupCallError), match="'act' has no module; expected 'package.module.function'"):
+        make_pool("act")
 
 
 # --- what fails ---------------------------------------------------------------------------------------------------------
