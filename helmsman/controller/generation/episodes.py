@@ -104,9 +104,9 @@ class EpisodeRunner:
             raise
         finally:
             self._given.difference_update(tasks)
+        errors = [None if task.cancelled() else task.exception() for task in tasks]  # all of them are seen
         if self._is_closing:
             raise closed_error()
-        errors = [task.exception() for task in tasks]  # all of them are seen
         for error in errors:
             if error is not None:
                 raise error
@@ -128,7 +128,7 @@ class EpisodeRunner:
             self._require_few_failures()
             with _no_exit("the sampler"):
                 batch = list(self._sampler.select(self._waiting, self._pipe(batch_size)))
-            _require_known("select", [each.number for each in batch], [each.number for each in self._waiting], "wait")
+            _require_known("select", [each.number for each in batch], (each.number for each in self._waiting), "wait")
             if not batch and not has_more and not self._running:
                 batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]  # all that will ever come
                 self._take(batch)
@@ -180,7 +180,7 @@ class EpisodeRunner:
             stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
             old = {each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))}
         _require_known("stop", stopped, self._running, "run")
-        _require_known("evict", old, [each.number for each in self._waiting], "wait")
+        _require_known("evict", old, (each.number for each in self._waiting), "wait")
         for number in stopped:
             self._leave(number).cancel()
         self._num_stopped += len(stopped)
@@ -303,12 +303,15 @@ def _no_exit(whose: str) -> Iterator[None]:
         raise HelmsmanError(f"{whose} raised {error!r}, which cannot end the script from here; raise an Exception.") from error
 
 
-def _require_known(what: str, chosen: Collection[int], known: Collection[int], state: str) -> None:
+def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
     """A sampler's choice: each once, and of those that there are; or an episode would be used twice, or counted twice."""
-    if chosen and (len(set(chosen)) < len(chosen) or not set(chosen) <= set(known)):
+    if not chosen:
+        return
+    there, distinct = set(known), set(chosen)
+    if len(distinct) < len(chosen) or not distinct <= there:
         raise ValueError(
             f"the sampler's {what} returned episodes {sorted(chosen)}; expected each once, and only those that {state}: "
-            f"{sorted(known)}"
+            f"{sorted(there)}"
         )
 
 
