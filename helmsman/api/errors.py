@@ -948,8 +948,8 @@ class RewardLostError(RewardError):
 
     def __init__(self, *, worker_id: str, call: str, reason: str) -> None:
         super().__init__(
-            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The worker is started anew, and "
-            "the others go on. Score the item again where that does no harm.",
+            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is "
+            "started anew as often as RewardPool.max_restarts allows. Score the item again where that does no harm.",
             worker_id=worker_id,
         )
 
