@@ -51,20 +51,12 @@ class RewardEngine:
     async def ascore(self, call: Arguments, limit_s: float) -> Any:
         """As score, awaited; Overtime when it takes longer than the limit. One that swallows its cancellation goes on, and
         nobody waits for it."""
+        args, kwargs = call
         started = time.monotonic()
-        work = asyncio.ensure_future(self._outcome(*call))
+        work = asyncio.ensure_future(self._function(*args, **kwargs))
         await asyncio.wait([work], timeout=limit_s)
         if not work.done():
             work.cancel()
+            work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen, though nobody waits for it
             return Overtime(time.monotonic() - started)
-        result, error = work.result()
-        if error is not None:
-            raise error
-        return result
-
-    async def _outcome(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, BaseException | None]:
-        """Result and error of the function. Raised in a task, SystemExit would end the event loop, and with it all scores."""
-        try:
-            return await self._function(*args, **kwargs), None
-        except BaseException as error:  # noqa: BLE001 - raised by who waits for it
-            return None, error
+        return work.result()

@@ -296,7 +296,7 @@ class EpisodeRunner:
 
 @contextlib.contextmanager
 def _no_exit(whose: str) -> Iterator[None]:
-    """A user's code. What ends a program would end the event loop of all, and nobody would be told (asyncio's Task)."""
+    """A user's code: what would end the script is an error as others are, since it is not on the script's thread."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt) as error:

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from helmsman.controller.generation.episodes import EpisodeRunner, Workflow, WorkflowFigures, closed_error
 from helmsman.controller.generation.sampling import Episode, Sampler
+from helmsman.rpc_server.threads import run_loop
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class WorkflowExecutor:
         self._asked: set[concurrent.futures.Future[Any]] = set()
         """What callers wait for."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="helmsman-workflows", daemon=True)
+        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="helmsman-workflows", daemon=True)
         self._thread.start()
         self._closed = False
 

@@ -221,11 +221,13 @@ def test_an_episode_that_ends_the_program_has_failed() -> None:
             sys.exit("as code does that a model has written")
         if item == 2:
             raise KeyboardInterrupt
+        if item == 3:
+            await asyncio.gather(workflow(0), workflow(1))  # tasks of their own
         return item
 
     with WorkflowExecutor(workflow) as executor:
-        assert _items(executor.prepare_batch(itertools.count(), 3)) == [0, 3, 4]
-        assert executor.figures().num_failed == 2
+        assert _items(executor.prepare_batch(itertools.count(), 3)) == [0, 4, 5]
+        assert executor.figures().num_failed == 3
         with pytest.raises(HelmsmanError, match="the episode raised SystemExit.*cannot end the script from here") as caught:
             executor.rollout_batch([0, 1])
         assert isinstance(caught.value.__cause__, SystemExit)
