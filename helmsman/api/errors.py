@@ -951,8 +951,8 @@ class RewardLostError(RewardError):
 
     def __init__(self, *, worker_id: str, call: str, reason: str) -> None:
         super().__init__(
-            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The worker is started anew, and "
-            "the others go on. Score the item again where that does no harm.",
+            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is "
+            "started anew as often as RewardPool.max_restarts allows. Score the item again where that does no harm.",
             worker_id=worker_id,
         )
 
@@ -1048,7 +1048,8 @@ class CheckpointError(HelmsmanError):
 
     def __init__(self, *, role: str, path: str, reason: str) -> None:
         super().__init__(
-            f"role {role!r} cannot load the checkpoint {path}: {reason}. Remove it to go on from the one before it.",
+            f"role {role!r} cannot load the checkpoint {path}: {reason.rstrip('.')}. Remove it to go on from the one "
+            "before it.",
             role=role,
             path=path,
             reason=reason,
@@ -1072,7 +1073,7 @@ class RecoveryExhaustedError(HelmsmanError):
     ) -> None:
         role, rank, log_path = loss.role, loss.index, loss.log_path
         failed = f" The last of them failed: {reason}." if reason else ""
-        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint yet"
+        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint"
         super().__init__(
             f"role {role!r}: rank {rank} ({loss.worker_id} on node {loss.node}, pid {loss.pid}) {loss.cause}, after "
             f"{num_recoveries} recoveries within {window_s:g} s, which is the most that RecoveryPolicy.max_recoveries allows."

@@ -46,6 +46,9 @@ _COMMUNICATION_TEXT = re.compile(
 )
 """How gloo, NCCL, HCCL and torch's store say that a peer is gone or late."""
 
+_ON_ANOTHER_RANK = "failed on another rank, so this one did not go on"
+"""What ranks say that have agreed on the failure of one of them (failing_together in helmsman/engines/distributed.py)."""
+
 _observed: set[asyncio.Future[Any]] = set()
 """Tasks nobody awaits any more; the event loop itself holds tasks only weakly."""
 
@@ -173,7 +176,9 @@ def _distance_from_cause(error: Exception) -> int:
     """0: failed by itself; 1: waited for a peer or lost it, or cannot be told; 2: says itself that a peer is to blame."""
     if not isinstance(error, HelmsmanError):
         return -1
-    if isinstance(error, PeerNotReadyError):
+    if isinstance(error, PeerNotReadyError) or (
+        isinstance(error, EngineCallError) and _ON_ANOTHER_RANK in error.remote_message
+    ):
         return 2
     if isinstance(error, CallTimeoutError) or (isinstance(error, EngineCallError) and is_communication_error(error)):
         return 1

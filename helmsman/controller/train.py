@@ -247,6 +247,10 @@ class TrainController(RoleController):
         self._check_started()
         if checkpoint is not None:
             self.load(checkpoint, timeout)
+        return self.raise_version()
+
+    def raise_version(self) -> int:
+        """Once weights were restored: set a version above all that were told before, unless they have one; returns it."""
         return run_sync(self._raise_version())
 
     def _restart(self) -> None:
