@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -135,14 +136,14 @@ class ViaDisk:
     that Hugging Face reads, so that other programs can take weights from it, too.
 
     Args:
-        folder: absolute path, the same on all nodes.
+        folder: the same on all nodes; a relative one is below the script's own current folder.
         num_kept: versions that stay.
     """
 
     def __init__(self, folder: str, num_kept: int = 2) -> None:
         if num_kept < 1:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
-        self._folder, self._num_kept = folder, num_kept
+        self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
     def check(self, trainer: TrainController, rollout: RolloutController) -> None:
         """See Way."""
