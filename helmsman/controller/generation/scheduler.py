@@ -196,6 +196,11 @@ class GenerateScheduler:
                 continue
             try:
                 chosen = self._policy.choose(ticket, fit)
+                if chosen not in fit:
+                    raise ValueError(
+                        f"{type(self._policy).__name__}.choose gave {getattr(chosen, 'instance_id', chosen)!r} for request "
+                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it was given"
+                    )
             except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
                 self._end(ticket, RequestState.FAILED, error)
             else:
@@ -317,12 +322,7 @@ class GenerateScheduler:
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
         """Take in how an attempt ended."""
         if isinstance(outcome, InstanceLostError):
-            if ticket.is_aborted:
-                self._end_aborted(ticket, None)
-            elif not self._closed and self._retries.may_retry(ticket, outcome):
-                self._requeue(ticket)
-            else:
-                self._end(ticket, RequestState.FAILED, outcome.__cause__ or outcome)  # what the instance died of says more
+            self._settle_lost(ticket, outcome)
         elif isinstance(outcome, BaseException):
             self._end(ticket, RequestState.FAILED, outcome)
         elif outcome.stop_reason != "abort":
@@ -335,6 +335,19 @@ class GenerateScheduler:
                 self._requeue(ticket)
         else:
             self._end_aborted(ticket, outcome)
+
+    def _settle_lost(self, ticket: Ticket, lost: InstanceLostError) -> None:
+        try:
+            is_retried = not ticket.is_aborted and not self._closed and self._retries.may_retry(ticket, lost)
+        except Exception as error:  # noqa: BLE001 - a policy may be the user's; the other requests of the instance go on
+            self._end(ticket, RequestState.FAILED, error)
+            return
+        if ticket.is_aborted:
+            self._end_aborted(ticket, None)
+        elif is_retried:
+            self._requeue(ticket)
+        else:
+            self._end(ticket, RequestState.FAILED, lost.__cause__ or lost)  # what the instance died of says more
 
     def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
         result = ticket.merged(last, "abort")
