@@ -62,6 +62,8 @@ NUM_CHECKPOINTS = 3
 class Draw(NamedTuple):
     """A task to answer several times, with a seed for each answer."""
 
+    number: int
+    """In the order of the steps that it is drawn for."""
     task: Task
     seeds: list[int]
 
@@ -69,6 +71,8 @@ class Draw(NamedTuple):
 class Group(NamedTuple):
     """The answers to one task, which are compared with each other."""
 
+    draw: int
+    """Its number."""
     prompt: list[int]
     answers: list[GenerationResult]
     rewards: list[float]
@@ -188,6 +192,7 @@ class Run:
 
         accuracy = statistics.fmean(reward >= 1 for reward in rewards)
         record = Record(step=step, phase="grpo", loss=stats["loss"], reward=statistics.fmean(rewards), accuracy=accuracy)
+        record.draws = [group.draw for group in groups]
         return record.with_tokens(sum(len(answer.token_ids) for _, answer in answers), time.monotonic() - started)
 
     def next_groups(self, step: int) -> list[Group]:
@@ -209,7 +214,10 @@ class Run:
         """The tasks of a step, with a seed for each answer, so that it does not matter which worker draws it, and when."""
         rng, group_size = self.rng(step), self.settings.samples_per_prompt
         tasks = rng.choices(self.tasks.train, k=self.settings.prompts_per_step)
-        return [Draw(task, [rng.getrandbits(62) for _ in range(group_size)]) for task in tasks]
+        first = (step - self.settings.sft_steps - 1) * len(tasks)
+        return [
+            Draw(number, task, [rng.getrandbits(62) for _ in range(group_size)]) for number, task in enumerate(tasks, first)
+        ]
 
     async def episode(self, draw: Draw) -> Group:
         """All answers to a task, and what they are worth."""
@@ -220,7 +228,7 @@ class Run:
     def scored(self, draw: Draw, answers: Sequence[GenerationResult]) -> Group:
         """A group with its rewards."""
         rewards = [self.score(draw.task, answer.token_ids) for answer in answers]
-        return Group(self.tokenizer.encode_prompt(draw.task.prompt), list(answers), rewards)
+        return Group(draw.number, self.tokenizer.encode_prompt(draw.task.prompt), list(answers), rewards)
 
     def close(self) -> None:
         """End what is generated ahead."""

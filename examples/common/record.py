@@ -34,6 +34,8 @@ class Record(msgspec.Struct, kw_only=True):
     """Mean reward of the sampled answers."""
     accuracy: float | None = None
     """Share of right answers among those that were sampled for training."""
+    draws: list[int] = []
+    """Numbers of the draws that a GRPO step was trained on; those of the first step begin with 0."""
     held_out_accuracy: float | None = None
     """Share of held-out tasks solved with greedy decoding, on steps that end with an evaluation."""
     tokens: int = 0

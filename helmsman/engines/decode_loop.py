@@ -185,10 +185,10 @@ class DecodeLoop:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._commands or self._has_work)
-                commands, closing = list(self._commands), self._closing
-                self._commands.clear()
-            for command in commands:
-                command()
+                commands, closing = self._commands, self._closing
+                self._commands = deque()
+            while commands:
+                commands.popleft()()  # and nothing remembers it: with the weights of an update goes the memory of their sender
             if closing:
                 self._abort(None)
                 self._weight_group.close()

@@ -9,6 +9,7 @@ It writes what it was given to a folder of its rank, enters itself in the roll t
     unlisted      does not enter itself in the roll
     raylet        starts a child of that program name
     stubborn      ignores SIGTERM, as does its child
+    busy          does not end when it is drained
 """
 
 from __future__ import annotations

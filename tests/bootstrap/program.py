@@ -96,9 +96,41 @@ def interrupts() -> int:
     return 130
 
 
+def moves() -> int:
+    """Requests on an instance of each node, which go on elsewhere when a node is left."""
+    from helmsman import Job, RolloutController, SchedulingSpec, SupervisionPolicy, make_scheduler
+    from tests.controller.generation.pure_rollout import make_request, tokens_of
+
+    spec = SchedulingSpec(cpu=0.5, gpu=2, node_packing="strict_spread")
+    policy = SupervisionPolicy(probe_every_s=0.5)
+    with make_scheduler("ray") as scheduler:
+        rollout = RolloutController(
+            scheduler,
+            "tests.controller.generation.pure_rollout.PureRollout",
+            Job(role="rollout", replicas=2, tasks=[spec]),
+            (0.2,),
+            supervision=policy,
+        )
+        rollout.initialize()
+        futures = [rollout.submit(make_request(f"r{number}", number, 48)) for number in range(8)]
+        print(f"generating on {len({worker.ip for worker in rollout.workers})} nodes", flush=True)
+        whole = [future.result(60).token_ids == tokens_of(number, [0] * 48) for number, future in enumerate(futures)]
+        print(
+            f"{sum(whole)} results are whole, by instances on {len({worker.ip for worker in rollout.workers})} nodes",
+            flush=True,
+        )
+    return 0
+
+
+PROGRAMS = {
+    "count": count,
+    "busy": busy,
+    "loses": loses,
+    "stubborn": stubborn,
+    "wait": wait,
+    "interrupts": interrupts,
+    "moves": moves,
+}
+
 if __name__ == "__main__":
-    sys.exit(
-        {"count": count, "busy": busy, "loses": loses, "stubborn": stubborn, "wait": wait, "interrupts": interrupts}[
-            sys.argv[1]
-        ](*sys.argv[2:])
-    )
+    sys.exit(PROGRAMS[sys.argv[1]](*sys.argv[2:]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import pickle
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from helmsman.controller.bootstrap.member import Member
 from helmsman.controller.bootstrap.node_plan import NodePlan
 from helmsman.controller.bootstrap.nodes_seen import NodeSeen
 from helmsman.controller.bootstrap.waits import stop_signals, teller
+from tests.bootstrap.fake_ray import behaviour
 
 
 class Roll:
@@ -25,7 +28,15 @@ class Roll:
     async def nodes(self, run_id: str) -> dict[int, NodeSeen]:
         """Those of the run, by rank."""
         rows = {int(path.parent.name): json.loads(path.read_text()) for path in self._cluster.glob("*/listed")}
-        return {rank: NodeSeen(row["address"], row["resources"]) for rank, row in rows.items() if row["run"] == run_id}
+        return {
+            rank: NodeSeen(str(rank), row["address"], row["resources"]) for rank, row in rows.items() if row["run"] == run_id
+        }
+
+    async def drain(self, node_id: str, reason: str, limit_s: float) -> None:
+        """Its Ray ends, as a node's does that has no work, unless it is busy."""
+        node = self._cluster / node_id
+        if "busy" not in behaviour(str(node)):
+            os.kill(json.loads((node / "started").read_text())["pid"], signal.SIGTERM)
 
 
 async def live(plan: NodePlan, cluster: Path) -> int:

@@ -78,6 +78,18 @@ def test_a_signal_to_any_node_ends_the_run_everywhere_also_with_busy_actors(make
     _nothing_left(hosts)
 
 
+def test_a_node_of_an_elastic_run_that_is_told_to_stop_is_left_with_its_requests(make_hosts: Make) -> None:
+    hosts = make_hosts(2)
+    commands = up_all(hosts, _script("moves"), "--resources", '{"GPU": 4}', "--elastic", "--grace", "60")
+    commands[0].said("generating on 2 nodes")
+    commands[1].signal(signal.SIGTERM)
+    assert _codes(commands, 60) == [0, 143]
+    assert "told to stop by SIGTERM" in commands[0].output
+    assert "8 results are whole" in commands[0].output
+    assert "generated again" not in commands[0].output
+    _nothing_left(hosts)
+
+
 def test_a_script_that_is_deaf_is_killed(make_hosts: Make) -> None:
     hosts = make_hosts(2)
     commands = up_all(hosts, _script("stubborn"), "--grace", "1")

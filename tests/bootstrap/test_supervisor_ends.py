@@ -124,7 +124,7 @@ def test_a_member_is_told_to_stop_and_the_run_ends(make_nodes: MakeNodes) -> Non
 
 
 def test_a_member_of_an_elastic_run_is_told_to_stop_and_the_run_goes_on(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(3, elastic=True, grace_s=60.0)
+    nodes = make_nodes(3, elastic=True, grace_s=60.0)  # which nobody needs whose node is drained
     head, leaving, staying = nodes.start_all()
     nodes.wait_running()
     leaving.signal(TERM)
@@ -134,6 +134,18 @@ def test_a_member_of_an_elastic_run_is_told_to_stop_and_the_run_goes_on(make_nod
     head.ends(0)
     staying.ends(0)
     assert not nodes.script_was_told(TERM)
+
+
+def test_a_member_of_an_elastic_run_whose_work_does_not_end_leaves_after_the_grace(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, elastic=True, grace_s=0.5)
+    nodes.behaviour(1, "busy")
+    head, leaving = nodes.start_all()
+    nodes.wait_running()
+    leaving.signal(TERM)
+    leaving.ends(143)
+    nodes.release()
+    head.ends(0)
+    nodes.wait_nothing_left()
 
 
 def test_a_member_is_told_to_stop_before_there_is_a_head(make_nodes: MakeNodes) -> None:

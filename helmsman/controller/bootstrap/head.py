@@ -88,6 +88,8 @@ class Head:
         self._accepting: asyncio.Task[None] | None = None
         self._address = ""
         """Of Ray, once it is up."""
+        self._view: SeesNodes | None = None
+        self._draining: set[asyncio.Task[None]] = set()
         self._began = self._ending = False
         self._listener: socket.socket | None = None
         self._ray: RayProcess | None = None
@@ -147,7 +149,7 @@ class Head:
     async def _all_nodes(self, deadline: Deadline) -> dict[int, NodeSeen]:
         """Wait until Ray knows every rank, with its devices. Raises: NotJoinedError, RayDiedError."""
         assert self._ray is not None
-        view = self._make_view(self._address, self._environ)
+        view = self._view = self._make_view(self._address, self._environ)
         died = asyncio.ensure_future(self._ray.ended())
         told = ""
         try:
@@ -300,8 +302,21 @@ class Head:
         if not self._began:
             if not self._left.done():
                 self._left.set_result(NotJoinedError(f"{member} left before the run began: {message.reason}"))
-        elif message.signal and not self._plan.elastic and not self._stop.done():
+        elif message.signal and self._plan.elastic:
+            draining = asyncio.ensure_future(self._drain(member, message.reason))
+            self._draining.add(draining)
+            draining.add_done_callback(self._draining.discard)
+        elif message.signal and not self._stop.done():
             self._stop.set_result(StoppedError(message.signal, str(member)))
+
+    async def _drain(self, member: Member, reason: str) -> None:
+        """Let Ray know, and by it the script, which may move what runs there."""
+        assert self._view is not None
+        try:
+            node = (await self._view.nodes(self._plan.run_id))[member.hello.rank]
+            await self._view.drain(node.node_id, reason, self._plan.grace_s)
+        except (KeyError, ConnectionError) as error:
+            self._tell(f"Ray was not told that {member} leaves, so what runs there ends with it: {error}")
 
     # --- the script -------------------------------------------------------------------------------------------------------
 
@@ -331,7 +346,7 @@ class Head:
             self._listener.close()
         if self._served:
             await asyncio.wait(self._served, timeout=_LEAVE_S)
-        for task in list(self._served):
+        for task in [*self._served, *self._draining]:
             task.cancel()
         if self._ray is not None:
             await self._ray.stop()

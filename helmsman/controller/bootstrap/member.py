@@ -70,8 +70,7 @@ class Member:
             ended = await self._live()
         except StoppedError as stopped:
             self._tell(f"{stopped}; it leaves")
-            # An elastic run goes on, so there is no end of it to wait for.
-            await self._say_goodbye(Leaving(str(stopped), stopped.number), 0.0 if self._plan.elastic else self._plan.grace_s)
+            await self._say_goodbye(Leaving(str(stopped), stopped.number), self._plan.grace_s)
             return stopped.exit_code
         except (RayDiedError, UnfitNodeError) as error:
             await self._say_goodbye(Leaving(str(error)), 0.0)
@@ -265,15 +264,21 @@ class Member:
             await asyncio.sleep(_RETRY_S)
 
     async def _say_goodbye(self, message: Leaving, wait_s: float) -> None:
-        """Tell the head, and let it end the run on its side for so long before Ray leaves here."""
+        """Tell the head, and let it end the run on its side for so long before Ray leaves here. A run that goes on is rid of
+        this node earlier, when nothing of it is left here: then Ray, which the head has told, ends by itself."""
         if self._link is None:
             return
         self._link.send(message)
-        with contextlib.suppress(LinkLostError, TimeoutError):
-            async with asyncio.timeout(wait_s):
-                async for answer in self._link.messages():
-                    if isinstance(answer, Ended):
-                        return
+        answered = asyncio.ensure_future(self._until_ended(self._link))
+        left = asyncio.ensure_future(self._ray.ended()) if self._ray is not None else answered
+        await asyncio.wait([answered, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        await cancelled(answered, left)
+
+    async def _until_ended(self, link: Link) -> None:
+        with contextlib.suppress(LinkLostError):
+            async for answer in link.messages():
+                if isinstance(answer, Ended):
+                    return
 
 
 def _never_part_of(ended: Ended) -> NotJoinedError:
