@@ -14,7 +14,7 @@ from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.loop import await_all, in_own_thread, run_async, run_sync
-from helmsman.controller.rollout_requests import RolloutRequests
+from helmsman.controller.rollout_requests import RolloutRequests, require_ids
 
 T = TypeVar("T")
 
@@ -77,7 +77,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
 
         Args:
             migrate: continue what they have elsewhere, with the tokens so far, instead of waiting for its end.
-        Raises: WorkerNotFoundError; HelmsmanError when undrain takes it back. An interrupt takes it back, too.
+        Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError when undrain takes it back.
+            An interrupt takes it back, too.
         """
         run_sync(self._drain(worker_ids, migrate))
 
@@ -109,7 +110,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         await run_async(self._remove(worker_ids, migrate))
 
     def scale(self, replicas: int, *, migrate: bool = False) -> None:
-        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones.
+        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
+        another does waits for that, drains included.
 
         Raises: InvalidReplicasError; as these.
         """
@@ -191,6 +193,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
     # --- going ------------------------------------------------------------------------------------------------------------
 
     def _known(self, worker_ids: Sequence[str]) -> list[str]:
+        require_ids("worker_ids", worker_ids)
         instances = self._queue().instances
         for worker_id in worker_ids:
             if worker_id not in instances:
