@@ -229,7 +229,8 @@ class RolloutController(RolloutInstances):
         try:
             await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise self._queue().instances[worker_id].error or HelmsmanError(f"{worker_id} was given up.")
+                instance = self._queue().instances.get(worker_id)
+                raise (instance and instance.error) or HelmsmanError(f"{worker_id} was given up.")
             served = call.result()
         finally:
             dead.cancel()

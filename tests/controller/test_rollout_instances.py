@@ -345,10 +345,12 @@ def test_where_only_a_new_worker_without_the_weights_is_left_it_is_said(schedule
 
 
 @pytest.mark.parametrize("supervision", [POLICY, None])
+@pytest.mark.parametrize("backend", ["local", "inline"])
 def test_an_update_does_not_miss_a_worker_that_is_removed_meanwhile(
-    scheduler: Scheduler, supervision: SupervisionPolicy | None
+    backend: str, supervision: SupervisionPolicy | None
 ) -> None:
-    with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
+    options: dict[str, Any] = {"preload": ()} if backend == "local" else {}
+    with make_scheduler(backend, **options) as scheduler, _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
         update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
         wait_until(lambda: {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers} == {1}, "it is there")
         rollout.remove(["rollout/1"])
