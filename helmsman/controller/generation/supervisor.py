@@ -102,7 +102,9 @@ class Supervisor:
                 log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
 
     async def until_dead(self, instance_id: str) -> None:
-        """Return when an instance dies, is given up or is forgotten, from now on."""
+        """Return when an instance dies, is given up or is forgotten, from now on; at once when it is not watched."""
+        if instance_id not in self._watched:
+            return
         mourner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._mourners.setdefault(instance_id, [])
         waiting.append(mourner)
