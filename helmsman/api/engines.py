@@ -64,6 +64,7 @@ class TrainEngine(abc.ABC):
 
     def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
         """Send the full parameters by Hugging Face name to a target, in this form, and return on rank 0 what the target says.
+        Raises where the weights have not the target's version, which the script was told a moment ago, any more.
 
         A collective. ``helmsman.engines.weight_transfer.publish`` does it for tensors that are sharded by DTensor; an engine
         without it has its weights brought by export_weights alone.
@@ -144,8 +145,8 @@ class InferenceEngine(abc.ABC):
     async def update_weights(self, weights: Weights, version: int) -> int:
         """Take new parameters between two decoding steps and serve them as ``version``; returns the version served.
 
-        An engine that takes tensors by name can have all that Weights may be read by ``helmsman.engines.weight_transfer``. When
-        it fails half-way the instance gets no requests until an update succeeds, and is asked to give back those it has.
+        ``helmsman.engines.weight_transfer.incoming`` reads all that Weights may be, as tensors by name. When it fails half-way
+        the instance gets no requests until an update succeeds, and is asked to give back those it has.
         """
 
     @abc.abstractmethod

@@ -843,9 +843,12 @@ class RequestsInFlightError(GenerationError, TimeoutError):
     ) -> None:
         have = ", ".join(f"{instance} has {num}" for instance, num in in_flight.items()) or "none is in flight"
         state = f"It is paused, and {num_queued} wait" if paused else f"{num_queued} wait"
+        advice = (
+            "Wait on with wait_idle, end them with abort, or go on with resume" if paused else "Wait on, or end them with abort"
+        )
         super().__init__(
-            f"role {role!r}: {operation} has waited {limit_s:g} s for requests in flight: {have}. {state}. Wait on with "
-            "wait_idle, end them with abort, or go on with resume: they come to their ends wherever they are.",
+            f"role {role!r}: {operation} has waited {round(limit_s, 3):g} s for requests in flight: {have}. {state}. {advice}: "
+            "they come to their ends wherever they are.",
             role=role,
             in_flight=in_flight,
             num_queued=num_queued,
@@ -948,8 +951,8 @@ class RewardLostError(RewardError):
 
     def __init__(self, *, worker_id: str, call: str, reason: str) -> None:
         super().__init__(
-            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The worker is started anew, and "
-            "the others go on. Score the item again where that does no harm.",
+            f"{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is "
+            "started anew as often as RewardPool.max_restarts allows. Score the item again where that does no harm.",
             worker_id=worker_id,
         )
 
@@ -1045,7 +1048,8 @@ class CheckpointError(HelmsmanError):
 
     def __init__(self, *, role: str, path: str, reason: str) -> None:
         super().__init__(
-            f"role {role!r} cannot load the checkpoint {path}: {reason}. Remove it to go on from the one before it.",
+            f"role {role!r} cannot load the checkpoint {path}: {reason.rstrip('.')}. Remove it to go on from the one "
+            "before it.",
             role=role,
             path=path,
             reason=reason,
@@ -1069,7 +1073,7 @@ class RecoveryExhaustedError(HelmsmanError):
     ) -> None:
         role, rank, log_path = loss.role, loss.index, loss.log_path
         failed = f" The last of them failed: {reason}." if reason else ""
-        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint yet"
+        where = f"go on from {checkpoint}" if checkpoint else "begin again, since there is no checkpoint"
         super().__init__(
             f"role {role!r}: rank {rank} ({loss.worker_id} on node {loss.node}, pid {loss.pid}) {loss.cause}, after "
             f"{num_recoveries} recoveries within {window_s:g} s, which is the most that RecoveryPolicy.max_recoveries allows."

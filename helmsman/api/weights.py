@@ -25,11 +25,15 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; expected 1 or more")
-        for pattern, _ in self.names:
+        for pattern, replacement in self.names:
             try:
-                re.compile(pattern)
+                compiled = re.compile(pattern)
             except re.error as error:
                 raise ValueError(f"names has {pattern!r}, which is no regular expression: {error}") from error
+            try:
+                compiled.sub(replacement, "")  # reads the replacement, also where nothing matches
+            except (re.error, IndexError) as error:
+                raise ValueError(f"names replaces {pattern!r} by {replacement!r}, which cannot be: {error}") from error
 
     def name_of(self, name: str) -> str:
         """What a parameter is called where it arrives."""
@@ -41,15 +45,19 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
 # --- where they go, as an engine's publish_weights is told --------------------------------------------------------------------
 
 
-class IntoMemory(msgspec.Struct, frozen=True, tag=True):
+class IntoMemory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To be returned, as WeightsInMemory."""
 
+    version: int
+    """That they are expected to have: the engine refuses where its weights have gone on since it was asked for it."""
 
-class OntoDisk(msgspec.Struct, frozen=True, tag=True):
+
+class OntoDisk(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Into a folder of its own below ``folder``; returned are WeightsOnDisk."""
 
-    folder: str
     version: int
+    """As of IntoMemory."""
+    folder: str
     num_kept: int = 2
     """Versions that stay there, this one included."""
 
@@ -58,6 +66,8 @@ class ByCollective(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """By broadcasts of a process group of one trainer rank, which is its rank 0, and the rollout instances; it is also what an
     instance is given for its weights. Returned is the number of bytes."""
 
+    version: int
+    """As of IntoMemory."""
     group_id: str
     """Who is in it: a member leaves an earlier group when it is given another id."""
     address: str

@@ -24,7 +24,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], num_kept: int) -> None:
         if num_kept < 1:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # it goes to workers, whose current folder may be another
         self.num_kept = num_kept
 
     def save(self, step: int, write: Callable[[Path], object]) -> Path:
@@ -39,21 +39,25 @@ class Checkpoints:
         unfinished = self.folder / f".step-{step:06d}"
         write(unfinished)
         path = self.folder / f"step-{step:06d}"
-        if path.exists():
-            shutil.rmtree(path)
+        self._remove(path)
         unfinished.rename(path)
         link = self.folder / ".latest"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)
         link.replace(self.folder / "latest")
         for old in self._steps()[: -self.num_kept]:
-            shutil.rmtree(self.folder / f"step-{old:06d}")
+            self._remove(self.folder / f"step-{old:06d}")
         return path
 
     def latest(self) -> tuple[int, Path] | None:
         """Step and folder of the newest checkpoint; ``latest`` is for people, as a copied folder may have lost the link."""
         steps = self._steps()
         return (steps[-1], (self.folder / f"step-{steps[-1]:06d}").resolve()) if steps else None
+
+    def _remove(self, path: Path) -> None:
+        """Under another name: a script that is killed meanwhile leaves no half of a checkpoint under this one."""
+        if path.exists():
+            shutil.rmtree(path.rename(self.folder / f".{path.name}.old"))
 
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():

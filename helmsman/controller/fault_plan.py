@@ -131,7 +131,7 @@ class _Line:
             factor = float(self._take(r"(\d+(?:\.\d*)?)x?", "a factor, as in '3x',").group(1))
         for word in ("at", "step"):
             self._take(word, f"{word!r}, as in 'at step 5',")
-        step = int(self._take(r"\d+", "the number of a step").group())
+        step = int(self._take(r"\d{1,18}", "the number of a step").group())
         if kind in ("hang", "slow") and self._words:
             self._take("for", "'for' and a time, as in 'for 20 s', or the end")
             seconds = self._seconds()

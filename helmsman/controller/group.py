@@ -46,6 +46,9 @@ _COMMUNICATION_TEXT = re.compile(
 )
 """How gloo, NCCL, HCCL and torch's store say that a peer is gone or late."""
 
+_ON_ANOTHER_RANK = "failed on another rank, so this one did not go on"
+"""What ranks say that have agreed on the failure of one of them (failing_together in helmsman/engines/distributed.py)."""
+
 _observed: set[asyncio.Future[Any]] = set()
 """Tasks nobody awaits any more; the event loop itself holds tasks only weakly."""
 
@@ -75,7 +78,7 @@ async def call_all(
 
     def forget(result: Any) -> None:
         if isinstance(result, ResultHandle):
-            asyncio.get_running_loop().run_in_executor(None, _release, scheduler, result)  # it blocks
+            asyncio.get_running_loop().run_in_executor(None, release, scheduler, result)  # it blocks
 
     if isinstance(scheduler, SchedulerBase):
         work = scheduler.begin_calls(method, engine_name, calls, rpc_meta, timeout)
@@ -90,11 +93,12 @@ async def call_all(
     return await _gather(role, method, list(calls), work, grace_s=grace_s, forget=forget if keeps else None)
 
 
-def _release(scheduler: Scheduler, handle: ResultHandle) -> None:
+def release(scheduler: Scheduler, handle: ResultHandle) -> None:
+    """Release what nobody needs any more; where that fails, the memory comes back with the worker's end. Blocks."""
     try:
         scheduler.release(handle)
     except HelmsmanError as error:
-        logger.debug("%s keeps what it made for a call that failed: %s", handle.worker_id, error)
+        logger.warning("%s keeps what nobody needs any more, %s: %s", handle.worker_id, handle.summary, error)
 
 
 async def gather_all(
@@ -172,7 +176,9 @@ def _distance_from_cause(error: Exception) -> int:
     """0: failed by itself; 1: waited for a peer or lost it, or cannot be told; 2: says itself that a peer is to blame."""
     if not isinstance(error, HelmsmanError):
         return -1
-    if isinstance(error, PeerNotReadyError):
+    if isinstance(error, PeerNotReadyError) or (
+        isinstance(error, EngineCallError) and _ON_ANOTHER_RANK in error.remote_message
+    ):
         return 2
     if isinstance(error, CallTimeoutError) or (isinstance(error, EngineCallError) and is_communication_error(error)):
         return 1

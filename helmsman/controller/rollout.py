@@ -7,15 +7,16 @@ import contextlib
 import functools
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from helmsman.api.errors import (
     CallError,
+    EngineCallError,
     HandleLostError,
     HelmsmanError,
     InstanceLostError,
-    NotFoundError,
     SchedulerClosedError,
     WorkerFailedError,
 )
@@ -29,7 +30,7 @@ from helmsman.controller.generation.retries import RetryPolicy
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
-from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe
+from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe, release
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances
 from helmsman.controller.rollout_requests import InFlight
@@ -100,6 +101,9 @@ class RolloutController(RolloutInstances):
         """Of the last update."""
         self._num_updating = 0
         """Updates that are under way, one within the other."""
+        self._one_update = asyncio.Lock()
+        self.weight_group = ""
+        """Id of the group for weights that instances were the last to be asked into, which they have left every other for."""
         self._request_timeout_s = request_timeout_s
         self._samples_by_engine, self._maker = samples_by_engine, RequestMaker(self.role)
         self._requests: GenerateScheduler | None = None
@@ -154,7 +158,8 @@ class RolloutController(RolloutInstances):
     # --- workers ----------------------------------------------------------------------------------------------------
 
     async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
-        await self._update_each(dict.fromkeys(self._living_ids(), weights), version, timeout, kept=weights)
+        async with self._in_turn(timeout) as left_s:
+            await self._update_each(dict.fromkeys(self._living_ids(), weights), version, left_s(), kept=weights)
         return version
 
     async def _update_each(
@@ -182,7 +187,9 @@ class RolloutController(RolloutInstances):
             )
         old = self._served[0] if self._served is not None else None
         # From here on this is what serves: a worker that is being built anew must not come to serve with what was before.
-        self._version, self._served = version, (kept, version) if self.keeps_weights and kept is not None else None
+        self._version, self._served = version, None
+        if self._supervision is not None and kept is not None:
+            self._served = (kept, version)
 
         self._queue().expect_weights(version)
 
@@ -210,15 +217,17 @@ class RolloutController(RolloutInstances):
         for left_out in set(self._living_ids()).difference(weights):
             error = HelmsmanError(f"{left_out} was left out of the update to weight version {version}.")
             supervisor.note(left_out, Event.UPDATE_FAILED, error)
-        with self._updating():
-            failures = await _all_that_answer({id_: asyncio.ensure_future(update(id_)) for id_ in weights}, sending)
-        if isinstance(old, ResultHandle) and old is not kept:
-            await asyncio.to_thread(self._release, old)
+        try:
+            with self._updating():
+                failures = await _all_that_answer({id_: asyncio.ensure_future(update(id_)) for id_ in weights}, sending)
+        finally:
+            if isinstance(old, ResultHandle) and old is not kept:
+                await asyncio.to_thread(release, self.scheduler, old)
         if failures:
-            failure = group_error(self.role, "update_weights", failures, len(weights))
             if self._supervision is None or not (self._serving_ids() or self._why_none_will_serve() is None):
-                raise failure
-            log.warning("%s: weight version %d has not reached all: %s", self.role, version, str(failure).split("\n", 1)[0])
+                raise group_error(self.role, "update_weights", failures, len(weights))
+            for worker_id, failure in failures.items():
+                log.warning("%s does not serve weight version %d: %s", worker_id, version, str(failure).split("\n", 1)[0])
         return failures
 
     async def _update_one(self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None) -> None:
@@ -242,6 +251,27 @@ class RolloutController(RolloutInstances):
                 worker_id=worker_id,
             )
 
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, timeout: float | None) -> AsyncIterator[Callable[[], float]]:
+        """Wait until no other update is under way: what instances serve is what the last one that began has brought. Gives the
+        seconds that are left of the time-out."""
+        limit_s = self.scheduler.timeouts.call_s if timeout is None else timeout
+        deadline = time.monotonic() + limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._one_update.acquire()
+        except TimeoutError as error:
+            raise HelmsmanError(
+                f"{self.role}: for {limit_s:g} s another update of the weights has been under way; this one was not begun and "
+                "no instance has changed. Begin it again when that one has ended, or give it more time.",
+                role=self.role,
+                limit_s=limit_s,
+            ) from error
+        try:
+            yield lambda: deadline - time.monotonic()
+        finally:
+            self._one_update.release()
+
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
         """While weights are brought, an instance without them may get them yet; afterwards what it has goes on elsewhere."""
@@ -251,25 +281,24 @@ class RolloutController(RolloutInstances):
         finally:
             self._num_updating -= 1
             if not self._num_updating:
-                requests = self._queue()
-                requests.pump()
-                stale = [each.instance_id for each in requests.instances.values() if each.health is Health.STALE]
+                self._queue().pump()
                 if self._serving_ids():
-                    for worker_id in stale:
-                        observe(asyncio.create_task(self._take_back(worker_id)), f"{worker_id}: taking back what it has")
+                    self._take_back_stale()
 
-    async def _take_back(self, worker_id: str) -> None:
-        with contextlib.suppress(SchedulerClosedError):
-            await self._queue().recall(worker_id)
+    def _take_back_stale(self) -> None:
+        """Have what instances without the weights have go on elsewhere, as soon as each answers."""
 
-    @property
-    def keeps_weights(self) -> bool:
-        """Whether it keeps the weights of an update, and releases them at the next one."""
-        return self._supervision is not None
+        async def take_back(worker_id: str) -> None:
+            with contextlib.suppress(SchedulerClosedError):
+                await self._queue().recall(worker_id)
 
-    def _release(self, handle: ResultHandle) -> None:
-        with contextlib.suppress(NotFoundError, SchedulerClosedError):
-            self.scheduler.release(handle)
+        for worker_id, instance in self._queue().instances.items():
+            if instance.health is Health.STALE:
+                observe(asyncio.create_task(take_back(worker_id)), f"{worker_id}: taking back what it has")
+
+    def keeps(self, weights: ResultHandle) -> bool:
+        """Whether it keeps these weights, of its last update, for instances that are built anew; it releases them then."""
+        return self._served is not None and self._served[0] is weights
 
     async def _bring_weights(self, worker_id: str) -> bool:
         """Bring a worker that was just built the weights that are served; whether it has them now."""
@@ -279,10 +308,12 @@ class RolloutController(RolloutInstances):
             weights, version = self._served
             try:
                 served = await self._ask(worker_id, "update_weights", weights, version)
-            except HandleLostError:
-                if self._version == version:
-                    return False  # their trainer has gone
-                continue  # they were replaced meanwhile
+            except (HandleLostError, EngineCallError) as error:
+                if self._version != version:
+                    continue  # they were replaced meanwhile
+                # Their trainer or their folder has gone, or it cannot read them: another process of it could not, either.
+                log.warning("%s has to wait for the next update of the weights: %s", worker_id, error)
+                return False
             if self._version == version:
                 if served == version and worker_id in self._queue().instances:
                     self._queue().have_weights(worker_id, version)
@@ -311,6 +342,18 @@ class RolloutController(RolloutInstances):
             return False
         return True
 
+    def _served_by(self, failures: Mapping[str, Exception]) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The instances that have the weights that are served, and why the others have not; ``failures`` of the last update."""
+        updated: list[str] = []
+        failed: dict[str, str] = {}
+        for id_, instance in self._queue().instances.items():
+            if instance.health.serves:
+                updated.append(id_)
+            else:
+                reason = failures.get(id_) or instance.error or f"it is {instance.health.value}"
+                failed[id_] = str(reason).split("\n", 1)[0]
+        return tuple(updated), failed
+
     def _serving_ids(self) -> list[str]:
         return [instance.instance_id for instance in self._queue().instances.values() if instance.serves]
 
@@ -322,13 +365,18 @@ class RolloutController(RolloutInstances):
     async def _held(self, in_flight: InFlight, timeout: float | None) -> AsyncIterator[None]:
         """For an update, what becomes of requests that are in flight; no other starts meanwhile unless they continue."""
         by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold lets go what this one holds
-        with self._updating():
-            try:
-                if in_flight != "continue":
-                    await self._pause(in_flight, timeout, by=by)
-                yield
-            finally:
-                await self._resume(by)
+        requests = self._queue()
+        async with self._in_turn(timeout) as left_s:
+            with self._updating():
+                try:
+                    if in_flight == "finish":  # what has no whole weights finishes nothing
+                        requests.suspend(by)
+                        self._take_back_stale()
+                    if in_flight != "continue":
+                        await self._pause(in_flight, left_s(), by=by)
+                    yield
+                finally:
+                    requests.resume(by)
 
     def _living_ids(self) -> list[str]:
         """Of instances that have not died; none while all are on their way back. Raises why none lives or will."""
@@ -406,7 +454,7 @@ class RolloutController(RolloutInstances):
             supervisor.stop()
             old, self._served = self._served, None
             if old is not None and isinstance(old[0], ResultHandle):
-                await asyncio.to_thread(self._release, old[0])
+                await asyncio.to_thread(release, self.scheduler, old[0])
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
@@ -441,9 +489,11 @@ async def _all_that_answer(
                 await asyncio.wait([everything], timeout=DEFAULT_GRACE_S)
                 for task in updates.values():
                     task.cancel()
-        await everything
+        await asyncio.shield(everything)
     except asyncio.CancelledError:
-        everything.cancel()
+        for task in updates.values():
+            task.cancel()
+        await everything  # soon, and then it is known of each instance that it has not the weights
         raise
     return failures
 

@@ -301,22 +301,26 @@ class RolloutRequests(RoleController):
         return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _pause(self, in_flight: InFlight = "continue", timeout: float | None = None, by: str = "") -> None:
-        """As pause. Who pauses by a name of its own is not undone by others' resume, nor undoes their pause by its own."""
+        """As pause. Who pauses by a name of its own is not undone by others' resume, nor undoes their pause by its own: an
+        update of the weights does so, and resumes in any case."""
         _require_one_of("in_flight", in_flight, get_args(InFlight))
         requests = self._queue()
         requests.suspend(by)
+        operation = f"an update of the weights with in_flight={in_flight!r}" if by else f"pause(in_flight={in_flight!r})"
         if in_flight == "finish":
-            await self._within(requests.wait_ended(), f"pause(in_flight={in_flight!r})", timeout)
+            await self._within(requests.wait_ended(), operation, timeout, resumes=bool(by))
         elif in_flight == "recall":
-            await self._within(requests.take_back(), f"pause(in_flight={in_flight!r})", timeout)
+            await self._within(requests.take_back(), operation, timeout, resumes=bool(by))
 
-    async def _resume(self, by: str = "") -> None:
-        self._queue().resume(by)
+    async def _resume(self) -> None:
+        self._queue().resume()
 
     async def _wait_idle(self, timeout: float | None) -> None:
         await self._within(self._queue().wait_idle(), "wait_idle", timeout)
 
-    async def _within(self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None) -> None:
+    async def _within(
+        self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
+    ) -> None:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
@@ -330,7 +334,7 @@ class RolloutRequests(RoleController):
                 operation=operation,
                 in_flight={i.instance_id: i.num_in_flight for i in requests.instances.values() if i.num_in_flight},
                 num_queued=requests.num_queued,
-                paused=requests.is_suspended,
+                paused=requests.is_suspended and not resumes,
                 limit_s=limit_s,
             ) from error
 

@@ -23,7 +23,7 @@ from helmsman.api.errors import (
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller.base import Call
-from helmsman.controller.group import is_communication_error
+from helmsman.controller.group import is_communication_error, release
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import sample_lengths, split_by_tokens
 from helmsman.controller.rank_environment import rank_environment
@@ -78,6 +78,8 @@ class TrainController(RoleController):
         self.data_parallel_size = job.replicas // model_parallel_size
         self.num_recoveries = 0
         """How often all ranks were built anew, or are."""
+        self.weight_group = ""
+        """Id of the group for weights that rank 0 was the last to be asked into, which it has left every other for."""
         self._version_given: int | None = None
         """The highest weight version that was told or set."""
 
@@ -245,6 +247,10 @@ class TrainController(RoleController):
         self._check_started()
         if checkpoint is not None:
             self.load(checkpoint, timeout)
+        return self.raise_version()
+
+    def raise_version(self) -> int:
+        """Once weights were restored: set a version above all that were told before, unless they have one; returns it."""
         return run_sync(self._raise_version())
 
     def _restart(self) -> None:
@@ -332,18 +338,19 @@ class TrainController(RoleController):
         version = await self._get_version(deadline - time.monotonic())
         handle = await self._export_weights(deadline - time.monotonic())
         try:
+            exported = await self._get_version(deadline - time.monotonic())
+            if exported != version:
+                raise HelmsmanError(
+                    f"role {self.role!r} went on to weight version {exported} while version {version} was exported; which of "
+                    "them the export has is not known, and no instance was given it. Take no step, and load nothing, until "
+                    "update_rollout has returned; then call it again.",
+                    role=self.role,
+                    versions=(version, exported),
+                )
             return await rollout.aupdate_weights(handle, version, deadline - time.monotonic())
         finally:
-            if not rollout.keeps_weights:
-                await self._release(handle)
-
-    async def _release(self, handle: ResultHandle) -> None:
-        try:
-            # In a thread: releasing waits for the worker, and this loop carries every other call.
-            await asyncio.to_thread(self.scheduler.release, handle)
-        except HelmsmanError as error:
-            # What the update did stands; the memory comes back with the worker's end at the latest.
-            logger.warning("%s: the exported weights were not released: %s", handle.worker_id, error)
+            if not rollout.keeps(handle):
+                await asyncio.to_thread(release, self.scheduler, handle)
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         master = self._environment(workers)[workers[0].id]

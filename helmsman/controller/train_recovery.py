@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from helmsman.api.errors import (
+    CallError,
     GroupCallError,
-    HelmsmanError,
     InvalidSpecError,
     JobError,
     RecoveryExhaustedError,
@@ -66,6 +66,8 @@ class RecoverableTraining:
         self._step, self._on_begin, self._add_files = step, on_begin, add_files
         self._budget = RecoveryBudget(policy)
         self._last_loss: WorkerFailedError | None = None
+        self._is_saved = False
+        """Whether there has been a checkpoint."""
 
     def run(self, first_step: int, last_step: int) -> None:
         """Do these steps, both included; those up to the last checkpoint count as done.
@@ -73,8 +75,8 @@ class RecoverableTraining:
         Before ``first_step`` the weights are saved as those of the step before it, unless that is below 0: a recovery before
         the first checkpoint begins with the weights with which the engines are built.
 
-        Raises: RecoveryExhaustedError; CheckpointError; ValueError when there is a checkpoint of a step that is not just
-            before one of these; whatever ``step``, ``on_begin`` and ``add_files`` raise.
+        Raises: RecoveryExhaustedError; CheckpointError; ValueError when steps are missing between the last checkpoint and
+            ``first_step``; whatever ``step``, ``on_begin`` and ``add_files`` raise.
         """
         begin = self._go_on
         with RankWatch(self.trainer, self.policy) as watch:
@@ -106,18 +108,24 @@ class RecoverableTraining:
                 f"the last checkpoint in {self.checkpoints.folder} is of step {step}, and first_step is {first_step}; expected "
                 f"at most {step + 1}, or an empty folder"
             )
+        self._is_saved = True
         self.trainer.load(str(folder))
+        self.trainer.raise_version()  # this script may have gone further before, and told of it
         return self._begin(step + 1)
 
     def _recover(self, first_step: int) -> int:
         """Build the ranks anew and go on from the last checkpoint; returns the next step."""
-        step, folder = self.checkpoints.latest() or (first_step - 1, None)
+        found = self.checkpoints.latest()
+        if found is None and self._is_saved:  # a file system that is away for a while is no reason to begin anew
+            missing = FileNotFoundError(f"{self.checkpoints.folder} has no checkpoint any more, and had one in this run")
+            raise _NotRecoveredError from missing
+        step, folder = found or (first_step - 1, None)
         try:
             version = self.trainer.recover(None if folder is None else str(folder))
         except JobError as error:
             raise error from self._last_loss
-        except (StartError, RendezvousError) as error:
-            raise _NotStartedError from error
+        except (StartError, RendezvousError, CallError, GroupCallError) as error:
+            raise _NotRecoveredError from error
         source = "the weights of the start" if folder is None else folder
         log.warning(
             "%s: built anew with %s as weight version %d; step %d is next", self.trainer.role, source, version, step + 1
@@ -136,28 +144,26 @@ class RecoverableTraining:
                 self._add_files(folder)
 
         self.checkpoints.save(step, write)
+        self._is_saved = True
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
     def _loss(self, error: Exception, watch: RankWatch) -> WorkerFailedError | None:
         """The loss of a rank that an error comes from; None when it comes from something else."""
-        if isinstance(error, _NotStartedError):
-            return self._last_loss
         if isinstance(error, JobError):  # a recovery that is refused would be refused again
             return None
-        causes = list(_causes(error))
-        for cause in causes:
+        for cause in _causes(error):
             if isinstance(cause, WorkerFailedError) and cause.role == self.trainer.role:
                 return cause
-        if any(isinstance(cause, HelmsmanError) for cause in causes):
-            # What a peer says of a lost connection may come before the loss itself is known, and so may a lost handle.
-            return next(iter(watch.lost().values()), None)
-        return None
+        if isinstance(error, _NotRecoveredError):
+            return self._last_loss
+        # What a peer says of a lost connection may come before the loss itself is known, and so may a lost handle.
+        return next(iter(watch.lost().values()), None)
 
     def _pause(self, loss: WorkerFailedError, error: Exception) -> None:
         """Wait before a recovery; RecoveryExhaustedError when there have been too many."""
         self._last_loss = loss
-        last = error.__cause__ if isinstance(error, _NotStartedError) else error
+        last = error.__cause__ if isinstance(error, _NotRecoveredError) else error
         pause_s = self._budget.spend(now := time.monotonic())
         num_recent = self._budget.num_recent(now)
         found = self.checkpoints.latest()
@@ -177,8 +183,8 @@ class RecoverableTraining:
         time.sleep(pause_s)
 
 
-class _NotStartedError(Exception):
-    """The ranks could not be started again, for the reason that is its cause; another attempt may succeed."""
+class _NotRecoveredError(Exception):
+    """The ranks could not be built again, for the reason that is its cause; another attempt may succeed."""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

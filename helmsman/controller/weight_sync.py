@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
-from helmsman.controller.group import is_communication_error
+from helmsman.controller.group import is_communication_error, release
 from helmsman.controller.inline import InlineScheduler
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_requests import InFlight
@@ -71,7 +71,8 @@ class WeightSync:
 
         Args:
             timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
-        Raises: what the trainer raised, before any instance has changed; RequestsInFlightError when requests that had to end or
+        Raises: what the trainer raised, before any instance has changed unless it was in the middle of broadcasts; ValueError
+            for a version below the last one's; RequestsInFlightError when requests that had to end or
             come back have not; else as RolloutController.update_weights.
         """
         return run_sync(self._push(timeout))
@@ -83,16 +84,12 @@ class WeightSync:
     async def _push(self, timeout: float | None) -> SyncReport:
         started = time.monotonic()
         deadline = started + (self._trainer.scheduler.timeouts.call_s if timeout is None else timeout)
-        version = await self._trainer._get_version(deadline - time.monotonic())
         async with self._rollout._held(self._in_flight, deadline - time.monotonic()):
+            version = await self._trainer._get_version(deadline - time.monotonic())
             num_bytes, failures = await self._way.carry(self._trainer, self._rollout, self._form, version, deadline)
-        serving = self._rollout._serving_ids()
+            updated, failed = self._rollout._served_by(failures)
         return SyncReport(
-            version=version,
-            num_bytes=num_bytes,
-            seconds=time.monotonic() - started,
-            updated=tuple(id_ for id_ in serving if id_ not in failures),
-            failed={id_: str(error).split("\n", 1)[0] for id_, error in failures.items()},
+            version=version, num_bytes=num_bytes, seconds=time.monotonic() - started, updated=updated, failed=failed
         )
 
 
@@ -123,14 +120,14 @@ class ViaMemory:
         self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """See Way."""
-        handle = await trainer._publish(IntoMemory(), form, deadline - time.monotonic())
+        handle = await trainer._publish(IntoMemory(version=version), form, deadline - time.monotonic())
         assert isinstance(handle, ResultHandle)
         try:
             weights = dict.fromkeys(rollout._living_ids(), handle)
             return handle.nbytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=handle)
         finally:
-            if not rollout.keeps_weights:
-                await trainer._release(handle)
+            if not rollout.keeps(handle):
+                await asyncio.to_thread(release, trainer.scheduler, handle)
 
 
 class ViaDisk:
@@ -154,7 +151,8 @@ class ViaDisk:
         self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """See Way."""
-        written = await trainer._publish(OntoDisk(self._folder, version, self._num_kept), form, deadline - time.monotonic())
+        target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
+        written = await trainer._publish(target, form, deadline - time.monotonic())
         assert isinstance(written, WeightsOnDisk)
         weights = dict.fromkeys(rollout._living_ids(), written)
         return written.num_bytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=written)
@@ -163,9 +161,9 @@ class ViaDisk:
 class ViaCollective:
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
 
-    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed. When a
-    member dies in the middle, the weights are sent once more to those that are left. What is built anew between two syncs
-    serves after the next one.
+    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed, one of them
+    has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are sent
+    once more to those that can. What is built anew between two syncs serves after the next one.
 
     Args:
         timeout_s: how long members wait for each other.
@@ -202,9 +200,9 @@ class ViaCollective:
         if not reachable:
             return 0, await rollout._update_each({}, version, deadline - time.monotonic(), kept=None)
         outcome = await self._carry(trainer, rollout, reachable, form, version, deadline)
-        if any(map(_is_broken, outcome.errors)):
-            self._members = ()
-            if left := await rollout._answering_ids():
+        if any(map(_is_broken, outcome.errors)) and not outcome.has_lost_trainer:
+            left = [id_ for id_ in await rollout._answering_ids() if id_ not in outcome.unable]
+            if left:
                 outcome = await self._carry(trainer, rollout, left, form, version, deadline)
         if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
             raise outcome.errors[0]
@@ -220,10 +218,13 @@ class ViaCollective:
         deadline: float,
     ) -> _Outcome:
         members = ((trainer.role, trainer.num_recoveries), *rollout._processes(ids))
-        if members != self._members:
+        if members != self._members or not (trainer.weight_group == rollout.weight_group == self._group_id):
             self._port = await trainer._open_weight_store(deadline - time.monotonic())
-            self._group_id, self._members = uuid.uuid4().hex, members
+            self._group_id = uuid.uuid4().hex
+        trainer.weight_group = rollout.weight_group = self._group_id
+        self._members = ()  # after an error or an interrupt it is not known where in the group's broadcasts each of them is
         place = ByCollective(
+            version=version,
             group_id=self._group_id,
             address=trainer.workers[0].ip,
             port=self._port,
@@ -238,7 +239,10 @@ class ViaCollective:
             rollout._update_each(weights, version, deadline - time.monotonic(), kept=None, sending=sending),
             return_exceptions=True,
         )
-        return _Outcome(*sides)
+        outcome = _Outcome(*sides)
+        if not outcome.errors:
+            self._members = members
+        return outcome
 
 
 class _Outcome:
@@ -253,12 +257,21 @@ class _Outcome:
         self.errors = [side for side in (sent, received) if isinstance(side, Exception)]
         """Of the trainer first."""
         self.errors += (self.failures or {}).values()
+        self.has_lost_trainer = any(isinstance(each, WorkerFailedError) for each in _members_of(sent))
+        """Whether a rank of it has died, without which nothing can be sent."""
+        by_instance = received.errors if isinstance(received, GroupCallError) else self.failures or {}
+        self.unable = {id_ for id_, each in by_instance.items() if isinstance(each, EngineCallError) and not _is_broken(each)}
+        """Instances that failed by themselves, and would again."""
+
+
+def _members_of(error: Any) -> Collection[Any]:
+    return error.errors.values() if isinstance(error, GroupCallError) else [error]
 
 
 def _is_broken(error: Exception) -> bool:
     """Whether a member of the group is gone or late, so that others may have gone without."""
-    errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
     return any(
-        isinstance(each, WorkerFailedError) or (isinstance(each, EngineCallError) and is_communication_error(each))
-        for each in errors
+        isinstance(each, WorkerFailedError)
+        or (isinstance(each, EngineCallError) and (each.remote_type == "ConnectionError" or is_communication_error(each)))
+        for each in _members_of(error)
     )

@@ -110,7 +110,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
     """Read a checkpoint into a model and an optimizer that has not stepped, on all ranks; rank 0 reads the big files.
 
     Raises:
-        ValueError: Rank 0 finds no checkpoint there, or one of another model; the other ranks raise RuntimeError.
+        ValueError: Rank 0 finds no checkpoint there, a part of one, or one of another model; the others raise RuntimeError.
     """
     weights: dict[str, Any] = {}
     shared: list[Any] = [None, False]
@@ -121,10 +121,12 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
             if not os.path.isfile(progress_path):
                 raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {_PROGRESS_FILE}")
             with open(progress_path, "rb") as file:
-                shared[0] = msgspec.json.decode(file.read(), type=Progress)
+                found = shared[0] = msgspec.json.decode(file.read(), type=Progress)
+            optimizer_path = os.path.join(path, _OPTIMIZER_FILE)
+            if found.num_steps and not os.path.isfile(optimizer_path):
+                raise ValueError(f"{path!r} is of {found.num_steps} optimizer steps and has no {_OPTIMIZER_FILE}")
             weights = build_model(path, seed=0, dtype=torch.float32).state_dict()
             _check_shapes(path, model, weights)
-            optimizer_path = os.path.join(path, _OPTIMIZER_FILE)
             if os.path.isfile(optimizer_path):
                 states = torch.load(optimizer_path, map_location="cpu", weights_only=True)
             shared[1] = bool(states)

@@ -121,4 +121,5 @@ def failing_together(what: str) -> Iterator[None]:
         raise error
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
     if failed:
+        # By these words the controller knows that the cause is elsewhere (helmsman/controller/group.py).
         raise RuntimeError(f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}")

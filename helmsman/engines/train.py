@@ -267,7 +267,14 @@ class FSDPTrainEngine(TrainEngine):
 
     def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
         """Send the full parameters, by Hugging Face name, bucket by bucket from rank 0. A collective; see publish."""
-        return publish(named_tensors(self._built_model()), target, form, is_root=dist.get_rank() == 0, group=self._weight_group)
+        return publish(
+            named_tensors(self._built_model()),
+            target,
+            form,
+            version=self._progress.version,
+            is_root=dist.get_rank() == 0,
+            group=self._weight_group,
+        )
 
     def save(self, path: str) -> None:
         """Write model (safetensors, Hugging Face layout), its tokenizer and optimizer state below ``path``, all or nothing.

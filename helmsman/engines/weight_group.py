@@ -28,6 +28,7 @@ class WeightGroup:
         self._store: dist.TCPStore | None = None
         self._group: Any = None
         self._group_id = ""
+        self._limit = timedelta()
 
     def open_store(self, address: str) -> int:
         """Be rank 0: listen where the members will meet, on a port that the system chooses; returns the port."""
@@ -37,10 +38,10 @@ class WeightGroup:
 
     def join(self, place: ByCollective) -> None:
         """Be a member, and of no earlier group; blocks until all are. Raises: ConnectionError when they do not come in time."""
+        self._limit = limit = timedelta(seconds=place.timeout_s)
         if self._group_id == place.group_id:
             return
         self.leave()
-        limit = timedelta(seconds=place.timeout_s)
         try:
             if place.rank > 0:
                 store: dist.Store = dist.TCPStore(place.address, place.port, timeout=limit, wait_for_workers=False)
@@ -97,6 +98,7 @@ class WeightGroup:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        options.timeout = self._limit
         self._group.broadcast([tensor], options).wait()
         current_platform.synchronize()
 

@@ -68,15 +68,26 @@ class _Bucket(NamedTuple):
 
 
 def publish(
-    tensors: Mapping[str, torch.Tensor], target: WeightTarget, form: WeightFormat, *, is_root: bool, group: WeightGroup
+    tensors: Mapping[str, torch.Tensor],
+    target: WeightTarget,
+    form: WeightFormat,
+    *,
+    version: int,
+    is_root: bool,
+    group: WeightGroup,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
-    """Send tensors by name to a target. Every rank that has shards of them calls it with the same; rank 0 sends, and returns
-    what was made.
+    """Send tensors by name, which have this version, to a target. Every rank that has shards of them calls it with the same;
+    rank 0 sends, and returns what was made.
 
-    Raises: ValueError for names that are the same once they are mapped, or a type that is none; on every rank what the target
-    raises, after all ranks have come to the end.
+    Raises: ValueError for another version than the target's, names that are the same once they are mapped, or a type that is
+    none; on every rank what the target raises, after all ranks have come to the end.
     """
     try:
+        if version != target.version:
+            raise ValueError(
+                f"the trainer has weight version {version}, and version {target.version} was to be sent: it has gone on since "
+                "it was asked. Take no step, and load nothing, until a push has returned; then push again"
+            )
         dtype = None if form.dtype is None else resolve_dtype(form.dtype)
         names = _mapped_names(tensors, form)
     except ValueError as wrong:
@@ -87,21 +98,32 @@ def publish(
     error: Exception | None = None
     with contextlib.ExitStack() as stack:
         sink: _Sink | None = None
+        packer: _Packer | None = None
         try:
             if is_root:
                 sink = _sink_for(target, {names[name]: list(each.shape) for name, each in tensors.items()}, group, stack)
+                packer = _Packer(sink, dtype, form)
         except Exception as exc:  # noqa: BLE001 - raised below, once the other ranks' collectives have been served
             error = exc
-        for bucket in _buckets({names[name]: tensor for name, tensor in tensors.items()}, dtype, form, is_root=is_root):
-            if sink is None or error is not None:
+        for name, tensor in tensors.items():
+            try:
+                full = full_tensor(tensor)
+            except Exception as exc:
+                if isinstance(sink, _GroupSink):
+                    sink.give_up(error or exc)
+                raise  # the other ranks are gone or late, and wait for nothing
+            if packer is None or error is not None:
                 continue
             try:
-                sink.put(bucket)
+                packer.add(names[name], full)
             except Exception as exc:  # noqa: BLE001 - as above
                 error = exc
+        try:
+            if packer is not None and error is None:
+                result = packer.finish()
+        except Exception as exc:  # noqa: BLE001 - as above
+            error = exc
         with failing_together("publishing the weights"):
-            if error is None and sink is not None:
-                result = sink.finish()
             if error is not None:
                 if isinstance(sink, _GroupSink):
                     sink.give_up(error)
@@ -120,31 +142,6 @@ def _mapped_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
     return {name: mapped for mapped, name in sources.items()}
 
 
-def _buckets(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, form: WeightFormat, *, is_root: bool
-) -> Iterator[_Bucket]:
-    """Full tensors, some at a time. What others than rank 0 gather they let go of at once."""
-    bucket: dict[str, torch.Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        full = full_tensor(tensor)
-        if not is_root:
-            continue
-        if dtype is not None and full.is_floating_point():
-            full = full.to(dtype)
-        if bucket and num_bytes + full.nbytes > form.bucket_bytes:
-            yield _Bucket(bucket, _checksums(bucket, form))
-            bucket, num_bytes = {}, 0
-        bucket[name] = full
-        num_bytes += full.nbytes
-    if bucket:
-        yield _Bucket(bucket, _checksums(bucket, form))
-
-
-def _checksums(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, int]:
-    return {name: checksum_of(tensor) for name, tensor in tensors.items()} if form.checksum else {}
-
-
 class _Sink(abc.ABC):
     """Takes buckets on rank 0."""
 
@@ -153,6 +150,33 @@ class _Sink(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> WeightsInMemory | WeightsOnDisk | int: ...
+
+
+class _Packer:
+    """Makes buckets of full tensors for a sink: cast, and with checksums."""
+
+    def __init__(self, sink: _Sink, dtype: torch.dtype | None, form: WeightFormat) -> None:
+        self._sink, self._dtype, self._form = sink, dtype, form
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._num_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        if self._tensors and self._num_bytes + tensor.nbytes > self._form.bucket_bytes:
+            self._put()
+        self._tensors[name] = tensor
+        self._num_bytes += tensor.nbytes
+
+    def finish(self) -> WeightsInMemory | WeightsOnDisk | int:
+        if self._tensors:
+            self._put()
+        return self._sink.finish()
+
+    def _put(self) -> None:
+        checksums = {name: checksum_of(tensor) for name, tensor in self._tensors.items()} if self._form.checksum else {}
+        self._sink.put(_Bucket(self._tensors, checksums))
+        self._tensors, self._num_bytes = {}, 0
 
 
 def _sink_for(
@@ -209,10 +233,18 @@ class _DiskSink(_Sink):
             json.dump({"metadata": metadata, "weight_map": self._files}, file)
         path = os.path.join(self._folder, f"{_VERSION_FOLDER}{self._version:010d}")
         replace_folder(self._unfinished, path)
-        versions = sorted(entry.name for entry in os.scandir(self._folder) if entry.name.startswith(_VERSION_FOLDER))
-        for name in versions[: -max(1, self._num_kept)]:
-            shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)  # somebody else's business otherwise
+        self._remove_old(path)
         return WeightsOnDisk(path, self._num_bytes)
+
+    def _remove_old(self, path: str) -> None:
+        """Leave this version and those that were written last: numbers of an earlier run may be higher."""
+        others = [
+            (entry.stat().st_mtime_ns, entry.path)
+            for entry in os.scandir(self._folder)
+            if entry.name.startswith(_VERSION_FOLDER) and entry.path != path
+        ]
+        for _, old in sorted(others, reverse=True)[max(0, self._num_kept - 1) :]:
+            shutil.rmtree(old, ignore_errors=True)  # somebody else's business otherwise
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -240,7 +272,8 @@ class _GroupSink(_Sink):
     def give_up(self, error: Exception) -> None:
         """Say that nothing more will come, unless it is the group that is broken."""
         if not isinstance(error, ConnectionError):
-            self._tell(_Header({}, error=f"{type(error).__name__}: {error}"))
+            with contextlib.suppress(ConnectionError):  # it is the other error that counts
+                self._tell(_Header({}, error=f"{type(error).__name__}: {error}"))
 
     def _tell(self, header: _Header) -> None:
         self._group.broadcast_bytes(msgspec.msgpack.encode(header))
@@ -256,7 +289,6 @@ class _GroupSink(_Sink):
             bucket.checksums,
             num_bytes,
         )
-        self._tell(header)
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
         view = self._buffer[:num_bytes]
@@ -264,6 +296,7 @@ class _GroupSink(_Sink):
         for tensor in tensors.values():
             view[start : start + tensor.nbytes].copy_(as_bytes(tensor))
             start += tensor.nbytes
+        self._tell(header)  # and nothing that may fail before the bytes are sent: the others wait for them
         self._group.broadcast(view)
         self._num_bytes += num_bytes
 
@@ -378,7 +411,11 @@ class _Received(Incoming):
         if header.num_bytes == 0:
             return None
         if self._buffer.numel() < header.num_bytes:
-            self._buffer = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._group.device)
+            try:
+                self._buffer = torch.empty(header.num_bytes, dtype=torch.uint8, device=self._group.device)
+            except RuntimeError:  # no room; the others would wait for this one
+                self._group.leave()
+                raise
         view = self._buffer[: header.num_bytes]
         self._group.broadcast(view)
         self._is_over = False

@@ -31,6 +31,8 @@ class RewardEngine:
     def __init__(self, function: str | Callable[..., Any]) -> None:
         if isinstance(function, str):
             module, _, name = function.replace(":", ".").rpartition(".")
+            if not module:
+                raise ImportError(f"the reward function {function!r} has no module; expected 'package.module.function'")
             function = getattr(importlib.import_module(module), name)
         if not callable(function):
             raise TypeError(f"the reward function is {function!r}, which cannot be called")

@@ -17,6 +17,9 @@ import time
 _PERIOD_S = 0.1
 """Of being slow: short beside what anybody waits for, and long beside what the system needs to switch processes."""
 
+_LONGEST_S = 1e6
+"""Of one wait: the system refuses some thousand times more. The process is stopped again at once."""
+
 
 def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
     """Let a process run for one part of the time in ``factor`` (infinity: none), for so many seconds.
@@ -27,7 +30,7 @@ def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
 
     def is_over(after_s: float) -> bool:
         left_s = deadline - time.monotonic()
-        timeout = None if min(after_s, left_s) == float("inf") else max(0.0, min(after_s, left_s))
+        timeout = max(0.0, min(after_s, left_s, _LONGEST_S))
         return bool(select.select([pidfd, told], [], [], timeout)[0]) or time.monotonic() >= deadline
 
     deadline = time.monotonic() + seconds

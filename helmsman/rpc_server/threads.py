@@ -147,6 +147,20 @@ class EngineThread:
         self._queue.put(None)
 
 
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop on this thread until it is stopped.
+
+    SystemExit and KeyboardInterrupt, which asyncio lets through when a task raises them, end nothing else on it; who awaits
+    that task gets them, too.
+    """
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
+        return
+
+
 class EngineLoop:
     """An event loop on a thread of its own, started when the first async method is called."""
 
@@ -188,5 +202,5 @@ class EngineLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+                threading.Thread(target=run_loop, args=(self._loop,), name=self._name, daemon=True).start()
             return self._loop

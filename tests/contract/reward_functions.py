@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ def act(item: Any, *details: Any) -> Any:
             return "waited"
         case "die":
             os.kill(os.getpid(), 9)
+        case "exit" | "exit by itself":
+            sys.exit("no more")
         case "note":
             folder, name = details
             Path(folder, f"{name}-{os.getpid()}-{time.monotonic_ns()}").touch()
@@ -48,6 +51,8 @@ async def aact(item: Any, *details: Any) -> Any:
             return threading.current_thread().name
         case "for ever":
             await asyncio.Event().wait()
+        case "exit":
+            await asyncio.gather(asyncio.sleep(0), aact("exit by itself"))  # a task of its own
         case "block":
             wait_for_file(details[0])
     return act(item, *details)

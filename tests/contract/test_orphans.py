@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
@@ -81,6 +82,32 @@ def test_the_driver_ends(
     driver.wait_nothing_left()
     complaints = [line for line in driver.errors().splitlines() if "Exception ignored" in line or "never awaited" in line]
     assert not complaints, driver.errors()
+
+
+@inline_has_no_processes
+def test_the_driver_is_killed_while_its_workers_stand_still(run_driver: Callable[..., Driver]) -> None:
+    """As a fault plan makes them: what is stopped neither notices an end nor heeds SIGTERM, and its helper lives beside it."""
+    driver = run_driver(
+        """
+from helmsman import FaultPlan, Hang, Slow
+scheduler = make()
+scheduler.create_workers(Job(role="a", replicas=2))
+pids = {}
+for index in range(2):
+    asyncio.run(scheduler.create_engine(f"a/{index}", engines.Counter))
+    pids[f"a/{index}"] = scheduler.call_engine(f"a/{index}", "pid")
+records = FaultPlan([Hang("a/0", at_step=1), Slow("a/1", at_step=1, factor=10)]).begin(scheduler).step(1)
+assert all(record.injection.done for record in records), records
+tell(pids=pids)
+"""
+        + WAIT
+    )
+    pids: dict[str, int] = driver.facts()["pids"]
+    wait_until(lambda: psutil.Process(pids["a/0"]).status() == psutil.STATUS_STOPPED, "one is stopped")
+    _sigkill(driver)
+    driver.wait()
+    wait_gone(pids)
+    driver.wait_nothing_left()
 
 
 @inline_has_no_processes

@@ -113,6 +113,8 @@ def test_a_function_that_is_none_is_said_at_the_start(make_pool: MakePool) -> No
         make_pool("tests.contract.reward_functions.UNCALLABLE")
     with pytest.raises((EngineCreationError, GroupCallError), match="no_such_function"):
         make_pool("tests.contract.reward_functions.no_such_function")
+    with pytest.raises((EngineCreationError, GroupCallError), match="'act' has no module; expected 'package.module.function'"):
+        make_pool("act")
 
 
 # --- what fails ---------------------------------------------------------------------------------------------------------
@@ -129,6 +131,23 @@ def test_an_exception_is_that_scores_error_with_its_traceback(make_pool: MakePoo
     with pytest.raises(EngineCallError, match="no score for"):
         pool.map([1, 2, "fail", 3])
     assert pool.map([4]) == [8]
+
+
+@pytest.mark.parametrize("function", [ACT, AACT])
+def test_a_function_that_ends_the_program_fails_alone(make_pool: MakePool, function: str) -> None:
+    """As code does that a model has written."""
+    pool = make_pool(function, num=1)
+    before = pids(pool)
+
+    async def score() -> list[Any]:
+        return await outcomes(pool("exit"), pool(1), pool("exit"), pool(2))
+
+    first, one, second, two = asyncio.run(score())
+    for bad in (first, second):
+        assert isinstance(bad, EngineCallError)
+        assert bad.remote_type == "SystemExit"
+    assert (one, two) == (2, 4)
+    assert pids(pool) == before
 
 
 def test_what_cannot_be_sent_fails_before_it_waits(make_pool: MakePool) -> None:

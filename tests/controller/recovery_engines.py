@@ -15,20 +15,24 @@ from helmsman.engines.train import FSDPTrainEngine
 from tests.controller.engines import CountingRollout
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+RAISE = "raise"
 
 
 def plan_fault(folder: Path, moment: str, rank: int, kind: str = "kill") -> None:
-    """Have a rank killed, or stopped, the next time that it comes to this moment, and then never again."""
+    """Have a rank killed or stopped, or raise, the next time that it comes to this moment, and then never again."""
     (folder / f"{moment}-{rank}-{kind}").touch()
 
 
 def meet_fault(folder: str, moment: str) -> None:
     """Meet the fault that is planned for this moment, if there is one."""
-    for kind, number in SIGNALS.items():
+    for kind in (*SIGNALS, RAISE):
         planned = Path(folder, f"{moment}-{os.environ['RANK']}-{kind}")
-        if planned.exists():
-            planned.unlink()
-            os.kill(os.getpid(), number)
+        if not planned.exists():
+            continue
+        planned.unlink()
+        if kind == RAISE:
+            raise OSError(f"the device is busy at {moment}")
+        os.kill(os.getpid(), SIGNALS[kind])
 
 
 def sft_with_faults(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from helmsman.api.weights import Weights, WeightsInMemory
 from helmsman.engines.model import named_tensors
@@ -17,11 +19,47 @@ from helmsman.engines.weight_transfer import full_tensor
 
 
 class Trainer(FSDPTrainEngine):
-    """Shows its weights."""
+    """Shows its weights, and takes a step of somebody else's when it is told to."""
+
+    _steps_on = False
+
+    def step_after_next_version(self) -> None:
+        """Have other weights as soon as it has told its version."""
+        self._steps_on = True
+
+    def get_version(self) -> int:
+        """As FSDPTrainEngine's."""
+        version = super().get_version()
+        if self._steps_on:
+            self._steps_on = False
+            self.set_version(version + 1)
+        return version
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """All of them, in full; a collective."""
         return {name: full_tensor(tensor).cpu().clone() for name, tensor in named_tensors(self._built_model()).items()}
+
+
+class Marked(Trainer):
+    """Has weights by which every token is their version, whatever the prompt and the cache are; mixed with those of the version
+    before they give another one."""
+
+    def mark(self, version: int) -> None:
+        """Have the weights of a version."""
+        model = self._built_model()
+        sign = 1.0 if version % 2 else -1.0
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                value = torch.zeros(parameter.shape)
+                if name == "model.embed_tokens.weight":
+                    value += sign
+                elif name == "model.norm.weight":
+                    value += 1.0
+                elif name == "lm_head.weight":
+                    value[version % len(value)] = sign
+                assert isinstance(parameter, DTensor)
+                parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+        self.set_version(version)
 
 
 class Rollout(HFRolloutEngine):
@@ -29,9 +67,10 @@ class Rollout(HFRolloutEngine):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        self.num_updates = 0
+        self.num_updates = self.num_aborts = 0
         self._memory = ("", 0)
         self._fault = 0
+        self._refuses = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """What it serves by."""
@@ -41,6 +80,15 @@ class Rollout(HFRolloutEngine):
         """How many it was asked for."""
         return self.num_updates
 
+    def aborts(self) -> int:
+        """How often it was asked to give requests back."""
+        return self.num_aborts
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """As HFRolloutEngine's."""
+        self.num_aborts += 1
+        return await super().abort(request_ids)
+
     def memory(self) -> tuple[str, int]:
         """Device and inode of the memory that it last read weights from."""
         return self._memory
@@ -49,13 +97,20 @@ class Rollout(HFRolloutEngine):
         """Send itself this signal once the next update has begun."""
         self._fault = number
 
+    def refuse_updates(self, refuses: bool) -> None:
+        """Raise in each update, before it takes part in anything."""
+        self._refuses = refuses
+
     async def update_weights(self, weights: Weights, version: int) -> int:
         """As HFRolloutEngine's."""
         self.num_updates += 1
+        if self._refuses:
+            raise NotImplementedError("this engine cannot read them")
         if isinstance(weights, WeightsInMemory):
             self._memory = _inode_of(next(iter(weights.tensors.values())))
-        if self._fault:
-            os.kill(os.getpid(), self._fault)
+        fault, self._fault = self._fault, 0
+        if fault:
+            os.kill(os.getpid(), fault)
         return await super().update_weights(weights, version)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,47 @@ def test_a_checkpoint_is_replaced_by_one_of_the_same_step(tmp_path: Path) -> Non
 
     assert checkpoints.latest() == (1, (tmp_path / "step-000001").resolve())
     assert not list((tmp_path / "step-000001").iterdir())
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_is_removed_half_is_seen_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, num_kept=1)
+
+    def fill_both(folder: Path) -> None:
+        fill(folder)
+        (folder / "optimizer").touch()
+
+    for step in (1, 2):  # one that is replaced, and one that is the oldest
+        checkpoints.save(1, fill_both)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rmdir", interrupt)  # its files are gone by then
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(step, fill_both)
+        for published in tmp_path.glob("step-*"):
+            assert len(list(published.iterdir())) == 2
+
+    checkpoints.save(3, fill_both)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003"]
+
+
+def test_the_folder_is_where_the_script_has_said_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers write to it, whose current folder is another."""
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints("checkpoints", num_kept=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    written: list[Path] = []
+
+    def write(folder: Path) -> None:
+        written.append(folder)
+        fill(folder)
+
+    checkpoints.save(1, write)
+    assert written == [tmp_path / "checkpoints" / ".step-000001"]
+    assert checkpoints.latest() == (1, (tmp_path / "checkpoints" / "step-000001").resolve())
 
 
 def test_a_lost_link_does_not_lose_the_checkpoint(tmp_path: Path) -> None:

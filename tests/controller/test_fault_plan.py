@@ -58,6 +58,7 @@ def test_a_plan_is_written_as_it_is_read() -> None:
         ("kill rollout/3 at 5", "'5'", "'step', as in 'at step 5'"),
         ("kill rollout/3 at step five", "'five'", "the number of a step"),
         ("kill rollout/3 at step -1", "'-1'", "the number of a step"),
+        pytest.param(f"kill a/3 at step {'9' * 5000}", f"'{'9' * 5000}'", "the number of a step", id="too many digits"),
         ("kill rollout/3 at step 5 for 20 s", "'for 20 s'", "the end"),
         ("hang rollout/3 at step 5 20 s", "'20'", "'for' and a time, as in 'for 20 s', or the end"),
         ("hang rollout/3 at step 5 for long", "'long'", "a time, as in '20 s', '500 ms', '2 min' or '1 h'"),

@@ -308,10 +308,13 @@ def collateral(worker_id: str) -> HelmsmanError:
     return PeerNotReadyError(worker_id=worker_id, engine_name="actor", method="step", ranks=[0], reason="its arguments")
 
 
+AGREED = "the loss failed on another rank, so this one did not go on. rank 0: ValueError: loss is nan"
+
 KINDS: list[tuple[int, Callable[[str], HelmsmanError]]] = [
     (0, lambda worker_id: engine_error(worker_id, "ValueError", "loss is nan")),
     (1, lambda worker_id: engine_error(worker_id, "RuntimeError", str(GLOO))),
     (2, collateral),
+    (2, lambda worker_id: engine_error(worker_id, "RuntimeError", AGREED)),
 ]
 
 

@@ -156,6 +156,74 @@ def test_a_rank_that_is_killed_during_the_recovery(
     assert training.trainer.num_recoveries == 2
 
 
+def test_a_recovery_that_fails_is_tried_again(training: Training, unbroken: dict[int, float]) -> None:
+    """As where a device is not free yet, or a rendezvous has failed."""
+
+    def plan() -> None:
+        training.fault("loss", 1)()
+        for rank in range(2):
+            training.fault("initialize", rank, "raise")()
+
+    training.before[5] = plan
+    training.run()
+    assert training.begun == [1, 5]
+    assert training.losses == unbroken
+    assert training.trainer.num_recoveries == 2
+
+
+def test_a_recovery_that_always_fails_says_what_was_lost_and_why_it_failed(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    training = Training(scheduler, tmp_path, max_recoveries=1)
+    with training.trainer as trainer:
+        trainer.initialize()
+
+        def plan() -> None:
+            training.fault("loss", 1)()
+            for rank in range(2):
+                training.fault("initialize", rank, "raise")()
+
+        training.before[3] = plan
+        with pytest.raises(
+            RecoveryExhaustedError, match="(?s)The last of them failed: GroupCallError.*the device is busy"
+        ) as caught:
+            training.run()
+        assert caught.value.loss.exit_signal == signal.SIGKILL
+
+
+def test_checkpoints_that_are_gone_do_not_begin_the_run_anew(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    training = Training(scheduler, tmp_path, max_recoveries=2)
+    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    with training.trainer as trainer:
+        trainer.initialize()
+
+        def lose_both() -> None:
+            os.kill(training.pids()[0], signal.SIGKILL)
+            checkpoints.rename(elsewhere)
+
+        training.before[4] = lose_both
+        with pytest.raises(RecoveryExhaustedError, match="failed: FileNotFoundError: .*checkpoints has no checkpoint any more"):
+            training.run()
+        assert training.begun == [1]
+        elsewhere.rename(checkpoints)
+        training.run()
+    assert training.begun == [1, 3]
+    assert training.done == [1, 2, 3, 3, 4, 5, 6]
+
+
+def test_two_ranks_that_are_silent_at_once(scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]) -> None:
+    training = Training(scheduler, tmp_path, dead_s=1.5)
+    with training.trainer as trainer:
+        trainer.initialize()
+
+        def plan() -> None:
+            for rank in range(2):
+                training.fault("loss", rank, "stop")()
+
+        training.before[3] = plan
+        training.run()
+        assert training.trainer.num_recoveries == 1
+        assert training.losses == unbroken
+
+
 @pytest.mark.parametrize(("moment", "rank"), [("save", 1), ("saved", 0)])
 def test_a_rank_that_is_killed_while_it_saves(training: Training, unbroken: dict[int, float], moment: str, rank: int) -> None:
     training.before[4] = training.fault(moment, rank)
@@ -223,6 +291,30 @@ def test_errors_that_are_no_loss_are_the_callers(training: Training) -> None:
     assert training.done == [1, 2]
 
 
+def test_an_error_of_any_kind_is_a_loss_when_a_rank_has_died(training: Training, unbroken: dict[int, float]) -> None:
+    def fail() -> None:
+        os.kill(training.pids()[1], signal.SIGKILL)
+        raise UnsuitedError
+
+    training.before[3] = fail
+    training.run()
+    assert training.begun == [1, 3]
+    assert training.losses == unbroken
+
+
+def test_versions_grow_also_when_a_script_runs_the_steps_again(training: Training, unbroken: dict[int, float]) -> None:
+    def raise_own() -> None:
+        raise UnsuitedError
+
+    training.before[4] = raise_own
+    with pytest.raises(UnsuitedError):
+        training.run()
+    training.run()
+    assert training.begun == [1, 3]
+    assert training.losses == unbroken
+    assert training.versions == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_a_script_that_is_started_anew_goes_on(scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float]) -> None:
     first = Training(scheduler, tmp_path)
     with first.trainer:
@@ -237,7 +329,9 @@ def test_a_script_that_is_started_anew_goes_on(scheduler: LocalScheduler, tmp_pa
         with pytest.raises(ValueError, match="is of step 6, and first_step is 9; expected at most 7"):
             second.run(first_step=9, last_step=12)
         (tmp_path / "checkpoints" / "step-000006" / "helmsman.json").unlink()
-        with pytest.raises(CheckpointError, match="step-000006: .*it has no helmsman.json. Remove it"):
+        with pytest.raises(
+            CheckpointError, match=r"step-000006: '\S*' is not a checkpoint of this engine: it has no helmsman.json. Remove it"
+        ):
             second.run()
     assert second.losses == {step: loss for step, loss in unbroken.items() if step > 3}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from helmsman import (
     RolloutController,
     SamplingParams,
     Scheduler,
-    SchedulingSpec,
-    SupervisionPolicy,
     TrainController,
     make_scheduler,
 )
@@ -31,79 +28,13 @@ from helmsman.api.weights import WeightFormat, WeightsOnDisk
 from helmsman.controller.generation.health import Health
 from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL, STOP
-from tests.engines.models import QWEN2, random_tokens
-
-ENGINES = "tests.controller.sync_engines"
-SPEC = SchedulingSpec(cpu=0.1)
-SUPERVISED = SupervisionPolicy(probe_every_s=0.2, suspect_s=2.0, dead_s=30.0, max_restarts=0)
-PROMPT = random_tokens(6, seed=1)
+from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, way_of
 
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[Scheduler]:
     with make_scheduler("local") as scheduler:
         yield scheduler
-
-
-class World:
-    """A trainer and a rollout that are ready. Starting them takes longer than most of what they are started for."""
-
-    def __init__(self, scheduler: Scheduler, num_ranks: int, num_instances: int, name: str = "", **options: Any) -> None:
-        self.scheduler = scheduler
-        model = {"model": QWEN2, "seed": 3}
-        self.trainer = TrainController(
-            scheduler,
-            f"{ENGINES}.Trainer",
-            Job(role=f"train{name}", replicas=num_ranks, tasks=[SPEC]),
-            engine_kwargs={**model, "lr": 1e-2},
-        )
-        self.rollout = RolloutController(
-            scheduler,
-            f"{ENGINES}.Rollout",
-            Job(role=f"rollout{name}", replicas=num_instances, tasks=[SPEC]),
-            engine_kwargs={**model, "max_concurrency": 8, "max_model_len": 120},
-            **options,
-        )
-        self.trainer.initialize()
-        self.rollout.initialize()
-        self.ids = tuple(worker.id for worker in self.rollout.workers)
-
-    def step(self) -> int:
-        """Change the trainer's weights; returns their version."""
-        self.trainer.train_batch([{"input_ids": random_tokens(12, seed=5)} for _ in range(4)], "sft")
-        return self.trainer.get_version()
-
-    def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
-        """By instance, the parameters that are not the trainer's."""
-        expected = self.expected()
-        served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
-        return {
-            id_: [name for name, tensor in expected.items() if not torch.equal(tensor, tensors[name])]
-            for id_, tensors in served.items()
-        }
-
-    def expected(self) -> dict[str, torch.Tensor]:
-        """The trainer's parameters."""
-
-        async def ask() -> list[Any]:
-            calls = (self.scheduler.async_call_engine(worker.id, "parameters") for worker in self.trainer.workers)
-            return list(await asyncio.gather(*calls))
-
-        found: dict[str, torch.Tensor] = asyncio.run(ask())[0]
-        return found
-
-    def updates(self) -> list[int]:
-        """How many updates each instance was asked for."""
-        return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
-
-    def health(self) -> list[Health]:
-        """Of each instance."""
-        return [load.state for load in self.rollout.load().instances.values()]
-
-    def close(self) -> None:
-        """End the workers."""
-        self.rollout.close()
-        self.trainer.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +49,6 @@ def supervised(scheduler: Scheduler) -> Iterator[World]:
     world = World(scheduler, 1, 4, "-supervised", supervision=SUPERVISED)
     yield world
     world.close()
-
-
-def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
-    return {"memory": ViaMemory, "collective": ViaCollective}[name]() if name != "disk" else ViaDisk(str(folder / "weights"))
 
 
 @pytest.mark.parametrize("world", ["pair", "supervised"])
@@ -271,10 +198,11 @@ def test_versions_only_grow(pair: World) -> None:
     assert sync.push().version == last + 1
 
 
-def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(supervised: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
+def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(in_flight: Any, supervised: World, tmp_path: Path) -> None:
     """What it has waits meanwhile, and goes on by whole weights."""
     form = WeightFormat(bucket_bytes=4000, checksum=True)
-    sync = WeightSync(supervised.trainer, supervised.rollout, ViaDisk(str(tmp_path)), form=form)
+    sync = WeightSync(supervised.trainer, supervised.rollout, ViaDisk(str(tmp_path)), form=form, in_flight=in_flight)
     version = supervised.step()
     sync.push()
     (folder,) = tmp_path.iterdir()
@@ -288,7 +216,7 @@ def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(supervised:
         supervised.rollout.update_weights(WeightsOnDisk(str(folder)), version + 1)
     assert set(supervised.health()) == {Health.STALE}
     supervised.trainer.set_version(version + 2)
-    assert sync.push().updated == supervised.ids
+    assert sync.push(timeout=120).updated == supervised.ids
     for result in [future.result(60) for future in futures]:
         assert len(result.token_ids) == 110
         assert set(result.versions) <= {version, version + 2}

@@ -218,6 +218,10 @@ def test_load_refuses_what_is_not_its_checkpoint(engines: list[FSDPTrainEngine],
         engine.load(str(tmp_path / "other"))
     with pytest.raises(ValueError, match="not a checkpoint"):
         engine.load(str(tmp_path))
+    engine.save(str(tmp_path / "own"))
+    (tmp_path / "own" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"is of 1 optimizer steps and has no optimizer.pt"):
+        engine.load(str(tmp_path / "own"))
     assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == [undisturbed.train_batch(SAMPLES, "sft") for _ in range(2)]
 
 

@@ -6,8 +6,9 @@ Everything here runs on that loop, and time is the loop's, so that samplers can 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -77,6 +78,8 @@ class EpisodeRunner:
         self._running: dict[int, int] = {}
         """Number of each episode that counts -> version at its start, in the order of the starts."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._given: set[asyncio.Task[Any]] = set()
+        """Episodes of rollout_batch."""
         self._workflows: set[asyncio.Task[Any]] = set()
         """All that has not ended, also where it was cancelled and nobody waits for it any more."""
         self._waiting: list[Episode] = []
@@ -91,6 +94,7 @@ class EpisodeRunner:
     async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
         """See WorkflowExecutor."""
         tasks = [asyncio.ensure_future(self._run(item)) for item in items]
+        self._given.update(tasks)
         try:
             if tasks:
                 await asyncio.wait(tasks)
@@ -98,7 +102,11 @@ class EpisodeRunner:
             for task in tasks:
                 task.cancel()
             raise
-        errors = [task.exception() for task in tasks]  # all of them are seen
+        finally:
+            self._given.difference_update(tasks)
+        errors = [None if task.cancelled() else task.exception() for task in tasks]  # all of them are seen
+        if self._is_closing:
+            raise closed_error()
         for error in errors:
             if error is not None:
                 raise error
@@ -118,7 +126,9 @@ class EpisodeRunner:
                 raise error
             has_more = self._turn(batch_size)
             self._require_few_failures()
-            batch = list(self._sampler.select(self._waiting, self._pipe(batch_size)))
+            with _no_exit("the sampler"):
+                batch = list(self._sampler.select(self._waiting, self._pipe(batch_size)))
+            _require_known("select", [each.number for each in batch], (each.number for each in self._waiting), "wait")
             if not batch and not has_more and not self._running:
                 batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]  # all that will ever come
                 self._take(batch)
@@ -157,7 +167,7 @@ class EpisodeRunner:
         """Cancel what runs, and wait for it a while; what swallows the cancellation is left. Idempotent."""
         self._is_closing, self._feeding = True, None
         self._changed.set()
-        for task in [*self._tasks.values(), *self._workflows]:
+        for task in [*self._tasks.values(), *self._given, *self._workflows]:
             task.cancel()
         if self._workflows:
             await asyncio.wait(list(self._workflows), timeout=_STOP_S)
@@ -166,8 +176,11 @@ class EpisodeRunner:
 
     def _turn(self, batch_size: int) -> bool:
         """Let go of what is of no use any more, and start what may be started; whether the source may have more."""
-        stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
-        old = {each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))}
+        with _no_exit("the sampler"):
+            stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
+            old = {each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))}
+        _require_known("stop", stopped, self._running, "run")
+        _require_known("evict", old, (each.number for each in self._waiting), "wait")
         for number in stopped:
             self._leave(number).cancel()
         self._num_stopped += len(stopped)
@@ -196,9 +209,12 @@ class EpisodeRunner:
         if self._feeding is None:
             return False
         source, batch_size = self._feeding
-        for _ in range(min(self._sampler.admit(self._pipe(batch_size)), self._max_in_flight - len(self._running))):
+        with _no_exit("the sampler"):
+            num_admitted = self._sampler.admit(self._pipe(batch_size))
+        for _ in range(min(num_admitted, self._max_in_flight - len(self._running))):
             try:
-                item = next(source)
+                with _no_exit("the source of items"):
+                    item = next(source)
             except StopIteration:
                 self._feeding = None
                 return False
@@ -216,7 +232,7 @@ class EpisodeRunner:
 
     async def _run(self, item: Any) -> Any:
         """What the workflow makes of an item. Ends at once when it is cancelled, or the time is over, whatever that does."""
-        work = asyncio.ensure_future(self._workflow(item))
+        work = asyncio.ensure_future(self._work(item))
         self._workflows.add(work)
         work.add_done_callback(self._workflows.discard)
         try:
@@ -228,10 +244,12 @@ class EpisodeRunner:
             self._abandon(work)
             raise EpisodeTimeoutError(item=item, limit_s=self._timeout_s or 0.0)
         if work.cancelled():
-            if self._is_closing:
-                raise closed_error()
             raise HelmsmanError("the episode was cancelled by something that it awaited, and not by its executor.")
         return work.result()
+
+    async def _work(self, item: Any) -> Any:
+        with _no_exit("the episode"):
+            return await self._workflow(item)
 
     def _abandon(self, work: asyncio.Future[Any]) -> None:
         work.cancel()
@@ -241,7 +259,8 @@ class EpisodeRunner:
         try:
             value = await self._run(item)
             episode = Episode(item=item, value=value, number=number, version=version)
-            is_of_use = value is not None and self._sampler.keep(episode)
+            with _no_exit("the sampler"):
+                is_of_use = value is not None and self._sampler.keep(episode)
         except Exception as error:  # noqa: BLE001 - it is this episode's failure; too many of them are the batch's
             log.warning("an episode failed: %s: %s", type(error).__name__, error)
             self._num_failed += 1
@@ -273,6 +292,27 @@ class EpisodeRunner:
             raise WorkflowFailuresError(
                 num_failed=len(failures), limit=self._max_failures, window=self._failure_window, last=failures[-1]
             ) from failures[-1]
+
+
+@contextlib.contextmanager
+def _no_exit(whose: str) -> Iterator[None]:
+    """A user's code: what would end the script is an error as others are, since it is not on the script's thread."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise HelmsmanError(f"{whose} raised {error!r}, which cannot end the script from here; raise an Exception.") from error
+
+
+def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
+    """A sampler's choice: each once, and of those that there are; or an episode would be used twice, or counted twice."""
+    if not chosen:
+        return
+    there, distinct = set(known), set(chosen)
+    if len(distinct) < len(chosen) or not distinct <= there:
+        raise ValueError(
+            f"the sampler's {what} returned episodes {sorted(chosen)}; expected each once, and only those that {state}: "
+            f"{sorted(there)}"
+        )
 
 
 def closed_error() -> HelmsmanError:

@@ -222,6 +222,7 @@ class RequestFlow:
             self._end_aborted(ticket, outcome)
 
     def _settle_lost(self, ticket: Ticket, lost: InstanceLostError) -> None:
+        ticket.num_losses += 1
         try:
             is_retried = not ticket.is_aborted and not self._closed and self._retries.may_retry(ticket, lost)
         except Exception as error:  # noqa: BLE001 - a policy may be the user's; the other requests of the instance go on

@@ -93,6 +93,8 @@ class Ticket:
         self.sent_to = ""
         """Id of the instance that it was last sent to."""
         self.num_attempts = 0
+        self.num_losses = 0
+        """How many of the attempts ended with the loss of their instance."""
         self.is_aborted = False
         """Whether somebody asked for its early end."""
         self.is_recalled = False

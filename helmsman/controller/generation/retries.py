@@ -27,7 +27,7 @@ class RetryGeneration:
     """Anything, so many times: generation has no effect but its result, and only one result is ever delivered.
 
     Args:
-        max_attempts: of one request.
+        max_attempts: of one request, not counting those that were taken back on purpose, by a recall or a drain.
     """
 
     def __init__(self, max_attempts: int = 5) -> None:
@@ -37,4 +37,4 @@ class RetryGeneration:
 
     def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
         """See RetryPolicy."""
-        return not error.may_have_begun or ticket.num_attempts < self._max_attempts
+        return not error.may_have_begun or ticket.num_losses < self._max_attempts

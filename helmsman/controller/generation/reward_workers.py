@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 _RESTART_WINDOW_S = 3600.0
 _PAUSE_S = 0.1
 """After a restart that failed; doubled with each more."""
+_MAX_PAUSE_S = 30.0
+"""Or the budget of an hour would never be spent, and what waits for a worker would never be told."""
 
 
 class Process:
@@ -147,7 +149,7 @@ class RewardWorkers:
                     log.warning("%s could not be started anew: %s", worker_id, error)
                     self._last_reason = f"it could not be started anew: {error}"
                     await asyncio.sleep(pause_s)
-                    pause_s *= 2
+                    pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             else:
                 self._processes[worker_id] = Process(worker_id)
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from helmsman.controller.generation.episodes import EpisodeRunner, Workflow, WorkflowFigures, closed_error
 from helmsman.controller.generation.sampling import Episode, Sampler
+from helmsman.rpc_server.threads import run_loop
 
 T = TypeVar("T")
 
@@ -50,8 +52,12 @@ class WorkflowExecutor:
             failure_window=failure_window,
             episode_timeout_s=episode_timeout_s,
         )
+        self._lock = threading.Lock()
+        """So that nothing is given to the loop after what ends it, and would never be answered."""
+        self._asked: set[concurrent.futures.Future[Any]] = set()
+        """What callers wait for."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="helmsman-workflows", daemon=True)
+        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="helmsman-workflows", daemon=True)
         self._thread.start()
         self._closed = False
 
@@ -66,7 +72,8 @@ class WorkflowExecutor:
         """The next ``batch_size`` episodes; meanwhile and afterwards as many more run as the sampler lets.
 
         Args:
-            source: of items; drawn from when an episode starts, also while the script trains.
+            source: of items; drawn from when an episode starts, also while the script trains. It holds up all episodes while it
+                blocks, as the sampler does.
 
         When the source ends, the last batch is shorter, and those after it are empty. Raises: WorkflowFailuresError, or what
         the source or the sampler has raised.
@@ -74,7 +81,7 @@ class WorkflowExecutor:
         return self._run(self._episodes.prepare_batch(source, batch_size))
 
     def set_version(self, version: int) -> None:
-        """Say which weight version is served from now on; more episodes may start then.
+        """Say which weight version is served from now on; more episodes may start then, at the latest with the next batch.
 
         Raises: ValueError for a version below the last one.
         """
@@ -94,11 +101,18 @@ class WorkflowExecutor:
 
     def close(self) -> None:
         """Cancel what runs, and end the thread. Idempotent."""
-        if self._closed:
-            return
-        self._run(self._episodes.close())
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._forbid_blocking()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            asked = list(self._asked)
+            ended = asyncio.run_coroutine_threadsafe(self._episodes.close(), self._loop)
+        try:
+            ended.result()
+            concurrent.futures.wait(asked, timeout=_STOP_S)  # they are told that it is closed
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
         if not self._thread.is_alive():
             self._loop.close()
@@ -111,12 +125,28 @@ class WorkflowExecutor:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
-        if self._closed:
+        try:
+            self._forbid_blocking()
+        except RuntimeError:
             work.close()
-            raise closed_error()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise closed_error()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._asked.add(future)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._asked.discard(future)
+
+    def _forbid_blocking(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "an episode, a source or a sampler made a blocking call of the WorkflowExecutor that runs it, which would wait "
+                "for itself; make it in the script, or by asyncio.to_thread"
+            )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
 from helmsman.controller.generation.episodes import EpisodeRunner
-from helmsman.controller.generation.sampling import BoundedStaleness, Episode
+from helmsman.controller.generation.sampling import BoundedStaleness, Episode, Pipe
 from tests.controller.generation.backends import settle, virtually, waits
 
 
@@ -150,6 +151,52 @@ async def test_an_error_of_the_source_reaches_who_asks_for_a_batch_also_when_it_
     runner.set_version(1)
     with pytest.raises(OSError, match="the file has gone"):
         await runner.prepare_batch(items, 4)
+
+
+class Misbehaving(BoundedStaleness):
+    """Says what is not so, in one of its answers."""
+
+    def __init__(self, **answers: list[int]) -> None:
+        super().__init__(1)
+        self._answers = answers
+
+    def _with(self, what: str, answer: Sequence[Any], of: Callable[[int], Any]) -> list[Any]:
+        return [*answer, *map(of, self._answers.get(what, []))]
+
+    def stop(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[int]:
+        return self._with("stop", super().stop(waiting, pipe), int)
+
+    def evict(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
+        return self._with("evict", super().evict(waiting, pipe), episode_of)
+
+    def select(self, waiting: Sequence[Episode], pipe: Pipe) -> Sequence[Episode]:
+        batch = super().select(waiting, pipe)
+        return self._with("select", batch, episode_of) if batch else batch
+
+
+def episode_of(number: int) -> Episode:
+    return Episode(item=number, value=number, number=number, version=0)
+
+
+@virtually
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"stop": [77]}, r"the sampler's stop returned episodes \[77\]; expected each once, and only those that run: \[\]"),
+        ({"evict": [77]}, r"the sampler's evict returned episodes \[77\]; .*only those that wait"),
+        ({"select": [0]}, r"the sampler's select returned episodes \[0, 0, 1\]; expected each once"),
+        ({"select": [77]}, r"the sampler's select returned episodes \[0, 1, 77\]; .*those that wait: \[0, 1"),
+    ],
+)
+async def test_a_sampler_that_chooses_what_is_not_there_is_told_so(answers: dict[str, list[int]], message: str) -> None:
+    async def workflow(item: int) -> int:
+        return item
+
+    runner = EpisodeRunner(workflow, sampler=Misbehaving(**answers))
+    with pytest.raises(ValueError, match=message):
+        await runner.prepare_batch(itertools.count(), 2)
+    figures = runner.figures()
+    assert figures.num_started == figures.num_running + figures.num_waiting, "nothing was used, stopped or evicted"
 
 
 @virtually

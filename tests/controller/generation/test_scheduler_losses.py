@@ -112,6 +112,28 @@ def test_a_retry_policy_that_fails_is_that_requests_failure(told: str) -> None:
 
 
 @virtually
+async def test_what_was_taken_back_on_purpose_is_no_attempt_too_many() -> None:
+    """A request that lasts for many updates of the weights is recalled by each."""
+    backend = HeldBackend()
+    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration(2))
+    (ticket,) = scheduler.put([make_request("r", max_new_tokens=9)])
+    await settle()
+    for token in range(5):
+        scheduler.suspend()
+        recalled = await waits(scheduler.take_back())
+        backend.last("r").give_back([token], version=token)
+        await recalled
+        scheduler.resume()
+        await settle()
+    backend.last("r").lose()
+    await settle()
+    backend.last("r").end([5], version=5)
+    await settle()
+    assert ticket.state is S.DONE
+    assert ticket.future.result(0).token_ids == [0, 1, 2, 3, 4, 5]
+
+
+@virtually
 async def test_a_lost_instance_draws_nothing_more() -> None:
     """It would have the fewest tokens outstanding for ever."""
     backend = HeldBackend()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
 from helmsman.api.scheduler import Job
-from helmsman.controller.generation.sampling import BoundedStaleness
+from helmsman.controller.generation.sampling import BoundedStaleness, Episode
 from helmsman.controller.generation.workflows import WorkflowExecutor
 from helmsman.controller.rollout import RolloutController
 from tests.contract.helpers import wait_until
@@ -211,6 +213,98 @@ def test_what_makes_no_sense_is_said() -> None:
             WorkflowExecutor(_ten_times, **options)
     with pytest.raises(ValueError, match="max_staleness is nan"):
         BoundedStaleness(float("nan"))
+
+
+def test_an_episode_that_ends_the_program_has_failed() -> None:
+    async def workflow(item: int) -> int:
+        if item == 1:
+            sys.exit("as code does that a model has written")
+        if item == 2:
+            raise KeyboardInterrupt
+        if item == 3:
+            await asyncio.gather(workflow(0), workflow(1))  # tasks of their own
+        return item
+
+    with WorkflowExecutor(workflow) as executor:
+        assert _items(executor.prepare_batch(itertools.count(), 3)) == [0, 4, 5]
+        assert executor.figures().num_failed == 3
+        with pytest.raises(HelmsmanError, match="the episode raised SystemExit.*cannot end the script from here") as caught:
+            executor.rollout_batch([0, 1])
+        assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_a_source_or_a_filter_that_ends_the_program_is_said() -> None:
+    def keep(episode: Episode) -> bool:
+        return episode.item > 0 or sys.exit(3)
+
+    def source() -> Iterator[int]:
+        yield from range(3)
+        sys.exit("no more")
+
+    with WorkflowExecutor(_ten_times, sampler=BoundedStaleness(keep=keep)) as executor:
+        with pytest.raises(HelmsmanError, match=r"the source of items raised SystemExit\('no more'\)"):
+            executor.prepare_batch(source(), 4)
+        wait_until(lambda: executor.figures().num_failed == 1, "the filter has failed for one")
+        assert _items(executor.prepare_batch(itertools.count(3), 2)) == [1, 2]
+
+
+def test_a_call_that_would_wait_for_itself_is_refused() -> None:
+    async def workflow(item: int) -> int:
+        return executor.figures().num_started
+
+    def source() -> Iterator[int]:
+        while True:
+            yield executor.figures().num_started
+
+    with WorkflowExecutor(workflow) as executor:
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            executor.rollout_batch([1])
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            executor.prepare_batch(source(), 1)
+
+
+def test_closing_tells_who_waits_for_an_episode_that_swallows_its_cancellation(
+    pool: concurrent.futures.ThreadPoolExecutor,
+) -> None:
+    gate = threading.Event()
+
+    async def workflow(item: int) -> int:
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        return item
+
+    executor = WorkflowExecutor(workflow)
+    asked = [pool.submit(executor.rollout_batch, [1])]
+    wait_until(lambda: asked[0].running() and executor.figures() is not None, "it is asked")
+    executor.close()
+    with pytest.raises(HelmsmanError, match="closed; make a new one"):
+        asked[0].result(10)
+    gate.set()
+
+
+def test_closing_in_many_threads_while_others_ask() -> None:
+    for _ in range(30):
+        executor = WorkflowExecutor(_ten_times, sampler=BoundedStaleness(1))
+        barrier = threading.Barrier(6)
+
+        def ask(executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+
+            def ask_on() -> None:
+                while True:
+                    executor.rollout_batch([1, 2])
+
+            with pytest.raises(HelmsmanError, match="closed; make a new one"):
+                ask_on()
+
+        def close(executor: WorkflowExecutor = executor, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+            executor.close()
+
+        with concurrent.futures.ThreadPoolExecutor(6) as threads:
+            for future in [threads.submit(work) for work in (ask, close) * 3]:
+                future.result(30)
 
 
 def test_closing_ends_what_runs() -> None:

@@ -1,0 +1,96 @@
+"""A trainer and a rollout on real engines, and what their workers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helmsman import Job, RolloutController, Scheduler, SchedulingSpec, SupervisionPolicy, TrainController
+from helmsman.controller.generation.health import Health
+from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory
+from tests.engines.models import QWEN2, random_tokens
+
+ENGINES = "tests.controller.sync_engines"
+SPEC = SchedulingSpec(cpu=0.1)
+SUPERVISED = SupervisionPolicy(probe_every_s=0.2, suspect_s=2.0, dead_s=30.0, max_restarts=0)
+PROMPT = random_tokens(6, seed=1)
+
+
+class World:
+    """A trainer and a rollout that are ready. Starting them takes longer than most of what they are started for."""
+
+    def __init__(self, scheduler: Scheduler, num_ranks: int, num_instances: int, name: str = "", **options: Any) -> None:
+        self.scheduler = scheduler
+        model = {"model": options.pop("model", QWEN2), "seed": 3}
+        self.trainer = TrainController(
+            scheduler,
+            f"{ENGINES}.{options.pop('trainer', 'Trainer')}",
+            Job(role=f"train{name}", replicas=num_ranks, tasks=[SPEC]),
+            engine_kwargs={**model, "lr": 1e-2},
+        )
+        self.rollout = RolloutController(
+            scheduler,
+            f"{ENGINES}.Rollout",
+            Job(role=f"rollout{name}", replicas=num_instances, tasks=[SPEC]),
+            engine_kwargs={**model, "max_concurrency": 8, "max_model_len": 120},
+            **options,
+        )
+        self.trainer.initialize()
+        self.rollout.initialize()
+        self.ids = tuple(worker.id for worker in self.rollout.workers)
+
+    def step(self) -> int:
+        """Change the trainer's weights; returns their version."""
+        self.trainer.train_batch([{"input_ids": random_tokens(12, seed=5)} for _ in range(4)], "sft")
+        return self.trainer.get_version()
+
+    def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
+        """By instance, the parameters that are not the trainer's."""
+        expected = self.expected()
+        served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
+        return {
+            id_: [name for name, tensor in expected.items() if not torch.equal(tensor, tensors[name])]
+            for id_, tensors in served.items()
+        }
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        """The trainer's parameters."""
+
+        async def ask() -> list[Any]:
+            calls = (self.scheduler.async_call_engine(worker.id, "parameters") for worker in self.trainer.workers)
+            return list(await asyncio.gather(*calls))
+
+        found: dict[str, torch.Tensor] = asyncio.run(ask())[0]
+        return found
+
+    def updates(self) -> list[int]:
+        """How many updates each instance was asked for."""
+        return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
+
+    def health(self) -> list[Health]:
+        """Of each instance."""
+        return [load.state for load in self.rollout.load().instances.values()]
+
+    def close(self) -> None:
+        """End the workers."""
+        self.rollout.close()
+        self.trainer.close()
+
+    def pid(self, worker_id: str) -> int:
+        """Of a worker."""
+        return next(int(status.pid) for status in self.scheduler.status() if status.worker_id == worker_id)
+
+    def num_segments(self) -> int:
+        """How many segments of memory the trainer's rank 0 holds open."""
+        folder = Path(f"/proc/{self.pid(self.trainer.workers[0].id)}/fd")
+        return sum("memfd" in os.readlink(link) for link in folder.iterdir())
+
+
+def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
+    """One of the three ways."""
+    return {"memory": ViaMemory, "collective": ViaCollective}[name]() if name != "disk" else ViaDisk(str(folder / "weights"))

@@ -1,0 +1,151 @@
+"""Sending weights and receiving them, in one process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, Weights, WeightTarget
+from helmsman.engines.distributed import join_process_group, leave_process_group
+from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines.weight_transfer import incoming, publish
+
+CPU = torch.device("cpu")
+
+ODD: dict[str, torch.Tensor] = {
+    "flags": torch.tensor([True, False, True]),
+    "wide": torch.arange(5, dtype=torch.float64) / 3,
+    "scalar": torch.tensor(7, dtype=torch.int64),
+    "none": torch.empty(0, 3),
+    "half": torch.arange(7, dtype=torch.bfloat16),
+    "byte": torch.tensor([250], dtype=torch.uint8),
+    "float": torch.linspace(0, 1, 9),
+    "eighth": torch.arange(3).to(torch.float8_e4m3fn),
+    "columns": torch.arange(12).reshape(3, 4).t(),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one() -> Iterator[None]:
+    assert join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
+    yield
+    leave_process_group()
+
+
+def send(tensors: Mapping[str, torch.Tensor], target: WeightTarget, form: WeightFormat, group: WeightGroup) -> Any:
+    return publish(tensors, target, form, version=target.version, is_root=True, group=group)
+
+
+def read(weights: Weights, group: WeightGroup) -> dict[str, torch.Tensor]:
+    with incoming(weights, group) as arriving:
+        found = {name: tensor.clone() for bucket in arriving for name, tensor in bucket.items()}
+        assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+            name: shape for name, shape in arriving.shapes.items() if name in found
+        }
+    return found
+
+
+def members(world_size: int, timeout_s: float = 60.0) -> tuple[list[WeightGroup], list[ByCollective]]:
+    groups = [WeightGroup(CPU) for _ in range(world_size)]
+    port = groups[0].open_store("127.0.0.1")
+    place = ByCollective(
+        version=1, group_id="a", address="127.0.0.1", port=port, rank=0, world_size=world_size, timeout_s=timeout_s
+    )
+    return groups, [msgspec.structs.replace(place, rank=rank) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 9, 40, 1 << 40])
+@pytest.mark.parametrize("way", ["memory", "disk", "collective"])
+def test_every_type_and_size_arrives_as_it_was_sent(way: str, bucket_bytes: int, tmp_path: Path) -> None:
+    """Also where one begins in the middle of another's word, has no bytes, or no dimensions."""
+    form = WeightFormat(bucket_bytes=bucket_bytes, checksum=True)
+    if way == "collective":
+        groups, places = members(3)
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            reading = [threads.submit(read, *each) for each in zip(places[1:], groups[1:], strict=True)]
+            send(ODD, places[0], form, groups[0])
+            arrived = [each.result(60) for each in reading]
+        for group in groups:
+            group.close()
+    else:
+        target = IntoMemory(version=1) if way == "memory" else OntoDisk(version=1, folder=str(tmp_path))
+        group = WeightGroup(CPU)
+        arrived = [read(send(ODD, target, form, group), group)]
+    for found in arrived:
+        with_bytes = {name for name, tensor in ODD.items() if tensor.nbytes}
+        assert with_bytes <= found.keys() <= ODD.keys()
+        for name in with_bytes:
+            assert found[name].dtype is ODD[name].dtype
+            assert torch.equal(found[name].float(), ODD[name].float())
+
+
+def test_bytes_that_changed_on_the_way_are_refused_and_the_group_goes_on() -> None:
+    """In memory before the reader has seen any; by broadcasts, where the reader may stop at any bucket, when they come."""
+    form = WeightFormat(checksum=True)
+    weights = send(ODD, IntoMemory(version=1), form, WeightGroup(CPU))
+    weights.checksums["half"] += 1
+    with pytest.raises(ValueError, match=r"1 of 9 parameters did not arrive as they were sent \(CRC-32\): half"):
+        read(weights, WeightGroup(CPU))
+    groups, places = members(2)
+    values = torch.arange(4, dtype=torch.uint8)
+    header = {"shapes": {"w": [4]}, "dtypes": {"w": "uint8"}, "checksums": {"w": 1}, "num_bytes": 4}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reading = threads.submit(read, places[1], groups[1])
+        groups[0].join(places[0])
+        groups[0].broadcast_bytes(msgspec.msgpack.encode({"shapes": {"w": [4]}}))
+        for _ in range(2):
+            groups[0].broadcast_bytes(msgspec.msgpack.encode(header))
+            groups[0].broadcast(values)
+        groups[0].broadcast_bytes(msgspec.msgpack.encode({"shapes": {}}))
+        with pytest.raises(ValueError, match="did not arrive as they were sent"):
+            reading.result(60)
+        reading = threads.submit(read, places[1], groups[1])
+        send({"w": values}, places[0], form, groups[0])
+        assert torch.equal(reading.result(60)["w"], values)
+    for group in groups:
+        group.close()
+
+
+def test_versions_of_an_earlier_run_in_the_same_folder_go_first(tmp_path: Path) -> None:
+    """They may have higher numbers, since every run begins to count anew."""
+
+    def write(version: int) -> None:
+        send(ODD, OntoDisk(version=version, folder=str(tmp_path), num_kept=2), WeightFormat(), WeightGroup(CPU))
+
+    def there() -> list[int]:
+        return sorted(int(path.name.removeprefix("version-")) for path in tmp_path.iterdir())
+
+    for version in (500, 501):
+        write(version)
+        os.utime(tmp_path / f"version-{version:010d}", (version, version))
+    for version, expected in ((1, [1, 501]), (2, [1, 2]), (3, [2, 3])):
+        write(version)
+        assert there() == expected
+
+
+def test_who_has_no_room_for_a_bucket_leaves_so_that_the_others_do_not_wait_for_it() -> None:
+    groups, places = members(2, timeout_s=300.0)
+    header = {"shapes": {"w": [1 << 60]}, "dtypes": {"w": "uint8"}, "num_bytes": 1 << 60}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        reading = threads.submit(read, places[1], groups[1])
+        groups[0].join(places[0])
+        for each in ({"shapes": {"w": [1 << 60]}}, header):
+            groups[0].broadcast_bytes(msgspec.msgpack.encode(each))
+        with pytest.raises(RuntimeError, match="(?i)alloc"):
+            reading.result(120)
+        with pytest.raises(ConnectionError, match="(?i)connection"):
+            groups[0].broadcast(torch.zeros(1 << 20, dtype=torch.uint8))
+    for group in groups:
+        group.close()
+
+
+def test_weights_of_another_version_are_not_sent() -> None:
+    with pytest.raises(ValueError, match="weight version 2.*1"):
+        publish(ODD, IntoMemory(version=1), WeightFormat(), version=2, is_root=True, group=WeightGroup(CPU))
