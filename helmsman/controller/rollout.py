@@ -24,7 +24,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.api.weights import Weights
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
-from helmsman.controller.generation.instance import InstanceLoad, RolloutLoad
+from helmsman.controller.generation.instance import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller.generation.prompts import RequestMaker
 from helmsman.controller.generation.retries import RetryPolicy
 from helmsman.controller.generation.routing import RoutingPolicy
@@ -238,7 +238,8 @@ class RolloutController(RolloutInstances):
         try:
             await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                raise self._queue().instances[worker_id].error or HelmsmanError(f"{worker_id} was given up.")
+                instance = self._queue().instances.get(worker_id)
+                raise (instance and instance.error) or HelmsmanError(f"{worker_id} was given up.")
             served = call.result()
         finally:
             dead.cancel()
@@ -435,13 +436,14 @@ class RolloutController(RolloutInstances):
         self._requests = run_sync(start())
 
     def _why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
-        """Why no worker serves or will; None while one is on its way back."""
+        """Why no worker serves or will; None while one does, or is on its way back."""
         assert self._requests is not None
         assert self._supervisor is not None
-        if any(map(self._supervisor.is_coming_back, self._requests.instances)):
+        instances = self._requests.instances
+        if any(each.health.serves or self._supervisor.is_coming_back(id_) for id_, each in instances.items()):
             return None
-        errors = {each.instance_id: each.error for each in self._requests.instances.values() if each.error}
-        return group_error(self.role, method, errors, len(self._requests.instances))
+        errors = {id_: each.error or _is_not_served_by(each) for id_, each in instances.items()}
+        return group_error(self.role, method, errors, len(instances))
 
     def _on_closing(self) -> None:
         requests, supervisor = self._requests, self._supervisor
@@ -456,6 +458,15 @@ class RolloutController(RolloutInstances):
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
+
+
+def _is_not_served_by(instance: Instance) -> HelmsmanError:
+    """Why, where nothing has gone wrong with it."""
+    return HelmsmanError(
+        f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the last update, and serves after "
+        "the next one.",
+        worker_id=instance.instance_id,
+    )
 
 
 async def _all_that_answer(

@@ -11,15 +11,19 @@ from typing import Any, TypeVar
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, JobError, WorkerNotFoundError
 from helmsman.api.scheduler import Job, Scheduler, Worker
 from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.loop import await_all, in_own_thread, run_async, run_sync
-from helmsman.controller.rollout_requests import RolloutRequests
+from helmsman.controller.rollout_requests import RolloutRequests, require_ids
 
 T = TypeVar("T")
 
 
 class RolloutInstances(RolloutRequests, abc.ABC):
     """The workers that serve the requests; RolloutController says by which weights."""
+
+    _version: int | None
+    """Of the last update."""
 
     def __init__(
         self,
@@ -44,6 +48,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         self._leaving: set[str] = set()
         """Those that are being removed."""
         self._looking = asyncio.Lock()
+        self._scaling = asyncio.Lock()
+        """One after another, so that as many serve in the end as the last one asks for."""
 
     @abc.abstractmethod
     async def _bring_weights(self, worker_id: str) -> bool:
@@ -54,8 +60,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
     def add(self, count: int = 1) -> list[str]:
         """Serve by so many workers more, and return their ids.
 
-        They serve once they have the weights of the last update: at once under supervision, else after the next update. All of
-        them come or, on an error or an interrupt, none.
+        They serve, all of them from one moment on, once they have the weights of the last update: at once under supervision,
+        else after the next update. On an error or an interrupt none of them comes.
 
         Raises: as Scheduler.add_workers, or what building the engines raised; under supervision also InstanceLostError, when
             one of them hangs meanwhile.
@@ -71,7 +77,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
 
         Args:
             migrate: continue what they have elsewhere, with the tokens so far, instead of waiting for its end.
-        Raises: WorkerNotFoundError; HelmsmanError when undrain takes it back. An interrupt takes it back, too.
+        Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError when undrain takes it back.
+            An interrupt takes it back, too.
         """
         run_sync(self._drain(worker_ids, migrate))
 
@@ -103,7 +110,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         await run_async(self._remove(worker_ids, migrate))
 
     def scale(self, replicas: int, *, migrate: bool = False) -> None:
-        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones.
+        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
+        another does waits for that, drains included.
 
         Raises: InvalidReplicasError; as these.
         """
@@ -118,40 +126,51 @@ class RolloutInstances(RolloutRequests, abc.ABC):
     async def _scale(self, replicas: int, migrate: bool) -> None:
         if replicas < 1:
             raise InvalidReplicasError(role=self.role, replicas=replicas)
-        staying = [worker_id for worker_id in self._queue().instances if worker_id not in self._leaving]
-        if replicas > len(staying):
-            await self._add(replicas - len(staying))
-        else:
-            await self._remove(staying[replicas:], migrate)
+        async with self._scaling:
+            serving = self._queue().instances.keys() - self._leaving
+            staying = [worker.id for worker in self._workers if worker.id in serving]  # in rank order, however they came
+            if replicas > len(staying):
+                await self._add(replicas - len(staying))
+            else:
+                await self._remove(staying[replicas:], migrate)
 
     async def _add(self, count: int) -> list[str]:
-        self._check_started()
-        assert self._supervisor is not None
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
         adding = asyncio.ensure_future(in_own_thread(self.scheduler.add_workers, self.role, count))
         try:
             new = await asyncio.shield(adding)
             await self._look()
             chosen = [worker for worker in self._workers if worker.id in new]
-            await self._supervisor.while_they_answer(new, self._make_ready(chosen, range(len(chosen))))
-            await await_all(self._supervisor.while_they_answer([worker_id], self._serve(worker_id)) for worker_id in new)
+            await supervisor.while_they_answer(new, self._make_ready(chosen, range(len(chosen))))
+            have_weights = await self._bring_weights_to_all(new, supervisor)
         except BaseException:
             await _to_its_end(self._undo_add(adding))
             raise
+        for worker_id, has_weights in zip(
+            new, have_weights, strict=True
+        ):  # and no await: what serves cannot be undone so easily
+            health = Health.HEALTHY if has_weights else Health.STALE
+            supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
+            requests.add(worker_id, self._max_in_flight_per_worker, health)
         return new
 
     async def _undo_add(self, adding: asyncio.Future[list[str]]) -> None:
         await asyncio.wait([adding])  # what it still starts would be nobody's
         if adding.exception() is None:
-            requests = self._queue()
-            await requests.drain(*(worker_id for worker_id in adding.result() if worker_id in requests.instances), migrate=True)
-            await self._part(adding.result())
+            await self._end(adding.result(), ())
 
-    async def _serve(self, worker_id: str) -> None:
-        """Serve by a worker that was just built as soon as it has the weights."""
-        assert self._supervisor is not None
-        health = Health.HEALTHY if await self._bring_weights(worker_id) else Health.STALE
-        self._supervisor.watch(worker_id, health)  # first: whoever serves by it asks whether it comes back
-        self._queue().add(worker_id, self._max_in_flight_per_worker, health)
+    async def _bring_weights_to_all(self, worker_ids: Sequence[str], supervisor: Supervisor) -> list[bool]:
+        """Bring workers that were just built the weights that are served when this returns; which of them have them now."""
+
+        async def bring(worker_id: str) -> bool:
+            return await supervisor.while_they_answer([worker_id], self._bring_weights(worker_id))
+
+        while True:
+            version = self._version
+            have_weights = await await_all(map(bring, worker_ids))
+            if version == self._version:
+                return have_weights
 
     async def _rebuild(self, worker_id: str) -> bool:
         """Start a worker anew, with its engine and the weights that are served; whether it has got these."""
@@ -174,6 +193,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
     # --- going ------------------------------------------------------------------------------------------------------------
 
     def _known(self, worker_ids: Sequence[str]) -> list[str]:
+        require_ids("worker_ids", worker_ids)
         instances = self._queue().instances
         for worker_id in worker_ids:
             if worker_id not in instances:
@@ -195,24 +215,31 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         self._leaving.update(chosen)
         try:
             await self._drain(chosen, migrate)
-            await _to_its_end(self._part(chosen))
+            gone = self._let_go(chosen)  # in the same turn of the loop: in the next, undrain could give them requests again
+            await _to_its_end(self._end(chosen, gone))
         finally:
             self._leaving.difference_update(chosen)
 
-    async def _part(self, worker_ids: Sequence[str]) -> None:
-        """End workers that have nothing, or have never served."""
+    def _let_go(self, worker_ids: Sequence[str]) -> list[Instance]:
+        """Serve without these workers, which have nothing; returns those by which it has served."""
         requests, supervisor = self._queue(), self._supervisor
         assert supervisor is not None
         gone = [requests.instances[worker_id] for worker_id in worker_ids if worker_id in requests.instances]
         for instance in gone:
             requests.remove(instance.instance_id)
             supervisor.forget(instance.instance_id)
+        return gone
+
+    async def _end(self, worker_ids: Sequence[str], gone: Sequence[Instance]) -> None:
+        """End workers that were let go."""
         try:
             await in_own_thread(self.scheduler.remove_workers, self.role, worker_ids)
         except JobError:  # it ends none of them
+            requests, supervisor = self._queue(), self._supervisor
+            assert supervisor is not None
             for instance in gone:
                 supervisor.watch(instance.instance_id, instance.health)
-                requests.add(instance.instance_id, instance.capacity, instance.health)
+                requests.add(instance.instance_id, instance.capacity, instance.health).error = instance.error
             raise
         finally:
             await self._look()

@@ -213,7 +213,7 @@ class RolloutRequests(RoleController):
         What waits has ended when this returns; what is in flight ends as soon as its worker has given it back, see wait_idle.
         Requests that come meanwhile are not meant: to be rid of all, pause first.
 
-        Returns: how many.
+        Returns: how many. Raises: ValueError for one id that is not in a sequence.
         """
         return run_sync(self._abort(request_ids))
 
@@ -297,6 +297,7 @@ class RolloutRequests(RoleController):
         return await gather(self._queue(), tickets, self.role, len(self.workers))
 
     async def _abort(self, request_ids: Collection[str] | None) -> int:
+        require_ids("request_ids", request_ids)
         return await self._queue().abort(None if request_ids is None else frozenset(request_ids))
 
     async def _pause(self, in_flight: InFlight = "continue", timeout: float | None = None, by: str = "") -> None:
@@ -336,6 +337,12 @@ class RolloutRequests(RoleController):
                 paused=requests.is_suspended and not resumes,
                 limit_s=limit_s,
             ) from error
+
+
+def require_ids(name: str, ids: Collection[str] | None) -> None:
+    """Raises: ValueError for one id in place of several, whose letters would be taken for ids."""
+    if isinstance(ids, str):
+        raise ValueError(f"{name} is {ids!r}; expected a sequence of ids, such as [{ids!r}]")
 
 
 def _require_one_of(name: str, value: str, choices: Sequence[str]) -> None:

@@ -154,6 +154,14 @@ def test_what_makes_no_sense_is_said_before_anything_is_sent(scheduler: FakeSche
         request = GenerationRequest(request_id="mine", prompt_ids=[1])
         with pytest.raises(ValueError, match="prompt 1 is empty; expected at least one token id"):
             rollout.generate([[1], []])
+        with pytest.raises(ValueError, match="prompt 0 is of type str; expected its token ids, or a GenerationRequest"):
+            rollout.generate(["why?"])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="prompt 0 is of type int; expected its token ids"):
+            rollout.generate([1, 2])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match=r"request_ids is 'mine'; expected a sequence of ids, such as \['mine'\]"):
+            rollout.abort("mine")
+        with pytest.raises(ValueError, match="worker_ids is 'rollout/0'"):
+            rollout.drain("rollout/0")
         with pytest.raises(ValueError, match="3 sampling parameters for 2 prompts"):
             rollout.generate([[1], [2]], [SamplingParams()] * 3)
         with pytest.raises(ValueError, match="sampling parameters of its own"):

@@ -168,6 +168,36 @@ def test_the_last_ones_are_not_removed_and_nobody_is_removed_twice(scheduler: Sc
             rollout.remove(["rollout/1"])
 
 
+def test_scaled_by_many_at_once_there_are_as_many_as_they_ask_for(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=1) as rollout:
+        for scaling in [_begin(rollout.ascale(3)) for _ in range(4)]:
+            scaling.result(60)
+        assert len(_ids(scheduler, rollout)) == 3
+        for scaling in [_begin(rollout.ascale(2)) for _ in range(4)]:
+            scaling.result(60)
+        assert _ids(scheduler, rollout) == ["rollout/0", "rollout/1"]
+
+
+def test_an_undrain_at_the_very_end_of_a_drain_forgets_no_worker(scheduler: Scheduler) -> None:
+    """From one turn of the loop to the next: the drain is through, and what undrain gives a worker it still answers."""
+
+    async def scenario(rollout: RolloutController, waiting: list[Future[GenerationResult]]) -> None:
+        removal = asyncio.ensure_future(rollout.aremove(["rollout/1", "rollout/2"]))
+        await asyncio.sleep(0)  # nobody has anything, so its drain is through
+        waiting.append(await rollout.asubmit([5]))
+        waiting.append(await rollout.asubmit([5]))
+        for worker_id in ("rollout/2", "rollout/1"):
+            rollout._queue().undrain(worker_id)
+        with contextlib.suppress(HelmsmanError):
+            await removal
+
+    with _rollout(scheduler, max_in_flight_per_worker=1) as rollout:
+        waiting: list[Future[GenerationResult]] = []
+        _begin(scenario(rollout, waiting)).result(30)
+        assert [future.result(30).token_ids for future in waiting] == [[6], [6]]
+        _ids(scheduler, rollout)
+
+
 def test_a_removal_while_all_is_paused_loses_nothing(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=2, **GATED) as rollout:
         futures = [rollout.submit([i + 1], SamplingParams(max_new_tokens=1)) for i in range(20)]
@@ -266,6 +296,30 @@ def test_an_addition_that_fails_leaves_nothing(scheduler: Scheduler, tmp_path: P
             rollout.add(0)
 
 
+def test_those_who_are_added_serve_together_or_not_at_all(scheduler: Scheduler) -> None:
+    def is_asked(worker_id: str) -> bool:
+        with contextlib.suppress(HelmsmanError):  # it is not there yet
+            return bool(scheduler.call_engine(worker_id, "figures")[0])
+        return False
+
+    with _rollout(scheduler, replicas=1) as rollout:
+        update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
+        wait_until(lambda: is_asked("rollout/0"), "it is asked to take the weights")
+        scheduler.call_engine("rollout/0", "finish")
+        assert update.result(30) == 1
+        addition = _begin(rollout.aadd(2))
+        wait_until(lambda: is_asked("rollout/1") and is_asked("rollout/2"), "both are asked to take the weights")
+        scheduler.call_engine("rollout/1", "finish")
+        wait_until(lambda: scheduler.call_engine("rollout/1", "get_version") == 1, "one has them")
+        with pytest.raises(WorkerNotFoundError, match="rollout/1"):
+            rollout.remove(["rollout/1"])
+        pids = {worker_id: _pid(scheduler, worker_id) for worker_id in ("rollout/1", "rollout/2")}
+        os.kill(pids["rollout/2"], signal.SIGKILL)
+        assert isinstance(addition.exception(30), WorkerFailedError)
+        wait_gone(pids)
+        assert _ids(scheduler, rollout) == ["rollout/0"]
+
+
 def test_without_supervision_a_new_worker_serves_after_the_next_update(scheduler: Scheduler) -> None:
     with _rollout(scheduler, replicas=1, supervision=None) as rollout:
         assert rollout.add() == ["rollout/1"]
@@ -279,11 +333,24 @@ def test_without_supervision_a_new_worker_serves_after_the_next_update(scheduler
         assert rollout.versions() == {"rollout/1": 2, "rollout/2": 2}
 
 
+def test_where_only_a_new_worker_without_the_weights_is_left_it_is_said(scheduler: Scheduler) -> None:
+    with _rollout(scheduler, replicas=1, supervision=None) as rollout:
+        assert rollout.update_weights({"weight": [1.0]}, 1) == 1
+        assert rollout.add() == ["rollout/1"]
+        rollout.remove(["rollout/0"])
+        with pytest.raises(HelmsmanError, match="rollout/1 is stale: it has not got the weights of the last update"):
+            rollout.generate([[1]])
+        assert rollout.update_weights({"weight": [1.0]}, 2) == 2
+        assert len(rollout.generate([[1]])) == 1
+
+
 @pytest.mark.parametrize("supervision", [POLICY, None])
+@pytest.mark.parametrize("backend", ["local", "inline"])
 def test_an_update_does_not_miss_a_worker_that_is_removed_meanwhile(
-    scheduler: Scheduler, supervision: SupervisionPolicy | None
+    backend: str, supervision: SupervisionPolicy | None
 ) -> None:
-    with _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
+    options: dict[str, Any] = {"preload": ()} if backend == "local" else {}
+    with make_scheduler(backend, **options) as scheduler, _rollout(scheduler, replicas=2, supervision=supervision) as rollout:
         update = _begin(rollout.aupdate_weights({"weight": "held"}, 1))
         wait_until(lambda: {scheduler.call_engine(worker.id, "figures")[0] for worker in rollout.workers} == {1}, "it is there")
         rollout.remove(["rollout/1"])

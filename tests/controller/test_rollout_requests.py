@@ -266,7 +266,7 @@ def test_a_pause_tells_what_hangs_and_holds(scheduler: FakeScheduler) -> None:
         with pytest.raises(RequestsInFlightError):
             asyncio.run(rollout.await_idle(0.05))
         assert rollout.load().paused
-        engine(scheduler, 0).running["rollout-0"].set_result("abort")  # it answers after all
+        give_back(scheduler, 0)  # it answers after all
         rollout.wait_idle(LIMIT_S)
         assert rollout.load().num_queued == 2
         rollout.resume()
@@ -278,13 +278,19 @@ def test_a_pause_tells_what_hangs_and_holds(scheduler: FakeScheduler) -> None:
         assert not rollout.load().paused
 
 
+def give_back(scheduler: FakeScheduler, index: int) -> None:
+    """Have a deaf engine end its one request after all."""
+    answer = engine(scheduler, index).running[f"rollout-{index}"].set_result
+    background_loop().call_soon_threadsafe(answer, "abort")  # set by this thread, it would not wake the loop
+
+
 def test_what_is_recalled_from_a_worker_that_dies_goes_by_the_retry_policy(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, Deaf, retries=RetryGeneration()) as rollout:
         futures = submit_all(rollout, [[1]] * 2)
         paused = asyncio.run_coroutine_threadsafe(rollout.apause("recall"), background_loop())
         settle()
         scheduler.kill("rollout/0")
-        engine(scheduler, 1).running["rollout-1"].set_result("abort")
+        give_back(scheduler, 1)
         paused.result(LIMIT_S)
         assert rollout.load().num_queued == 1
         assert futures[1].result(LIMIT_S).token_ids == [2], "its one token is its end"

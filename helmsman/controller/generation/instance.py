@@ -52,7 +52,8 @@ class Instance:
 
     def has_room_for(self, num: int) -> bool:
         """Whether it serves, and may be given so many more, or as many as it ever may be."""
-        return self.serves and self.num_in_flight + min(num, self.capacity) <= self.capacity
+        # The full ones first: under load they are most of them, and each is asked whenever a request may be given out.
+        return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.serves
 
     def take(self, ticket: Ticket) -> None:
         """Count a request that it is given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -35,7 +35,7 @@ class RequestMaker:
         else:
             request = GenerationRequest(
                 request_id=f"{self._role}-{next(self._numbers)}",
-                prompt_ids=[int(token) for token in prompt],
+                prompt_ids=_token_ids(prompt, name),
                 sampling=sampling or SamplingParams(),
             )
         if not request.prompt_ids:
@@ -51,6 +51,12 @@ class RequestMaker:
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
         requests = [self.make(p, s, f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
         return [sample for request in requests for sample in samples_of(request, num_samples)]
+
+
+def _token_ids(prompt: object, name: str) -> list[int]:
+    if isinstance(prompt, str) or not isinstance(prompt, Iterable):
+        raise ValueError(f"{name} is of type {type(prompt).__name__}; expected its token ids, or a GenerationRequest")
+    return [int(token) for token in prompt]
 
 
 def samples_of(request: GenerationRequest, num_samples: int) -> list[GenerationRequest]:

@@ -8,91 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import heapq
-import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
-from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
+from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.controller.generation.flow import RequestFlow
 from helmsman.controller.generation.health import Health
 from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.retries import RetryPolicy, RetryUnbegun
-from helmsman.controller.generation.routing import LeastOutstandingTokens, RoutingPolicy
 
-_SPARE_ENTRIES = 64
 _NOTHING_KEPT: Mapping[str, GenerationResult] = MappingProxyType({})
 
 
-class Backend(Protocol):
-    """What reaches the instances."""
-
-    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
-        taken for dead then, with all that it has, until set_health says otherwise."""
-
-    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
-        """As generate, for several samples of one prompt; their results in order, when all have ended. Asked only for requests
-        that were put ``together``."""
-
-    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        """End these requests there early; ``generate`` then returns what each has."""
-
-
-class GenerateScheduler:
+class GenerateScheduler(RequestFlow):
     """Requests of one role: queued, routed to its instances, followed to their end.
 
     A request that waits is given to an instance only when that can take it, so a slow instance holds up what it has and nothing
     else. When an instance is lost, its requests are tried elsewhere if ``retries`` allows, and fail with the reason if not.
     """
-
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        policy: RoutingPolicy | None = None,
-        retries: RetryPolicy | None = None,
-        max_in_flight: int | None = None,
-        max_queue: int | None = None,
-        why_hopeless: Callable[[], Exception | None] = lambda: None,
-    ) -> None:
-        """Serve no instance yet; see add.
-
-        Args:
-            policy: LeastOutstandingTokens when None.
-            retries: RetryUnbegun when None.
-            max_in_flight: requests that all instances together have, at most.
-            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does not.
-            why_hopeless: asked while requests wait and no instance serves: why none ever will, with which they fail.
-        """
-        self._backend = backend
-        self._policy = policy or LeastOutstandingTokens()
-        self._retries = retries or RetryUnbegun()
-        self._max_in_flight = max_in_flight
-        self._why_hopeless = why_hopeless
-        self.instances: dict[str, Instance] = {}
-        self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
-        """Told of an instance that a call has found to be gone."""
-        self._queue: list[tuple[tuple[int, int], Ticket]] = []
-        """A heap of those that wait, some of them twice, and of some that no longer do: not more than about as many."""
-        self._waiting: dict[Ticket, None] = {}
-        self._open: dict[str, Ticket] = {}
-        """All that have not ended, by id."""
-        self._num_in_flight = 0
-        self._slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
-        self._holds_slot: set[Ticket] = set()
-        self._timers: dict[Ticket, asyncio.TimerHandle] = {}
-        self._calls: set[asyncio.Task[None]] = set()
-        self._watchers: list[asyncio.Future[None]] = []
-        """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
-        self._suspended: set[str] = set()
-        """By whom."""
-        self._expected_version: int | None = None
-        """Of the weights that were the last to be on their way to the instances."""
-        self._closed = ""
-        """Why it takes no requests."""
 
     # --- submission -------------------------------------------------------------------------------------------------------
 
@@ -136,7 +70,7 @@ class GenerateScheduler:
             self._open[ticket.request_id] = ticket
             if (before := kept.get(ticket.request_id)) is not None:
                 ticket.keep(before)
-            self._enqueue(ticket)
+            self._waiting.add(ticket)
             if ticket.options.deadline_s is not None:
                 self._timers[ticket] = loop.call_later(ticket.options.deadline_s, self._expire, ticket)
             ticket.future.add_done_callback(lambda _, t=ticket: self._on_done(t, loop))  # type: ignore[misc]
@@ -174,250 +108,6 @@ class GenerateScheduler:
             ticket.future.add_done_callback(lambda _, tell=tell: tell())  # type: ignore[misc]
         for _ in range(num_waiting):
             yield await ended.get()
-
-    # --- flow -------------------------------------------------------------------------------------------------------------
-
-    def pump(self) -> None:
-        """Give out what can be given out now; to be called whenever an instance has changed."""
-        if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
-            self._fail_waiting(reason)
-        held: list[Ticket] = []
-        while self._waiting and not self._suspended and self._room() > 0 and (ticket := self._first()) is not None:
-            if ticket.future.cancelled():
-                self._end_cancelled(ticket)
-                continue
-            samples = self._that_go_along(ticket)[: self._max_in_flight]
-            able = [instance for instance in self.instances.values() if instance.has_room_for(len(samples))]
-            if not able or self._room() < len(samples):
-                break
-            if not (fit := self._not_behind(ticket, able)):
-                held.append(ticket)
-                heapq.heappop(self._queue)  # it is the first
-                continue
-            try:
-                chosen = self._policy.choose(ticket, fit)
-            except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
-                self._end(ticket, RequestState.FAILED, error)
-            else:
-                self._admit(samples[: chosen.capacity], chosen)
-        for ticket in held:
-            if ticket in self._waiting:  # what the end of another has caused may have ended it
-                heapq.heappush(self._queue, (ticket.order, ticket))
-
-    def _not_behind(self, ticket: Ticket, able: Sequence[Instance]) -> Sequence[Instance]:
-        """Those by which the weights of a sample do not go back."""
-        if ticket.newest_version is None or self._expected_version is None:
-            return able
-        # What is newer than all that was ever expected was made by weights that instances were built with, and will not come.
-        least = min(ticket.newest_version, self._expected_version)
-        return [instance for instance in able if instance.version is None or instance.version >= least]
-
-    def _fail_waiting(self, reason: Exception) -> None:
-        for ticket in list(self._waiting):
-            if ticket in self._waiting:  # what the end of another has caused may have ended it
-                self._end(ticket, RequestState.FAILED, reason)
-
-    def _room(self) -> float:
-        """How many more all instances together may have."""
-        return math.inf if self._max_in_flight is None else self._max_in_flight - self._num_in_flight
-
-    def _anybody_serves(self) -> bool:
-        return any(instance.health.serves for instance in self.instances.values())
-
-    def _enqueue(self, ticket: Ticket) -> None:
-        self._waiting[ticket] = None
-        heapq.heappush(self._queue, (ticket.order, ticket))
-        self._tidy()
-
-    def _tidy(self) -> None:
-        if len(self._queue) > 2 * len(self._waiting) + _SPARE_ENTRIES:
-            self._queue = [(ticket.order, ticket) for ticket in self._waiting]
-            heapq.heapify(self._queue)
-
-    def _first(self) -> Ticket | None:
-        """The first that waits, and is not held back by a turn that is under way."""
-        while self._queue:
-            if (ticket := self._queue[0][1]) in self._waiting:
-                return ticket
-            heapq.heappop(self._queue)
-        return None
-
-    def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
-        """Those that wait and can be sent by the same call as one that does, which is the first of them."""
-        if ticket.num_kept:
-            return [ticket]
-        others = (each for each in ticket.together if each is not ticket and each in self._waiting)
-        return [ticket, *(each for each in others if not each.num_kept)]
-
-    def _admit(self, samples: Sequence[Ticket], instance: Instance) -> None:
-        for ticket in samples:
-            ticket.to(RequestState.ADMITTED)
-            self._waiting.pop(ticket, None)
-            self._free_slot(ticket)
-            ticket.instance = instance
-            instance.take(ticket)
-            self._num_in_flight += 1
-        call = asyncio.get_running_loop().create_task(self._run(samples, instance))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-
-    async def _run(self, samples: Sequence[Ticket], instance: Instance) -> None:
-        # A turn of the loop later: requests may have ended, or the instance been left, or everything been suspended.
-        admitted = [each for each in samples if each.instance is instance and each.state is RequestState.ADMITTED]
-        if self._suspended or not instance.serves:
-            for ticket in admitted:
-                self._requeue(ticket)
-            self.pump()
-            return
-        attempts: dict[Ticket, int] = {}
-        for ticket in admitted:
-            if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
-                self._end_cancelled(ticket)
-                continue
-            ticket.to(RequestState.RUNNING)
-            ticket.sent_to = instance.instance_id
-            ticket.num_attempts += 1
-            attempts[ticket] = ticket.num_attempts
-        if len(attempts) < len(admitted):  # there is room again; soon, since what that causes must not come before the call
-            asyncio.get_running_loop().call_soon(self.pump)
-        lost: InstanceLostError | None = None
-        outcomes = await self._outcomes(instance.instance_id, list(attempts)) if attempts else []
-        for (ticket, attempt), outcome in zip(attempts.items(), outcomes, strict=True):
-            if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
-                self._settle(ticket, outcome)
-                if isinstance(outcome, InstanceLostError):
-                    lost = outcome
-        if lost is not None and instance.health not in (Health.DEAD, Health.RESTARTING):
-            self.on_lost(instance.instance_id, lost)  # or the requests would go there again, and again
-        self.pump()
-
-    async def _outcomes(self, instance_id: str, samples: Sequence[Ticket]) -> Sequence[GenerationResult | BaseException]:
-        """Send one request, or several by one call; the result or error of each."""
-        requests = [ticket.to_send() for ticket in samples]
-        answers: Sequence[object]
-        try:
-            if len(requests) == 1:
-                answers = [await self._backend.generate(instance_id, requests[0])]
-            else:
-                answers = await self._backend.generate_samples(instance_id, requests)
-            results = [answer for answer in answers if isinstance(answer, GenerationResult)]
-            if not len(answers) == len(results) == len(requests):  # the engine may be the user's
-                raise TypeError(
-                    f"{instance_id} answered {samples[0].request_id!r} with {[type(answer).__name__ for answer in answers]}; "
-                    f"expected {len(requests)} GenerationResult"
-                )
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                self.close("its event loop has ended")  # nobody else cancels these tasks
-            return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to these requests, and others must go on
-            return [error] * len(samples)
-        return results
-
-    def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
-        """Take in how an attempt ended."""
-        if isinstance(outcome, InstanceLostError):
-            ticket.num_losses += 1
-            if ticket.is_aborted:
-                self._end_aborted(ticket, None)
-            elif not self._closed and self._retries.may_retry(ticket, outcome):
-                self._requeue(ticket)
-            else:
-                self._end(ticket, RequestState.FAILED, outcome.__cause__ or outcome)  # what the instance died of says more
-        elif isinstance(outcome, BaseException):
-            self._end(ticket, RequestState.FAILED, outcome)
-        elif outcome.stop_reason != "abort":
-            self._end(ticket, RequestState.DONE, ticket.merged(outcome))
-        elif ticket.is_recalled and not ticket.is_aborted and not self._closed:
-            ticket.keep(outcome)
-            if (reason := ticket.kept_end) is not None:
-                self._end(ticket, RequestState.DONE, ticket.merged(None, reason))
-            else:
-                self._requeue(ticket)
-        else:
-            self._end_aborted(ticket, outcome)
-
-    def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
-        result = ticket.merged(last, "abort")
-        self._end(ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result)
-
-    def _requeue(self, ticket: Ticket) -> None:
-        """Back to the queue, to the place that its age gives it."""
-        self._release(ticket)
-        ticket.to(RequestState.QUEUED)
-        ticket.is_recalled = False
-        self._enqueue(ticket)
-
-    def _release(self, ticket: Ticket) -> None:
-        if ticket.instance is not None:
-            ticket.instance.give_back(ticket)
-            ticket.instance = None
-            self._num_in_flight -= 1
-            self._wake()
-
-    def _wake(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
-
-    def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
-        """Give a request its one outcome."""
-        ticket.to(state)
-        self._forget(ticket)
-        if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
-            return
-        if isinstance(outcome, BaseException):
-            ticket.future.set_exception(outcome)
-        else:
-            ticket.future.set_result(outcome)
-
-    def _on_done(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
-        """Called in whichever thread ended the future; only a cancellation is not known here yet."""
-        if ticket.future.cancelled():
-            loop.call_soon_threadsafe(self._cancelled, ticket)
-
-    def _cancelled(self, ticket: Ticket) -> None:
-        """Its future was cancelled before it was sent."""
-        if not ticket.state.is_end:
-            self._end_cancelled(ticket)
-            self.pump()
-
-    def _end_cancelled(self, ticket: Ticket) -> None:
-        ticket.to(RequestState.ABORTED)
-        self._forget(ticket)
-
-    def _forget(self, ticket: Ticket) -> None:
-        self._waiting.pop(ticket, None)
-        self._tidy()
-        self._release(ticket)
-        self._wake()
-        ticket.together = ()  # they refer to each other
-        self._open.pop(ticket.request_id, None)
-        self._free_slot(ticket)
-        if (timer := self._timers.pop(ticket, None)) is not None:
-            timer.cancel()
-
-    def _free_slot(self, ticket: Ticket) -> None:
-        if ticket in self._holds_slot and self._slots is not None:
-            self._holds_slot.remove(ticket)
-            self._slots.release()
-
-    def _expire(self, ticket: Ticket) -> None:
-        """Its deadline has passed: it ends now, whatever its instance does."""
-        self._timers.pop(ticket, None)
-        instance = ticket.instance
-        error = RequestDeadlineError(
-            request_id=ticket.request_id,
-            state=ticket.state.value,
-            instance=instance.instance_id if instance else "",
-            limit_s=ticket.options.deadline_s or 0.0,
-        )
-        was_running = ticket.state is RequestState.RUNNING
-        self._end(ticket, RequestState.FAILED, error)
-        if was_running and instance is not None:
-            self._abort_at(instance, [ticket])
-        self.pump()
 
     # --- early ends -------------------------------------------------------------------------------------------------------
 
@@ -464,16 +154,6 @@ class GenerateScheduler:
             left.cancel()
         if call.done():
             call.result()
-
-    def _abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
-        async def tell() -> None:
-            await self._backend.abort(instance.instance_id, [ticket.request_id for ticket in tickets])
-
-        call = asyncio.get_running_loop().create_task(tell())
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, also where nobody waits for it
-        return call
 
     def suspend(self, by: str = "") -> None:
         """Once this has returned, no request starts until resume, whatever it was waiting for. What runs goes on, and
@@ -537,16 +217,6 @@ class GenerateScheduler:
         running = {instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances}
         return {instance: tickets for instance, tickets in running.items() if tickets}
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            try:
-                await watcher
-            finally:
-                if watcher in self._watchers:
-                    self._watchers.remove(watcher)
-
     # --- instances --------------------------------------------------------------------------------------------------------
 
     def add(self, instance_id: str, capacity: int, health: Health = Health.HEALTHY) -> Instance:
@@ -575,30 +245,6 @@ class GenerateScheduler:
         """Weights have arrived at an instance."""
         self.instances[instance_id].version = version
         self.pump()
-
-    def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
-        """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""
-        instance = self.instances[instance_id]
-        instance.health = health
-        instance.error = None if health.serves else error or instance.error
-        if health is Health.DEAD:
-            for ticket in list(instance.tickets):
-                if ticket.instance is not instance:
-                    continue  # what the end of another has caused has taken it away
-                if ticket.is_running:
-                    self._settle(ticket, self._lost(instance))
-                else:
-                    self._requeue(ticket)
-        self.pump()
-
-    def _lost(self, instance: Instance) -> InstanceLostError:
-        """What happened to a request that the instance had."""
-        why = instance.error
-        if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
-            return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)
-        lost = InstanceLostError(instance_id=instance.instance_id, reason=str(why or "it is dead"), may_have_begun=True)
-        lost.__cause__ = why
-        return lost
 
     async def drain(self, *instance_ids: str, migrate: bool = False) -> object:
         """Give these instances nothing more, and wait until they have nothing; then remove may follow, or undrain.
@@ -653,7 +299,7 @@ class GenerateScheduler:
         del self.instances[instance_id]
         self.pump()
 
-    # --- figures and end --------------------------------------------------------------------------------------------------
+    # --- figures ----------------------------------------------------------------------------------------------------------
 
     @property
     def num_queued(self) -> int:
@@ -672,20 +318,6 @@ class GenerateScheduler:
             if ticket.is_running and ticket.instance is not None:
                 found.setdefault(ticket.instance.instance_id, []).append(ticket.request_id)
         return found
-
-    def close(self, reason: str = "the generation scheduler was closed") -> None:
-        """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
-        self._closed = self._closed or reason
-        for ticket in list(self._open.values()):
-            if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
-                error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
-                self._end(ticket, RequestState.FAILED, error)
-
-
-def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
-    error = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance_id} was cancelled.")
-    error.__cause__ = cause
-    return error
 
 
 def _have_ended(tickets: Iterable[Ticket]) -> Callable[[], bool]:

@@ -68,6 +68,7 @@ class Supervisor:
         for tasks in (self._probes, self._rebuilding, self._moving):
             if (task := tasks.pop(instance_id, None)) is not None:
                 task.cancel()
+        self._tell_mourners(instance_id)
 
     def start(self) -> None:
         """Begin to probe and to rebuild; without it, only what others tell counts."""
@@ -92,9 +93,7 @@ class Supervisor:
         if after is Health.DEAD:
             if (probe := self._probes.pop(instance_id, None)) is not None:
                 probe.cancel()
-            for mourner in self._mourners.pop(instance_id, ()):
-                if not mourner.done():
-                    mourner.set_result(None)
+            self._tell_mourners(instance_id)
         if after is not before:
             log.info("%s: %s after %s", instance_id, after.value, event.value)
             self._requests.set_health(instance_id, after, error)
@@ -103,7 +102,9 @@ class Supervisor:
                 log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
 
     async def until_dead(self, instance_id: str) -> None:
-        """Return when an instance dies, or is given up, from now on."""
+        """Return when an instance dies, is given up or is forgotten, from now on; at once when it is not watched."""
+        if instance_id not in self._watched:
+            return
         mourner: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._mourners.setdefault(instance_id, [])
         waiting.append(mourner)
@@ -111,6 +112,11 @@ class Supervisor:
             await mourner
         finally:
             waiting.remove(mourner)
+
+    def _tell_mourners(self, instance_id: str) -> None:
+        for mourner in self._mourners.pop(instance_id, ()):
+            if not mourner.done():
+                mourner.set_result(None)
 
     def is_coming_back(self, instance_id: str) -> bool:
         """Whether an instance that does not serve is being built anew, or will be."""

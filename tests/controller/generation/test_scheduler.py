@@ -252,6 +252,26 @@ async def test_a_policy_that_fails_is_that_requests_failure() -> None:
     assert scheduler.num_queued == 0
 
 
+@pytest.mark.parametrize("chosen", [None, Instance("elsewhere", 4)], ids=["none", "another"])
+def test_a_policy_that_chooses_nobody_it_was_given_is_that_requests_failure(chosen: Instance | None) -> None:
+    class Lost:
+        def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
+            return chosen if ticket.options.session == "bad" else able[0]  # type: ignore[return-value]
+
+    @virtually
+    async def check() -> None:
+        backend = HeldBackend()
+        scheduler = make_scheduler(backend, [4], policy=Lost())
+        (bad,) = scheduler.put([make_request("bad")], RequestOptions(session="bad"))
+        (good,) = scheduler.put([make_request("good")])
+        await settle()
+        with pytest.raises(ValueError, match="Lost.choose gave .* for request 'bad'; expected one of the 1 instances"):
+            bad.future.result(timeout=0)
+        assert states([bad, good]) == [S.FAILED, S.RUNNING]
+
+    check()
+
+
 @virtually
 async def test_what_ended_while_it_waited_is_not_kept() -> None:
     """Behind a queue that always has something better to do, others that end must not pile up."""

@@ -8,7 +8,7 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.request import RequestOptions, RequestState
+from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller.generation.retries import RetryGeneration, RetryPolicy, RetryUnbegun
 from tests.controller.generation.backends import (
     HeldBackend,
@@ -77,6 +77,38 @@ async def test_attempts_are_bounded() -> None:
     assert backend.sent == ["r"] * 3
     with pytest.raises(ValueError, match="max_attempts is 0"):
         RetryGeneration(0)
+
+
+@pytest.mark.parametrize("told", ["by a call", "by supervision"])
+def test_a_retry_policy_that_fails_is_that_requests_failure(told: str) -> None:
+    class Picky:
+        def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
+            if ticket.request_id == "r0":
+                raise KeyError("no rule for this request")
+            return True
+
+    @virtually
+    async def check() -> None:
+        backend = HeldBackend()
+        scheduler = make_scheduler(backend, [2], retries=Picky())
+        bad, good = scheduler.put(make_requests(2))
+        await settle()
+        if told == "by a call":
+            backend.last("r0").lose()
+        else:
+            scheduler.set_health("i0", Health.DEAD)
+        await settle()
+        assert scheduler.instances["i0"].health is Health.DEAD
+        assert states([bad, good]) == [S.FAILED, S.QUEUED]
+        assert isinstance(bad.future.exception(timeout=0), KeyError)
+        scheduler.add("i1", 1)
+        await settle()
+        backend.open("i1")[0].end()
+        await settle()
+        assert good.state is S.DONE
+        assert_empty(scheduler)
+
+    check()
 
 
 @virtually

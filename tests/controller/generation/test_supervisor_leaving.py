@@ -150,3 +150,18 @@ def test_one_that_is_removed_while_it_is_left_is_gone() -> None:
         supervisor.stop()
 
     run_virtually(scenario())
+
+
+def test_nobody_waits_for_the_death_of_one_that_was_removed() -> None:
+    async def scenario() -> None:
+        requests, supervisor = _supervised(Cluster())
+        before = asyncio.ensure_future(supervisor.until_dead("a"))
+        await asyncio.sleep(5.0)
+        assert not before.done()
+        requests.remove("a")
+        supervisor.forget("a")
+        await before
+        await supervisor.until_dead("a")
+        supervisor.stop()
+
+    run_virtually(scenario())
