@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -29,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from helmsman.engines.distributed import failing_together
 from helmsman.engines.files import replace_folder
-from helmsman.engines.model import build_model, named_tensors, without_progress_bars
+from helmsman.engines.model import build_model, full_tensor, named_tensors, without_progress_bars
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -52,8 +51,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A tensor with several names (tied embeddings) appears once, under its first name.
     """
-    state: dict[str, Any] = get_model_state_dict(model, options=_GATHER)
-    return {name: state[name].contiguous() for name in named_tensors(model) if name in state}
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in named_tensors(model).items():
+        full = full_tensor(tensor)
+        if dist.get_rank() == 0:
+            state[name] = full.to("cpu", copy=True).contiguous()
+    return state
 
 
 def save_checkpoint(

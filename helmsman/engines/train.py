@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
@@ -37,6 +36,7 @@ from helmsman.engines.model import (
     build_model,
     checkpoint_layers,
     decoder_layers,
+    full_tensor,
     named_tensors,
     resolve_dtype,
     token_logprobs,
@@ -172,7 +172,7 @@ class FSDPTrainEngine(TrainEngine):
         stats = self._accumulate(samples, loss_fn, loss_kwargs)
         limit = self.config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = float(full_tensor(norm))
         if not torch.isfinite(torch.tensor(grad_norm)):
             optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(

@@ -21,7 +21,6 @@ import msgspec
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from helmsman.api.weights import (
     ByCollective,
@@ -35,17 +34,11 @@ from helmsman.api.weights import (
 )
 from helmsman.engines.distributed import failing_together
 from helmsman.engines.files import replace_folder
-from helmsman.engines.model import resolve_dtype
+from helmsman.engines.model import full_tensor, resolve_dtype
 from helmsman.engines.weight_group import WeightGroup
 
 _INDEX_FILE = "model.safetensors.index.json"
 _VERSION_FOLDER = "version-"
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a shard."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def checksum_of(tensor: torch.Tensor) -> int:

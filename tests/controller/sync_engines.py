@@ -12,10 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from helmsman.api.weights import Weights, WeightsInMemory
-from helmsman.engines.model import named_tensors
+from helmsman.engines.model import full_tensor, named_tensors
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
-from helmsman.engines.weight_transfer import full_tensor
 
 
 class Trainer(FSDPTrainEngine):
