@@ -116,20 +116,35 @@ class InlineScheduler(SchedulerBase):
 class _InlineTransport(Transport):
     def __init__(self, host: EngineHost) -> None:
         self._host = host
+        self._waiting: dict[Awaited, None] = {}
+        """Who waits for a reply."""
+        self._has_ended = False
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        if self._has_ended:
+            awaited.failed(TransportLostError("the inline worker has ended"))
+            return
         loop = asyncio.get_running_loop()
+        self._waiting[awaited] = None
+
+        def answered(answer: Reply, result: Payload) -> None:
+            if awaited in self._waiting:
+                del self._waiting[awaited]
+                awaited.replied(answer, result)
 
         def reply(answer: Reply, result: Payload) -> None:
-            loop.call_soon_threadsafe(awaited.replied, answer, result)
+            loop.call_soon_threadsafe(answered, answer, result)
 
         self._host.handle(outgoing.request, outgoing.payload, reply)
 
     async def ending(self) -> Ending:
-        raise TransportLostError("an inline worker cannot be lost")
+        return Ending("was ended by its controller")
 
     async def kill(self) -> None:
         self._host.close()
+        self._has_ended = True
+        while self._waiting:
+            self._waiting.popitem()[0].failed(TransportLostError("the inline worker has ended"))
 
 
 class _SharedStore:

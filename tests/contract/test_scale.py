@@ -226,6 +226,18 @@ def test_a_removal_whose_caller_is_interrupted_is_finished(scheduler: Scheduler,
     scheduler.scale(role, 8)
 
 
+@pytest.mark.parametrize("how", ["removed", "deleted"])
+def test_a_call_in_flight_ends_with_its_worker(scheduler: Scheduler, backend: str, role: str, gate: Gate, how: str) -> None:
+    scheduler.create_workers(_job(role, backend, replicas=2))
+    with held(Engine.create(scheduler, f"{role}/1", Counter), gate, "async_wait") as call:
+        if how == "removed":
+            scheduler.remove_workers(role, [f"{role}/1"])
+        else:
+            scheduler.delete_workers(role)
+        with pytest.raises(errors.WorkerFailedError, match=f"worker {role}/1 "):
+            call.result(30)
+
+
 def test_those_who_add_at_once_get_as_many_as_they_asked_for(scheduler: Scheduler, backend: str, role: str) -> None:
     scheduler.create_workers(_job(role, backend))
     with ThreadPoolExecutor() as pool:
