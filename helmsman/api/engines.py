@@ -95,6 +95,18 @@ class TrainEngine(abc.ABC):
     def set_lr(self, lr: float) -> None:
         """Use another learning rate from the next step on."""
 
+    def sleep(self) -> None:
+        """Give the devices' memory back for another engine's turn: parameters and optimizer state wait on the host. Only wake,
+        get_version, export_weights, publish_weights and destroy are allowed then. On every rank; idempotent.
+
+        export_weights and publish_weights of a sleeping engine send what waits on the host.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no sleep; it cannot take turns with another engine")
+
+    def wake(self) -> None:
+        """Take the devices' memory again and go on as if nothing had been. On every rank; idempotent."""
+        raise NotImplementedError(f"{type(self).__name__} has no wake; it cannot take turns with another engine")
+
     @abc.abstractmethod
     def destroy(self) -> None:
         """Release devices and leave the process group. Idempotent."""
@@ -148,6 +160,24 @@ class InferenceEngine(abc.ABC):
         ``helmsman.engines.weight_transfer.incoming`` reads all that Weights may be, as tensors by name. When it fails half-way
         the instance gets no requests until an update succeeds, and is asked to give back those it has.
         """
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the devices' memory back for another engine's turn. Requests must have ended; none is accepted until wake.
+
+        Args:
+            level: 1 drops the cache of keys and values, and keeps the weights on the host; 2 drops the weights too: after
+                wake the engine serves nothing until an update of its weights.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no sleep; it cannot take turns with another engine")
+
+    async def wake(self, *, weights_only: bool = False) -> None:
+        """Take the devices' memory again.
+
+        Args:
+            weights_only: Only what weights need, so that an update finds room before the trainer sleeps; a second
+                wake without it brings the cache.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no wake; it cannot take turns with another engine")
 
     @abc.abstractmethod
     def get_version(self) -> int:

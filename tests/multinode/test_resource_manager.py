@@ -109,12 +109,12 @@ def test_workers_without_devices_are_spread_over_the_nodes(run: RayScheduler) ->
 
 def test_only_some_nodes_and_devices(run: RayScheduler) -> None:
     with (
-        ResourceManager(2, 1, scheduler=run, name="first") as first,
-        ResourceManager(2, 3, scheduler=run, name="second") as second,
+        ResourceManager(2, 3, scheduler=run, name="wide") as wide,  # first: the other may take the node that has only two
+        ResourceManager(2, 1, scheduler=run, name="narrow") as narrow,
     ):
-        assert first.num_devices == 2
-        assert len({held.node_id for held in second.nodes}) == 3
-        held = [(each.node_id, each.device_id) for manager in (first, second) for each in manager.devices]
+        assert narrow.num_devices == 2
+        assert len({held.node_id for held in wide.nodes}) == 3
+        held = [(each.node_id, each.device_id) for manager in (wide, narrow) for each in manager.devices]
         assert len(set(held)) == 8
 
 
