@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from helmsman.api.engines import Sample
+from helmsman.api.pairs import sample_units
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
@@ -31,29 +32,33 @@ class MicroBatch(msgspec.Struct, frozen=True):
 def make_micro_batches(samples: Sequence[Sample], *, max_tokens: int, vocab_size: int) -> list[MicroBatch]:
     """Sort samples by length and cut them into micro-batches of at most ``max_tokens`` entries, padding included.
 
+    The two samples of a pair (helmsman.api.pairs) are rows 2j and 2j + 1 of one micro-batch, in the order of the batch.
+
     A causal model needs no attention mask for padding on the right: no real token sees it, and ``loss_mask`` leaves it out.
 
     Args:
         samples: As ``helmsman.api.engines.Sample``, all with the same entries. Without ``loss_mask`` every token
             but the first counts.
-        max_tokens: Budget of rows times padded length; a longer sample gets a micro-batch of its own.
+        max_tokens: Budget of rows times padded length; a longer sample, or pair, gets a micro-batch of its own.
         vocab_size: Token ids are below this.
 
     Raises:
         ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
-            entry of another length.
+            entry of another length; or ``pair`` is not that of two samples.
     """
     rows = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
     for index, row in enumerate(rows):
         if row.keys() != rows[0].keys():
             raise ValueError(f"sample {index} has the entries {sorted(row)}, but sample 0 has {sorted(rows[0])}")
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
+    units = [(max(len(rows[index]["input_ids"]) for index in unit), unit) for unit in sample_units(rows)]
     groups: list[list[int]] = []
-    for index in order:
-        if groups and (len(groups[-1]) + 1) * len(rows[groups[-1][0]]["input_ids"]) <= max_tokens:
-            groups[-1].append(index)
+    padded_length = 0
+    for length, unit in sorted(units, key=lambda item: -item[0]):
+        if groups and (len(groups[-1]) + len(unit)) * padded_length <= max_tokens:
+            groups[-1].extend(unit)
         else:
-            groups.append([index])
+            groups.append(list(unit))
+            padded_length = length
     return [_pad(group, [rows[index] for index in group]) for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""The train engine: any Hugging Face causal language model, sharded with FSDP2 over the ranks of its job.
+"""The train engine: any Hugging Face causal model, to predict tokens or values, sharded with FSDP2 over the ranks of its job.
 
 Fully sharded data parallelism: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277. Every rank holds a shard of each
 parameter and sees its own share of the batch. Losses are normalised over the global batch before the backward pass, so
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from helmsman.api.engines import LossFn, Sample, TrainEngine
+from helmsman.api.engines import Head, LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
 from helmsman.engines.batching import MicroBatch, empty_micro_batch, make_micro_batches
@@ -31,7 +31,8 @@ from helmsman.engines.distributed import (
     leave_process_group,
     local_device_index,
 )
-from helmsman.engines.losses import resolve_loss
+from helmsman.engines.entropies import token_entropies
+from helmsman.engines.losses import LossCall, prepare_loss
 from helmsman.engines.model import (
     build_model,
     checkpoint_layers,
@@ -50,6 +51,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str | dict[str, Any]
     """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    head: Head = "lm"
+    """``lm`` trains a policy; ``value`` a critic or a reward model, which gives a number for each token. Its linear layer is
+    drawn from ``seed`` when ``model`` has none, and is saved as ``transformers`` saves sequence classification."""
+    frozen: bool = False
+    """The engine only forwards and evaluates, such as a reference or a reward model: there is no optimizer, parameters are kept
+    in ``compute_dtype``, and train_batch, save and load are refused."""
     lr: float = 1e-5
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -118,7 +125,9 @@ class FSDPTrainEngine(TrainEngine):
         self._device = current_platform.device(local_device_index())
         self._weight_group = WeightGroup(self._device)
         with failing_together("building the model"):
-            model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
+            dtype = resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
+            model = build_model(self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head)
+            model.requires_grad_(not self.config.frozen)
             if self.config.gradient_checkpointing:
                 checkpoint_layers(model)
         mesh = init_device_mesh(current_platform.device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -127,7 +136,7 @@ class FSDPTrainEngine(TrainEngine):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         self._model = model.to(self._device)
-        self._optimizer = self._make_optimizer()
+        self._optimizer = None if self.config.frozen else self._make_optimizer()
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(
@@ -144,9 +153,17 @@ class FSDPTrainEngine(TrainEngine):
         return self._model
 
     def _built_optimizer(self) -> torch.optim.AdamW:
-        self._built_model()
+        self._check_trainable()
         assert self._optimizer is not None
         return self._optimizer
+
+    def _check_trainable(self) -> None:
+        self._built_model()
+        if self.config.frozen:
+            raise RuntimeError(
+                "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no optimizer to save or to load; "
+                "build it anew with the folder of other weights as its model"
+            )
 
     def train_batch(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
@@ -155,16 +172,18 @@ class FSDPTrainEngine(TrainEngine):
 
         Args:
             samples: As ``helmsman.api.engines.Sample``.
-            loss_fn: ``"sft"``, ``"grpo"``, an import path, or a function.
+            loss_fn: A name in ``helmsman.engines.losses.LOSSES``, an import path, or a function.
             loss_kwargs: Further arguments of the loss.
 
         Returns:
-            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens of the global batch;
-            ``num_tokens`` of them; ``grad_norm`` before clipping; ``lr``.
+            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens of the global batch (over
+            its pairs, if the loss compares pairs); ``num_tokens`` (and ``num_pairs``) of them; ``grad_norm`` before
+            clipping; ``lr``.
 
         Raises:
-            ValueError: A sample is malformed, or no token of the global batch counts.
-            RuntimeError: Another rank failed; so is what the loss raised on one rank an error of all, and no step is taken.
+            ValueError: A sample is malformed, no token of the global batch counts, or the loss asks for another head.
+            RuntimeError: The engine is frozen; or another rank failed, and no step is taken: what the loss raises on one rank
+                is an error of all.
             FloatingPointError: The gradient is not finite; weights and optimizer are as before.
         """
         model, optimizer = self._built_model().train(), self._built_optimizer()
@@ -198,28 +217,29 @@ class FSDPTrainEngine(TrainEngine):
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
     ) -> dict[str, float]:
         with failing_together("preparing the batch"):
-            loss = resolve_loss(loss_fn)
+            loss = prepare_loss(loss_fn, loss_kwargs, samples, self.config.head)
             micro_batches = self._make_micro_batches(samples)
-        micro_batches, num_tokens = self._align(micro_batches)
+        micro_batches, num_tokens, num_pairs = self._align(micro_batches)
         if num_tokens == 0:
             raise ValueError("no token of the global batch counts: every loss_mask is empty")
+        num_units = num_pairs if loss.traits.paired else num_tokens
         sums: dict[str, torch.Tensor] = {}
         error: Exception | None = None
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
-            logprobs = self._logprobs(columns["input_ids"])
-            loss_sum = logprobs.sum() * 0.0
+            outputs = self._outputs(columns, loss)
+            loss_sum = outputs.sum() * 0.0
             if micro_batch.indices and error is None:
                 try:
-                    loss_sum, stats = loss(logprobs, columns, **(loss_kwargs or {}))
+                    loss_sum, stats = loss(outputs, columns)
                 except Exception as exc:  # noqa: BLE001  raised below, once the other ranks' collectives have been served
                     error = exc
                 else:
                     for name, value in {"loss": loss_sum, **stats}.items():
                         sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
             if torch.is_grad_enabled():
-                # FSDP averages gradients over the ranks; the loss is a sum over them, divided by the tokens of all.
-                (loss_sum * (dist.get_world_size() / num_tokens)).backward()
+                # FSDP averages gradients over the ranks; the loss is a sum over them, divided by the tokens (or pairs) of all.
+                (loss_sum * (dist.get_world_size() / num_units)).backward()
         with failing_together("the loss"):
             if error is not None:
                 raise error
@@ -227,32 +247,43 @@ class FSDPTrainEngine(TrainEngine):
         for rank_sums in gather_objects({name: float(value) for name, value in sums.items()}):
             for name, value in rank_sums.items():
                 totals[name] = totals.get(name, 0.0) + value
-        return {**{name: value / num_tokens for name, value in totals.items()}, "num_tokens": float(num_tokens)}
+        counts = {"num_tokens": float(num_tokens), **({"num_pairs": float(num_pairs)} if loss.traits.paired else {})}
+        return {**{name: value / num_units for name, value in totals.items()}, **counts}
 
     def _make_micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         config: Any = self._built_model().config
         vocab_size = int(config.get_text_config().vocab_size)
         return make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=vocab_size)
 
-    def _align(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
-        """As many micro-batches as the rank with the most has, and the global number of loss tokens. A collective."""
-        counts = gather_objects((len(micro_batches), sum(batch.num_loss_tokens for batch in micro_batches)))
-        missing = max(num for num, _ in counts) - len(micro_batches)
-        return micro_batches + [empty_micro_batch()] * missing, sum(tokens for _, tokens in counts)
+    def _align(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int, int]:
+        """As many micro-batches as the rank with the most has, and the global numbers of tokens and pairs. A collective."""
+        num_tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+        counts = gather_objects((len(micro_batches), num_tokens, sum(len(batch.indices) for batch in micro_batches) // 2))
+        missing = max(num for num, _, _ in counts) - len(micro_batches)
+        aligned = micro_batches + [empty_micro_batch()] * missing
+        return aligned, sum(tokens for _, tokens, _ in counts), sum(pairs for _, _, pairs in counts)
 
-    def _logprobs(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return token_logprobs(self._built_model()(input_ids=input_ids, use_cache=False).logits, input_ids)
+    def _outputs(self, columns: dict[str, torch.Tensor], loss: LossCall | None = None) -> torch.Tensor:
+        """Log-probabilities or values (B, T) of a micro-batch, whose columns get what else the loss needs."""
+        input_ids = columns["input_ids"]
+        outputs = self._built_model()(input_ids=input_ids, use_cache=False)
+        if self.config.head == "value":
+            values: torch.Tensor = outputs
+            return values
+        if loss is not None and loss.needs_entropy:
+            columns["entropy"] = token_entropies(outputs.logits)
+        return token_logprobs(outputs.logits, input_ids)
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
+        """Log-probabilities (entry 0 is 0) or values of each sample's tokens, (T,) float32 on the host, in their order."""
         self._built_model().eval()
         with failing_together("preparing the batch"):
             micro_batches = self._make_micro_batches(samples)
         results = [torch.empty(0)] * len(samples)
         for micro_batch in self._align(micro_batches)[0]:
-            logprobs = self._logprobs(micro_batch.to(self._device)["input_ids"]).cpu()
-            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
+            outputs = self._outputs(micro_batch.to(self._device)).cpu()
+            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, outputs, strict=False):
                 results[index] = row[:length].clone()
         return results
 
@@ -286,6 +317,7 @@ class FSDPTrainEngine(TrainEngine):
 
     def load(self, path: str) -> None:
         """Read what save wrote, by any number of ranks: weights, optimizer, version and step count. A collective."""
+        self._check_trainable()
         optimizer = self._make_optimizer()
         self._progress = load_checkpoint(os.fspath(path), self._built_model(), optimizer)
         self._optimizer = optimizer
