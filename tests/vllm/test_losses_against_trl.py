@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from helmsman.api.advantages import sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
-from helmsman.engines.entropies import token_entropies
+from helmsman.engines.entropies import distribution_entropies
 from helmsman.engines.losses import LOSSES
 from helmsman.engines.model import token_logprobs
 
@@ -126,7 +126,11 @@ def our_policy_loss(
         for name in ("loss_mask", "logprobs", "ref_logprobs", "advantages", "prox_logprobs")
         if name in tensors
     }
-    batch = {**columns, "loss_weights": torch.tensor(weights), "entropy": token_entropies(logits)}
+    batch = {
+        **columns,
+        "loss_weights": torch.tensor(weights),
+        "entropy": torch.nn.functional.pad(distribution_entropies(logits)[:, :-1], (1, 0)),
+    }
     loss, _ = LOSSES[name](token_logprobs(logits, tensors["input_ids"]), batch, **kwargs)
     return loss / tensors["loss_mask"].sum()
 
@@ -210,8 +214,8 @@ def test_log_probabilities_and_entropies(tensors: dict[str, torch.Tensor]) -> No
         tensors,
     )
     assert_same(
-        lambda logits: (token_entropies(logits, chunk_numel=30) * tensors["ref_logprobs"]).sum(),
-        lambda logits: (trl_utils.entropy_from_logits(logits[:, :-1]) * tensors["ref_logprobs"][:, 1:]).sum(),
+        lambda logits: (distribution_entropies(logits, chunk_numel=30) * tensors["ref_logprobs"]).sum(),
+        lambda logits: (trl_utils.entropy_from_logits(logits) * tensors["ref_logprobs"]).sum(),
         tensors,
     )
 
