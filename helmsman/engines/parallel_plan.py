@@ -78,8 +78,9 @@ class TensorPlan:
             # Each rank norms its own heads, so that its weights' gradients are parts of a sum. That is all this is used for:
             # which axis the heads are on makes no difference.
             return SequenceParallel(sequence_dim=1, use_local_output=True)
-        gathers = style != "colwise" and name != self._output_name
-        return ColwiseParallel(output_layouts=Replicate() if gathers else Shard(-1))
+        if name == self._output_name:  # as a DTensor, since FSDP warns of a model that returns a view
+            return ColwiseParallel(use_local_output=False)
+        return ColwiseParallel(output_layouts=Shard(-1) if style == "colwise" else Replicate())
 
     def _choose_vocabulary(self, model: nn.Module) -> None:
         """Cut the embeddings as the logits are; both stay whole where the embeddings' class does more than to look up."""

@@ -266,7 +266,7 @@ class FSDPTrainEngine(TrainEngine):
         logits = self._built_model()(input_ids=input_ids, use_cache=False, **arguments).logits
         if self._has_sharded_logits:
             assert mesh.tensor is not None
-            picked = sharded_target_logprobs(logits, next_ids, mesh.tensor.get_group())
+            picked = sharded_target_logprobs(logits.to_local(), next_ids, mesh.tensor.get_group())
         else:
             picked = target_logprobs(logits, next_ids)
         return rows.per_prediction(picked if mesh.context_group is None else gather_tokens(picked, mesh.context_group))
