@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.engines.model import decoder_layers
@@ -142,3 +142,10 @@ def shard_model(
     if plan is not None and mesh.tensor is not None:
         plan.apply(model, "", mesh.tensor, but_for=layers)
     fully_shard(model, mesh=mesh.data, mp_policy=policy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a pass without a backward pass has left gathered, which is neither loaded into nor stepped on then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

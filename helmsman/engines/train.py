@@ -50,7 +50,7 @@ from helmsman.engines.model import (
     resolve_dtype,
     target_logprobs,
 )
-from helmsman.engines.parallel import Layout, ParallelMesh, shard_model
+from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model
 from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
 from helmsman.engines.vocabulary import sharded_target_logprobs
@@ -194,7 +194,10 @@ class FSDPTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         """As train_batch, without gradients and without a step."""
         self._built_model().eval()
-        return self._accumulate(samples, loss_fn, loss_kwargs)
+        try:
+            return self._accumulate(samples, loss_fn, loss_kwargs)
+        finally:
+            reshard(self._built_model())
 
     def _accumulate(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
@@ -282,6 +285,7 @@ class FSDPTrainEngine(TrainEngine):
             logprobs = self._logprobs(micro_batch).cpu()
             for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
                 results[index] = row[:length].clone()
+        reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:

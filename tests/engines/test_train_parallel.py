@@ -106,6 +106,7 @@ def save(folder: str) -> list[dict[str, float]]:
     train(engine, 2)
     engine.save(f"{folder}/checkpoint")
     steps = train(engine, 3)
+    engine.eval_batch(SAMPLES, "sft")  # a pass without a backward pass leaves nothing gathered
     engine.load(f"{folder}/checkpoint")
     again = train(engine, 3)
     engine.destroy()
