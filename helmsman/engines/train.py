@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.engines.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
 from helmsman.engines.batching import (
     Batching,
     Columns,
@@ -50,8 +51,10 @@ from helmsman.engines.model import (
     resolve_dtype,
     target_logprobs,
 )
-from helmsman.engines.parallel import Layout, ParallelMesh, shard_model
+from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model
+from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
+from helmsman.engines.vocabulary import sharded_target_logprobs
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import publish
 
@@ -100,16 +103,34 @@ class FSDPTrainEngine(TrainEngine):
             dtype = resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
             model = build_model(self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head)
             model.requires_grad_(not self.config.frozen)
-            if self.config.gradient_checkpointing:
-                checkpoint_layers(model)
+            plan = self._prepare(model)
         policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
-        shard_model(model, self._mesh, policy, reshard_after_forward=self.config.reshard_after_forward)
+        shard_model(model, self._mesh, plan, policy, reshard_after_forward=self.config.reshard_after_forward)
         self._model = model.to(self._device)
-        config: Any = model.config
-        self._batching = Batching(
-            max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=int(config.get_text_config().vocab_size)
-        )
         self._optimizer = None if self.config.frozen else self._make_optimizer()
+
+    def _prepare(self, model: nn.Module) -> TensorPlan | None:
+        """Check that the model can be divided as configured, and change what has to be changed before it is sharded."""
+        config: Any = model.config
+        tensor_size, context_size = self.config.tensor_parallel_size, self.config.context_parallel_size
+        plan = TensorPlan(model, tensor_size) if tensor_size > 1 else None
+        packing = not why_not_rows(model) if self.config.packing is None else self.config.packing
+        if context_size > 1:
+            use_row_attention(model, f"context_parallel_size {context_size}")
+            check_heads(config.get_text_config(), tensor_size, context_size)
+        elif packing:
+            use_row_attention(model, "packing")
+        if self.config.gradient_checkpointing:
+            checkpoint_layers(model)
+        self._uses_row_attention = packing or context_size > 1
+        self._has_sharded_logits = plan is not None and plan.has_sharded_logits
+        self._batching = Batching(
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            vocab_size=int(config.get_text_config().vocab_size),
+            packing=packing,
+            multiple=context_size,
+        )
+        return plan
 
     def _built_mesh(self) -> ParallelMesh:
         assert self._mesh is not None
@@ -186,7 +207,10 @@ class FSDPTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         """As train_batch, without gradients and without a step."""
         self._built_model().eval()
-        return self._accumulate(samples, loss_fn, loss_kwargs)
+        try:
+            return self._accumulate(samples, loss_fn, loss_kwargs)
+        finally:
+            reshard(self._built_model())
 
     def _accumulate(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
@@ -253,14 +277,33 @@ class FSDPTrainEngine(TrainEngine):
 
         The columns get what else the loss needs.
         """
-        rows = micro_batch.rows
-        input_ids, next_ids = (ids.to(self._device, non_blocking=True) for ids in (rows.input_ids, rows.next_ids))
-        outputs = self._built_model()(input_ids=input_ids, use_cache=False)
+        rows, mesh = micro_batch.rows, self._built_mesh()
+        input_ids, position_ids, next_ids = (
+            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank].to(self._device, non_blocking=True)
+            for ids in (rows.input_ids, rows.position_ids, rows.next_ids)
+        )
+        arguments: dict[str, Any] = {}
+        if self._uses_row_attention:
+            arguments = {
+                "position_ids": position_ids,
+                "helmsman_rows": RowShape(rows.segments, mesh.context_group, self._device),
+            }
+        outputs = self._built_model()(input_ids=input_ids, use_cache=False, **arguments)
         if self.config.head == "value":
-            return rows.per_token(outputs)
+            return rows.per_token(self._whole_rows(outputs))
+        logits, group = outputs.logits, None
+        if self._has_sharded_logits:
+            assert mesh.tensor is not None
+            logits, group = logits.to_local(), mesh.tensor.get_group()
         if columns is not None and loss is not None and loss.needs_entropy:
-            columns["entropy"] = rows.per_prediction(distribution_entropies(outputs.logits))
-        return rows.per_prediction(target_logprobs(outputs.logits, next_ids))
+            columns["entropy"] = rows.per_prediction(self._whole_rows(distribution_entropies(logits, group)))
+        picked = target_logprobs(logits, next_ids) if group is None else sharded_target_logprobs(logits, next_ids, group)
+        return rows.per_prediction(self._whole_rows(picked))
+
+    def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
+        """What the model says of all tokens of its rows, from this context-parallel rank's part of them."""
+        group = self._built_mesh().context_group
+        return parts if group is None else gather_tokens(parts, group)
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -273,6 +316,7 @@ class FSDPTrainEngine(TrainEngine):
             outputs = self._outputs(micro_batch).cpu()
             for index, length, row in zip(micro_batch.indices, micro_batch.lengths, outputs, strict=False):
                 results[index] = row[:length].clone()
+        reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:

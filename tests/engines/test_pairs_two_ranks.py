@@ -42,10 +42,12 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def scenario(budget: int) -> list[list[dict[str, float]]]:
+def scenario(budget: int, **fields: Any) -> list[list[dict[str, float]]]:
     results, engines = [], []
     for head, loss, kwargs in RUNS:
-        engine = FSDPTrainEngine(model=QWEN2, head=head, lr=1e-2, max_tokens_per_micro_batch=budget, rendezvous_timeout_s=60)
+        engine = FSDPTrainEngine(
+            model=QWEN2, head=head, lr=1e-2, max_tokens_per_micro_batch=budget, rendezvous_timeout_s=60, **fields
+        )
         engines.append(engine)
         engine.initialize()  # the first one joins the process group for all
         shares = split_samples(SCATTERED, engine.data_parallel_world_size)
@@ -80,6 +82,19 @@ def test_averages_are_over_pairs(alone: list[list[dict[str, float]]]) -> None:
 
 def test_two_ranks_give_the_results_of_one(alone: list[list[dict[str, float]]]) -> None:
     first, second = run_ranks(scenario, 2, 30)
+    assert first == second
+    same(first, alone)
+
+
+def model_parallel(field: str) -> list[list[dict[str, float]]]:
+    return scenario(60, **{field: 2})
+
+
+@pytest.mark.parametrize("field", ["tensor_parallel_size", "context_parallel_size"])
+def test_two_ranks_that_share_the_model_or_the_tokens_give_the_results_of_one(
+    field: str, alone: list[list[dict[str, float]]]
+) -> None:
+    first, second = run_ranks(model_parallel, 2, field)
     assert first == second
     same(first, alone)
 
