@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helmsman.engines.model import build_model
 from helmsman.engines.train import FSDPTrainEngine
@@ -144,7 +144,7 @@ def test_the_entropy_bonus_reaches_the_weights(engines: list[FSDPTrainEngine]) -
     engine = make(engines, head="lm", model=LLAMA, max_tokens_per_micro_batch=24, max_grad_norm=None)
     weights = engine.export_weights()
     assert weights is not None
-    reference = AutoModelForCausalLM.from_config(engine._built_model().config)
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
     reference.load_state_dict(weights)
     total, count = torch.zeros(()), 0
     for sample in SAMPLES:
