@@ -57,8 +57,8 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
     """Build a causal language model on the host.
 
     Args:
-        model: A local folder in the Hugging Face layout (weights are read), or the entries of its configuration, such as
-            ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
+        model: A local folder in the Hugging Face layout, or a checkpoint (weights are read); or the entries of its
+            configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
         seed: Seed of the drawn weights. The global random state is left as it was.
         dtype: Floating-point type of the parameters.
 
@@ -66,13 +66,19 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
         A ``transformers`` model in evaluation mode.
 
     Raises:
-        ValueError: The folder or the model type does not exist.
+        ValueError: The folder or the model type does not exist, or the checkpoint is not whole.
     """
     if isinstance(model, str):
         if not os.path.isdir(model):
             raise ValueError(
                 f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
             )
+        from helmsman.engines.checkpoint import is_checkpoint, read_parameters  # which reads models by this module
+
+        if is_checkpoint(model):
+            restored: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
+            read_parameters(model, restored)
+            return restored.eval()
         with without_progress_bars():
             loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
         return loaded.eval()
