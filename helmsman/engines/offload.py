@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from helmsman.api.platforms import current_platform
 from helmsman.engines.model import full_tensor
 from helmsman.engines.parking import Parking, storage_of
-
-Offload: TypeAlias = Literal["none", "optimizer", "all"]
-"""What is on the host while it is not used; see TrainConfig.offload."""
+from helmsman.engines.train_config import Offload
 
 
 def offload_policy(offload: Offload) -> OffloadPolicy:

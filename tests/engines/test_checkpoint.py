@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helmsman.engines.distributed import join_process_group, leave_process_group
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import QWEN2, random_tokens
 from tests.engines.ranks import free_port, run_ranks
@@ -50,6 +51,7 @@ def save_and_go_on(folder: str) -> list[dict[str, float]]:
 
 def load_and_go_on(paths: list[str], choices: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
     found = []
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)  # of all engines, one after the other
     for fields in choices:
         for path in paths:
             engine = make(seed=1, **fields)
@@ -57,6 +59,7 @@ def load_and_go_on(paths: list[str], choices: list[dict[str, Any]]) -> list[list
             assert engine.get_version() == 17
             found.append(train(engine, STEPS_AFTER))
             engine.destroy()
+    leave_process_group()
     return found
 
 

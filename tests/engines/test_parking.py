@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory
+from helmsman.engines.distributed import join_process_group, leave_process_group
 from helmsman.engines.parking import Parking, storage_of
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import QWEN2, random_tokens
@@ -118,8 +119,9 @@ def test_a_sleeping_engine_can_be_destroyed(engine: FSDPTrainEngine) -> None:
 
 def sleep_between_steps(fields: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)  # of both engines, one after the other
     for sleeps in (False, True):
-        engine = FSDPTrainEngine(**{"model": QWEN2, "lr": 1e-2, "rendezvous_timeout_s": 60, **(fields if sleeps else {})})
+        engine = FSDPTrainEngine(**{"model": QWEN2, "lr": 1e-2, **(fields if sleeps else {})})
         engine.initialize()
         share = SAMPLES[engine.data_parallel_rank :: 2]
         steps = []
@@ -142,6 +144,7 @@ def sleep_between_steps(fields: dict[str, Any]) -> dict[str, Any]:
                 engine.wake()
         found[sleeps] = steps
         engine.destroy()
+    leave_process_group()
     return found
 
 
