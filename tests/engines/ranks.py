@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 
 
 def free_port() -> int:
