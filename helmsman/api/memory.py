@@ -27,7 +27,5 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
         host = f"{self.host_bytes / _GIB:.2f} GiB on the host"
         if not self.device:
             return f"no device, {host}"
-        return (
-            f"{self.allocated_bytes / _GIB:.2f} GiB allocated and {self.reserved_bytes / _GIB:.2f} GiB reserved on {self.device} "
-            f"with {self.free_bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB free, {host}"
-        )
+        held = f"{self.allocated_bytes / _GIB:.2f} GiB allocated and {self.reserved_bytes / _GIB:.2f} GiB reserved"
+        return f"{held} on {self.device} with {self.free_bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB free, {host}"
