@@ -428,9 +428,8 @@ class RolloutController(RolloutInstances):
                 log.warning("%s has to wait for the next update of the weights: %s", worker_id, error)
                 return False
             if self._version == version:
-                if served == version:
-                    if worker_id in self._queue().instances:
-                        self._queue().have_weights(worker_id, version)
+                if served == version and worker_id in self._queue().instances:
+                    self._queue().have_weights(worker_id, version)
                     self._weights_have_come()
                 return bool(served == version)
         return False

@@ -91,6 +91,7 @@ class RecoverableTraining:
                 except Exception as error:
                     loss = self._loss(error, watch)
                     if loss is None:
+                        self._finish_save()
                         raise
                     self._pause(loss, error)
                     begin = self._recover
