@@ -61,7 +61,7 @@ HelmsmanError
 ├── GroupCallError                        several ranks failed, root cause first
 ├── CheckpointError                       a checkpoint that cannot be loaded
 ├── OutOfTurnError                        what needs devices that another role has now
-├── DeviceMemoryError (MemoryError)       devices without room, on which two roles take turns
+├── DeviceMemoryError                     devices without room, on which two roles take turns
 ├── RecoveryExhaustedError                train workers were lost more often than is tolerated
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
@@ -1076,7 +1076,7 @@ class OutOfTurnError(HelmsmanError):
         )
 
 
-class DeviceMemoryError(HelmsmanError, MemoryError):
+class DeviceMemoryError(HelmsmanError):
     """A call that found no room on devices on which two roles take turns."""
 
     worker_id: str
