@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from helmsman.api.platforms import current_platform
 from helmsman.engines.model import full_tensor
+from helmsman.engines.parallel import reshard
 from helmsman.engines.parking import Parking, storage_of
 from helmsman.engines.train_config import Offload
 
@@ -51,9 +52,7 @@ class HostMemory:
         if self.is_asleep:
             return
         optimizer.zero_grad(set_to_none=True)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what the last forward pass has gathered is no shard, and would stay
+        reshard(model)  # what the last forward pass has gathered is no shard, and would stay
         self._asleep.park(_on_device([*model.parameters(), *model.buffers(), *_state_tensors(optimizer)]))
         self.is_asleep = True
         current_platform.empty_cache()

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.engines.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
 from helmsman.engines.batching import (
     Batching,
     Columns,
@@ -51,8 +52,10 @@ from helmsman.engines.model import (
     target_logprobs,
 )
 from helmsman.engines.offload import HostMemory, offload_policy, place
-from helmsman.engines.parallel import Layout, ParallelMesh, shard_model
+from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model
+from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
+from helmsman.engines.vocabulary import sharded_target_logprobs
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import publish
 
@@ -101,22 +104,41 @@ class FSDPTrainEngine(TrainEngine):
         self._mesh = ParallelMesh(self._layout(), current_platform.device_type)
         with failing_together("building the model"):
             model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
-            if self.config.gradient_checkpointing:
-                checkpoint_layers(model)
+            plan = self._prepare(model)
         policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
         shard_model(
             model,
             self._mesh,
+            plan,
             policy,
             reshard_after_forward=self.config.reshard_after_forward,
             offload_policy=offload_policy(self.config.offload),
         )
         self._model = place(model, self._device, self.config.offload)
-        config: Any = model.config
-        self._batching = Batching(
-            max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=int(config.get_text_config().vocab_size)
-        )
         self._optimizer = self._make_optimizer()
+
+    def _prepare(self, model: nn.Module) -> TensorPlan | None:
+        """Check that the model can be divided as configured, and change what has to be changed before it is sharded."""
+        config: Any = model.config
+        tensor_size, context_size = self.config.tensor_parallel_size, self.config.context_parallel_size
+        plan = TensorPlan(model, tensor_size) if tensor_size > 1 else None
+        packing = not why_not_rows(model) if self.config.packing is None else self.config.packing
+        if context_size > 1:
+            use_row_attention(model, f"context_parallel_size {context_size}")
+            check_heads(config.get_text_config(), tensor_size, context_size)
+        elif packing:
+            use_row_attention(model, "packing")
+        if self.config.gradient_checkpointing:
+            checkpoint_layers(model)
+        self._uses_row_attention = packing or context_size > 1
+        self._has_sharded_logits = plan is not None and plan.has_sharded_logits
+        self._batching = Batching(
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            vocab_size=int(config.get_text_config().vocab_size),
+            packing=packing,
+            multiple=context_size,
+        )
+        return plan
 
     def _built_mesh(self) -> ParallelMesh:
         assert self._mesh is not None
@@ -186,7 +208,10 @@ class FSDPTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         """As train_batch, without gradients and without a step."""
         self._built_model().eval()
-        return self._accumulate(samples, loss_fn, loss_kwargs)
+        try:
+            return self._accumulate(samples, loss_fn, loss_kwargs)
+        finally:
+            reshard(self._built_model())
 
     def _accumulate(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
@@ -245,10 +270,24 @@ class FSDPTrainEngine(TrainEngine):
 
     def _logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
         """(B, T) float32: log-probability of every token of the columns given those before it; 0 at the first."""
-        rows = micro_batch.rows
-        input_ids, next_ids = (ids.to(self._device, non_blocking=True) for ids in (rows.input_ids, rows.next_ids))
-        logits = self._built_model()(input_ids=input_ids, use_cache=False).logits
-        return rows.per_prediction(target_logprobs(logits, next_ids))
+        rows, mesh = micro_batch.rows, self._built_mesh()
+        input_ids, position_ids, next_ids = (
+            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank].to(self._device, non_blocking=True)
+            for ids in (rows.input_ids, rows.position_ids, rows.next_ids)
+        )
+        arguments: dict[str, Any] = {}
+        if self._uses_row_attention:
+            arguments = {
+                "position_ids": position_ids,
+                "helmsman_rows": RowShape(rows.segments, mesh.context_group, self._device),
+            }
+        logits = self._built_model()(input_ids=input_ids, use_cache=False, **arguments).logits
+        if self._has_sharded_logits:
+            assert mesh.tensor is not None
+            picked = sharded_target_logprobs(logits.to_local(), next_ids, mesh.tensor.get_group())
+        else:
+            picked = target_logprobs(logits, next_ids)
+        return rows.per_prediction(picked if mesh.context_group is None else gather_tokens(picked, mesh.context_group))
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -261,6 +300,7 @@ class FSDPTrainEngine(TrainEngine):
             logprobs = self._logprobs(micro_batch).cpu()
             for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
                 results[index] = row[:length].clone()
+        reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:

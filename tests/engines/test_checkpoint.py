@@ -82,7 +82,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("later", {}),
     ("now", {"offload": "optimizer"}),
     ("later", {"offload": "all"}),
-    ("now", {"data_parallel_replicas": 2}),
+    ("now", {"tensor_parallel_size": 2}),
 ]
 
 
