@@ -106,7 +106,13 @@ class Checkpointer:
         state = {**_tensors(model, optimizer), **self._random_state()}
         self._join_group()
         if background:
-            state = {name: _staged(tensor) for name, tensor in state.items()}
+            try:
+                with failing_together(f"copying the state for {path}"):
+                    state = {name: _staged(tensor) for name, tensor in state.items()}
+            except BaseException:
+                if is_root:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                raise
             self._writing = threading.Thread(
                 target=self._write_and_note, args=(state, unfinished, path, is_root), name="helmsman-checkpoint"
             )
