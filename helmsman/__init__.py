@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from helmsman.controller.rollout import RolloutController as RolloutController
     from helmsman.controller.train import TrainController as TrainController
     from helmsman.controller.train_recovery import RecoverableTraining as RecoverableTraining
+    from helmsman.controller.turns import Turns as Turns
     from helmsman.controller.weight_sync import ViaCollective as ViaCollective
     from helmsman.controller.weight_sync import ViaDisk as ViaDisk
     from helmsman.controller.weight_sync import ViaMemory as ViaMemory
@@ -131,6 +132,7 @@ _HOMES = {
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller.train",
     "TrainEngine": "helmsman.api.engines",
+    "Turns": "helmsman.controller.turns",
     "ViaCollective": "helmsman.controller.weight_sync",
     "ViaDisk": "helmsman.controller.weight_sync",
     "ViaMemory": "helmsman.controller.weight_sync",

@@ -65,6 +65,7 @@ PUBLIC = [
     "Timeouts",
     "TrainController",
     "TrainEngine",
+    "Turns",
     "ViaCollective",
     "ViaDisk",
     "ViaMemory",

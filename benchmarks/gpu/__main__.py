@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import benchmarks.gpu.memory
 import benchmarks.gpu.rollouts
 import benchmarks.gpu.training  # noqa: F401 - they declare checks
 from benchmarks.gpu.harness import CHECKS, Machine, Outcome, perform

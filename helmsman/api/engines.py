@@ -119,11 +119,25 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, path: str) -> None:
-        """Write model (safetensors, Hugging Face layout) and optimizer state below ``path``, all or nothing."""
+        """Write all that training goes on from below ``path``, all or nothing."""
+
+    def save_in_background(self, path: str) -> None:
+        """As save, and return once the state is where training does not change it; it is written while training goes on. The
+        next save and destroy wait for it. What goes wrong is raised by the next call that the engine says, once, and leaves
+        nothing at ``path``."""
+        raise NotImplementedError(f"{type(self).__name__} has no save_in_background; use save")
+
+    def wait_for_save(self) -> None:
+        """Wait until what save_in_background began is written. Raises: what it met."""
+        raise NotImplementedError(f"{type(self).__name__} has no save_in_background; use save")
 
     @abc.abstractmethod
     def load(self, path: str) -> None:
         """Read what save wrote."""
+
+    def export_hf(self, path: str, dtype: str | None = None, max_shard_bytes: int = 5 << 30) -> None:
+        """Write the full parameters, configuration and tokenizer as a Hugging Face folder, all or nothing."""
+        raise NotImplementedError(f"{type(self).__name__} has no export_hf; its weights go by export_weights alone")
 
     @abc.abstractmethod
     def get_version(self) -> int:

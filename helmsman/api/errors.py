@@ -60,6 +60,8 @@ HelmsmanError
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
 ├── CheckpointError                       a checkpoint that cannot be loaded
+├── OutOfTurnError                        what needs devices that another role has now
+├── DeviceMemoryError                     devices without room, on which two roles take turns
 ├── RecoveryExhaustedError                train workers were lost more often than is tolerated
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
@@ -1054,6 +1056,45 @@ class CheckpointError(HelmsmanError):
             role=role,
             path=path,
             reason=reason,
+        )
+
+
+class OutOfTurnError(HelmsmanError):
+    """A call that needs devices which are not its role's now."""
+
+    role: str
+    method: str
+    owner: str
+
+    def __init__(self, *, role: str, method: str, owner: str, next_step: str) -> None:
+        super().__init__(
+            f"role {role!r}: {method} is out of turn: the devices are {owner}. {next_step}",
+            role=role,
+            method=method,
+            owner=owner,
+            next_step=next_step,
+        )
+
+
+class DeviceMemoryError(HelmsmanError):
+    """A call that found no room on devices on which two roles take turns."""
+
+    worker_id: str
+    method: str
+    owner: str
+    figures: Sequence[str]
+
+    def __init__(self, *, worker_id: str, method: str, reason: str, owner: str, figures: Sequence[str]) -> None:
+        lines = "".join(f"\n  {line}" for line in figures)
+        super().__init__(
+            f"{worker_id}: {method} found no room: {reason}\n  the devices are {owner}; who holds what:{lines}\n"
+            "Give less to the role that holds most: fewer tokens in a micro-batch, gradient checkpointing or offload for the "
+            "trainer; a smaller cache, or sleep(level=2), for the rollout.",
+            worker_id=worker_id,
+            method=method,
+            reason=reason,
+            owner=owner,
+            figures=list(figures),
         )
 
 

@@ -26,21 +26,72 @@ class Checkpoints:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self.folder = Path(folder).absolute()  # it goes to workers, whose current folder may be another
         self.num_kept = num_kept
+        self._begun: int | None = None
+        """The step of a checkpoint that is being written in the background."""
 
     def save(self, step: int, write: Callable[[Path], object]) -> Path:
         """Let ``write`` fill a folder for ``step``, publish it and drop the oldest ones. Returns the folder.
 
         What an earlier attempt left, whose worker was killed while it wrote, is removed.
         """
+        self._make_ready()
+        write(self._unfinished(step))
+        return self._publish(step)
+
+    def begin(self, step: int, begin: Callable[[Path], object], add_files: Callable[[Path], object] | None = None) -> None:
+        """Let ``begin`` have somebody fill a folder for ``step`` in the background, who gives it its name when it is complete;
+        ``finish`` publishes it.
+
+        Args:
+            add_files: fills a folder whose contents are added to the checkpoint then: what it writes is of now.
+        """
+        self._make_ready()
+        if add_files is not None:
+            added = self._added(step)
+            added.mkdir()
+            add_files(added)
+        begin(self._unfinished(step))
+        self._begun = step
+
+    def finish(self) -> Path | None:
+        """Publish what ``begin`` began, if it is complete by now; returns its folder then, and None when it is not, or there is
+        nothing to be published."""
+        if self._begun is None or not self._unfinished(self._begun).is_dir():
+            return None
+        step, self._begun = self._begun, None
+        added = self._added(step)
+        if added.is_dir():
+            for path in added.iterdir():
+                path.rename(self._unfinished(step) / path.name)
+            added.rmdir()
+        return self._publish(step)
+
+    def forget(self) -> None:
+        """Count nothing that ``begin`` began: those who wrote it have gone."""
+        self._begun = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether ``finish`` has something to publish, now or later."""
+        return self._begun is not None
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f".step-{step:06d}"
+
+    def _added(self, step: int) -> Path:
+        return self.folder / f".step-{step:06d}.added"
+
+    def _make_ready(self) -> None:
+        self._begun = None
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.iterdir():
             if _UNFINISHED.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
-        unfinished = self.folder / f".step-{step:06d}"
-        write(unfinished)
+
+    def _publish(self, step: int) -> Path:
         path = self.folder / f"step-{step:06d}"
         self._remove(path)
-        unfinished.rename(path)
+        self._unfinished(step).rename(path)
         link = self.folder / ".latest"
         link.unlink(missing_ok=True)
         link.symlink_to(path.name)

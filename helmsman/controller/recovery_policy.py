@@ -16,6 +16,9 @@ class RecoveryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between two of them; the last step is saved, too."""
     num_kept: int = 3
     """Checkpoints that stay, the newest."""
+    save_in_background: bool = False
+    """Write checkpoints while the next steps are done. One counts at the end of the step in which it is complete; a loss before
+    that costs the steps since the one before it."""
     max_recoveries: int = 3
     """Within ``window_s``; one more loss ends the run."""
     window_s: float = 3600.0

@@ -34,10 +34,13 @@ from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, 
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances
 from helmsman.controller.rollout_requests import InFlight
+from helmsman.controller.turn import Turn
 
 log = logging.getLogger(__name__)
 
 _holds = itertools.count()
+_ASLEEP = "sleep"
+"""Who holds the requests of instances that sleep."""
 
 
 class RolloutController(RolloutInstances):
@@ -104,6 +107,15 @@ class RolloutController(RolloutInstances):
         self._one_update = asyncio.Lock()
         self.weight_group = ""
         """Id of the group for weights that instances were the last to be asked into, which they have left every other for."""
+        self._sleep_level = 0
+        """At which the instances sleep; 0 when they are awake."""
+        self._has_room = asyncio.Event()
+        """Unless instances sleep altogether: one that is built anew meanwhile would take what others need."""
+        self._has_room.set()
+        self._lacks_weights = False
+        """Whether sleep has dropped them, and no update has succeeded since."""
+        self.turn: Turn | None = None
+        """Whose devices these are, where a trainer takes turns with it."""
         self._request_timeout_s = request_timeout_s
         self._samples_by_engine, self._maker = samples_by_engine, RequestMaker(self.role)
         self._requests: GenerateScheduler | None = None
@@ -130,6 +142,37 @@ class RolloutController(RolloutInstances):
         """As update_weights, awaited."""
         return await run_async(self._update_weights(weights, version, timeout))
 
+    def sleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
+        """Give the devices' memory back: the instances accept nothing until wake, and requests are held here. Idempotent.
+
+        Args:
+            level: 1 keeps the weights on the hosts; 2 drops them, and an instance serves only after an update.
+            in_flight: what becomes of requests that instances have: they ``finish`` first, or it ``recall``s them with the
+                tokens that they have; they go on after wake.
+            timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
+        Raises: RequestsInFlightError when they have not ended or come back, and then no instance sleeps; ValueError; as
+            call_all. What fails otherwise may have left some asleep: sleep or wake again.
+        """
+        run_sync(self._sleep(level, in_flight, timeout))
+
+    async def asleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
+        """As sleep, awaited."""
+        await run_async(self._sleep(level, in_flight, timeout))
+
+    def wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+        """Take the devices' memory again, and send the requests that were held, once there are weights. Idempotent.
+
+        Args:
+            weights_only: only what weights need: update them now, and wake again for the rest.
+            timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
+        Raises: as call_all; DeviceMemoryError for a rollout that takes Turns, when there is not enough.
+        """
+        run_sync(self._wake(weights_only, timeout))
+
+    async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+        """As wake, awaited."""
+        await run_async(self._wake(weights_only, timeout))
+
     def versions(self) -> dict[str, int]:
         """The weight version that each living worker serves, by worker id."""
         return run_sync(self._versions())
@@ -154,6 +197,66 @@ class RolloutController(RolloutInstances):
             )
 
         return run_sync(load())
+
+    # --- sleep ------------------------------------------------------------------------------------------------------
+
+    async def _sleep(self, level: int, in_flight: InFlight, timeout: float | None) -> None:
+        if level not in (1, 2):
+            raise ValueError(f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which drops them")
+        if in_flight not in ("finish", "recall"):
+            raise ValueError(f"in_flight is {in_flight!r}; expected 'finish' or 'recall', as nothing goes on without a device")
+        requests, supervisor = self._queue(), self._supervisor
+        assert supervisor is not None
+        async with self._in_turn(timeout) as left_s:
+            requests.suspend(_ASLEEP)
+            try:
+                ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
+                await self._within(ended, f"sleep(in_flight={in_flight!r})", left_s(), resumes=not self._sleep_level)
+            except BaseException:
+                if not self._sleep_level:
+                    requests.resume(_ASLEEP)
+                raise
+            self._sleep_level = level
+            self._has_room.clear()
+            living = self._living_ids()
+            if level == 2:
+                self._lacks_weights = True
+                for worker_id in living:
+                    error = HelmsmanError(f"{worker_id} has dropped its weights by sleep(level=2).", worker_id=worker_id)
+                    supervisor.note(worker_id, Event.UPDATE_FAILED, error)
+            await self._ask_living("sleep", living, left_s(), level)
+
+    async def _wake(self, weights_only: bool, timeout: float | None) -> None:
+        async with self._in_turn(timeout) as left_s:
+            if not self._sleep_level:
+                return
+            await self._ask_living("wake", self._living_ids(), left_s(), weights_only=weights_only)
+            self._has_room.set()
+            if weights_only:
+                return
+            self._sleep_level = 0
+            if not self._lacks_weights:
+                self._queue().resume(_ASLEEP)
+
+    async def _ask_living(self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any) -> None:
+        """Call instances; one that dies by it, or has died, holds nothing of a device any more."""
+        calls = (self._ask(worker_id, method, *args, timeout=timeout, **kwargs) for worker_id in ids)
+        outcomes = dict(zip(ids, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        failures = {id_: each for id_, each in outcomes.items() if isinstance(each, Exception)}
+        errors = {id_: each for id_, each in failures.items() if not isinstance(each, WorkerFailedError)}
+        if errors:
+            error = group_error(self.role, method, errors, len(ids))
+            if self.turn is not None:
+                await self.turn.explain(error)
+            raise error
+        for worker_id, failure in failures.items():
+            log.warning("%s died while it was to %s: %s", worker_id, method, str(failure).split("\n", 1)[0])
+
+    def _weights_have_come(self) -> None:
+        """To an instance at least, by an update."""
+        self._lacks_weights = False
+        if not self._sleep_level:
+            self._queue().resume(_ASLEEP)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -180,6 +283,11 @@ class RolloutController(RolloutInstances):
         """
         supervisor = self._supervisor
         assert supervisor is not None
+        if not self._has_room.is_set():
+            raise HelmsmanError(
+                f"role {self.role!r} is asleep, and has no room for weights; call wake(weights_only=True) first.",
+                role=self.role,
+            )
         if self._version is not None and version < self._version:
             raise ValueError(
                 f"weight version {version} after {self._version}: versions only grow, since each says which weights made a "
@@ -220,6 +328,8 @@ class RolloutController(RolloutInstances):
         try:
             with self._updating():
                 failures = await _all_that_answer({id_: asyncio.ensure_future(update(id_)) for id_ in weights}, sending)
+                if len(failures) < len(weights):
+                    self._weights_have_come()
         finally:
             if isinstance(old, ResultHandle) and old is not kept:
                 await asyncio.to_thread(release, self.scheduler, old)
@@ -302,6 +412,9 @@ class RolloutController(RolloutInstances):
 
     async def _bring_weights(self, worker_id: str) -> bool:
         """Bring a worker that was just built the weights that are served; whether it has them now."""
+        if not self._has_room.is_set():
+            await self._ask(worker_id, "sleep", self._sleep_level)
+            return False
         if self._version is None:
             return True  # there was no update: it serves what all serve, the weights that it was built with
         while self._served is not None:
@@ -317,6 +430,7 @@ class RolloutController(RolloutInstances):
             if self._version == version:
                 if served == version and worker_id in self._queue().instances:
                     self._queue().have_weights(worker_id, version)
+                    self._weights_have_come()
                 return bool(served == version)
         return False
 
@@ -390,16 +504,24 @@ class RolloutController(RolloutInstances):
         """Await one call to each instance to its end: instances do not wait for each other, so none is left alone early."""
         return await gather_all(self.role, method, work, grace_s=None)
 
-    async def _ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None) -> Any:
+    async def _rebuild(self, worker_id: str) -> bool:
+        await self._has_room.wait()
+        return await super()._rebuild(worker_id)
+
+    async def _ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
         build = self._builds[worker_id]
         try:
-            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout)
+            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs)
         except WorkerFailedError as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
             if self._supervisor is not None and self._builds[worker_id] == build:
                 self._supervisor.note(worker_id, Event.LOST, error)
             raise
+
+    async def _explain(self, error: Exception) -> None:
+        if self.turn is not None:
+            await self.turn.explain(error)
 
     async def _probe(self, worker_id: str) -> None:
         try:
@@ -417,12 +539,12 @@ class RolloutController(RolloutInstances):
     def _on_started(self) -> None:
         async def start() -> GenerateScheduler:
             requests = GenerateScheduler(
-                _Workers(self._ask, self._request_timeout_s),
+                _Workers(self._ask, self._request_timeout_s, self._explain),
                 policy=self._policy,
                 retries=self._retries,
                 max_in_flight=self._max_in_flight,
                 max_queue=self._max_queue,
-                why_hopeless=lambda: None if self._num_updating else self._why_none_will_serve(),
+                why_hopeless=self._why_hopeless,
             )
             policy = self._supervision or SupervisionPolicy()
             self._supervisor = Supervisor(requests, policy, self._probe, self._rebuild, self._to_be_left)
@@ -434,6 +556,10 @@ class RolloutController(RolloutInstances):
             return requests
 
         self._requests = run_sync(start())
+
+    def _why_hopeless(self) -> Exception | None:
+        """As _why_none_will_serve; what waits has hope while weights are brought, and for those that sleep has dropped."""
+        return None if self._num_updating or self._sleep_level or self._lacks_weights else self._why_none_will_serve()
 
     def _why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
         """Why no worker serves or will; None while one does, or is on its way back."""
@@ -501,8 +627,13 @@ async def _all_that_answer(
 class _Workers:
     """The workers of a role as the backend of a GenerateScheduler."""
 
-    def __init__(self, ask: Callable[..., Coroutine[Any, Any, Any]], timeout_s: float | None) -> None:
-        self._ask, self._timeout_s = ask, timeout_s
+    def __init__(
+        self,
+        ask: Callable[..., Coroutine[Any, Any, Any]],
+        timeout_s: float | None,
+        explain: Callable[[Exception], Awaitable[None]],
+    ) -> None:
+        self._ask, self._timeout_s, self._explain = ask, timeout_s, explain
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         result: GenerationResult = await self._lost(
@@ -524,3 +655,6 @@ class _Workers:
             return await call
         except WorkerFailedError as error:
             raise InstanceLostError(instance_id=instance_id, reason=str(error), may_have_begun=True) from error
+        except EngineCallError as error:
+            await self._explain(error)
+            raise

@@ -16,6 +16,7 @@ from helmsman.controller.generation.request import RequestOptions, Ticket
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.role import RoleController
+from helmsman.controller.turn import Turn
 
 InFlight: TypeAlias = Literal["continue", "finish", "recall"]
 """What becomes of the requests that workers have, when nothing more is to start; see RolloutRequests.pause."""
@@ -27,6 +28,7 @@ class RolloutRequests(RoleController):
     Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
     """
 
+    turn: Turn | None
     _maker: RequestMaker
     _samples_by_engine: bool
 
@@ -270,6 +272,8 @@ class RolloutRequests(RoleController):
         num_samples: int = 1,
         resume_from: GenerationResult | None = None,
     ) -> list[Ticket]:
+        if self.turn is not None:
+            self.turn.require(self.role, "agenerate")
         kept = {requests[0].request_id: resume_from} if resume_from is not None else {}
         together = num_samples if self._samples_by_engine else 1
         return self._queue().put(requests, options, together=together, kept=kept)
@@ -277,6 +281,8 @@ class RolloutRequests(RoleController):
     async def _submit(
         self, request: GenerationRequest, options: RequestOptions | None, resume_from: GenerationResult | None
     ) -> Future[GenerationResult]:
+        if self.turn is not None:
+            self.turn.require(self.role, "submit")
         kept = {request.request_id: resume_from} if resume_from is not None else {}
         return (await self._queue().submit(request, options, kept=kept)).future
 

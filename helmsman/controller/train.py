@@ -28,6 +28,7 @@ from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.partition import split_samples
 from helmsman.controller.rank_environment import rank_environment
 from helmsman.controller.role import RoleController
+from helmsman.controller.turn import Turn
 
 if TYPE_CHECKING:
     from helmsman.controller.rollout import RolloutController
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _REPLICATED = {"broadcast": False}
 """Every rank is given the arguments itself: they are small, and no rank waits for another to read them."""
+_NEEDS_DEVICES = frozenset({"train_batch", "eval_batch", "forward", "save", "save_in_background", "load"})
+"""Methods that a rank refuses while it sleeps."""
 _FROM_HEAD = {"broadcast": True}
 """The head of each model-parallel group is given the arguments, and the others get them from it."""
 
@@ -82,6 +85,8 @@ class TrainController(RoleController):
         """Id of the group for weights that rank 0 was the last to be asked into, which it has left every other for."""
         self._version_given: int | None = None
         """The highest weight version that was told or set."""
+        self.turn: Turn | None = None
+        """Whose devices these are, where a rollout takes turns with it."""
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -180,9 +185,39 @@ class TrainController(RoleController):
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def save(self, path: str, timeout: float | None = None) -> None:
-        """Write model and optimizer state below ``path``, which all ranks can reach."""
-        run_sync(self._replicated("save", path, timeout=timeout))
+    def save(self, path: str, timeout: float | None = None, *, background: bool = False) -> None:
+        """Write all that training goes on from below ``path``, which all ranks can reach; it is there when it is complete.
+
+        Args:
+            background: return once the state has been copied to the hosts; it is written while training goes on. What goes
+                wrong then is raised by wait_for_save, or by the next call that comes first.
+        """
+        run_sync(self._replicated("save_in_background" if background else "save", path, timeout=timeout))
+
+    def wait_for_save(self, timeout: float | None = None) -> None:
+        """Wait until what a save in the background began is written. Raises what it met."""
+        run_sync(self._replicated("wait_for_save", timeout=timeout))
+
+    def export_hf(
+        self, path: str, dtype: str | None = None, max_shard_bytes: int = 5 << 30, timeout: float | None = None
+    ) -> None:
+        """Write weights, configuration and tokenizer as a Hugging Face folder, which gets its name when it is complete.
+
+        Args:
+            dtype: floating-point type of what is written, such as 'bfloat16'; None leaves it as it is.
+            max_shard_bytes: of one file.
+        """
+        run_sync(self._replicated("export_hf", path, dtype, max_shard_bytes, timeout=timeout))
+
+    def sleep(self, timeout: float | None = None) -> None:
+        """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent. Weights can still be brought
+        to a rollout; training and checkpoints are refused until wake."""
+        run_sync(self._replicated("sleep", timeout=timeout))
+
+    def wake(self, timeout: float | None = None) -> None:
+        """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that takes Turns, when there is
+        not enough; it sleeps on."""
+        run_sync(self._replicated("wake", timeout=timeout))
 
     def load(self, path: str, timeout: float | None = None) -> None:
         """Read what save wrote. Raises: CheckpointError when the engine cannot; else as call_all."""
@@ -238,6 +273,8 @@ class TrainController(RoleController):
         """
         self._check_started()
         self.num_recoveries += 1
+        if self.turn is not None:
+            self.turn.make_room()
         self._restart()
         workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
         run_sync(self._make_ready(workers, range(len(workers))))
@@ -283,6 +320,19 @@ class TrainController(RoleController):
         return version
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    async def _call_workers(
+        self, method: str, calls: Mapping[str, Call], timeout: float | None = None, grace_s: float | None = 2.0
+    ) -> list[Any]:
+        if self.turn is None:
+            return await super()._call_workers(method, calls, timeout, grace_s)
+        if method in _NEEDS_DEVICES:
+            self.turn.require(self.role, method)
+        try:
+            return await super()._call_workers(method, calls, timeout, grace_s)
+        except (EngineCallError, GroupCallError) as error:
+            await self.turn.explain(error)
+            raise
 
     async def _replicated(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         meta = _REPLICATED if self.model_parallel_size > 1 else None

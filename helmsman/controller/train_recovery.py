@@ -84,11 +84,14 @@ class RecoverableTraining:
                 try:
                     for number in range(begin(first_step), last_step + 1):
                         self._step(number)
+                        self._finish_save()
                         if number % self.policy.save_every == 0 or number == last_step:
-                            self._save(number)
+                            self._save(number, in_background=self.policy.save_in_background)
+                    self._wait_for_save()
                 except Exception as error:
                     loss = self._loss(error, watch)
                     if loss is None:
+                        self._finish_save()
                         raise
                     self._pause(loss, error)
                     begin = self._recover
@@ -100,7 +103,7 @@ class RecoverableTraining:
         found = self.checkpoints.latest()
         if found is None:
             if first_step > 0:
-                self._save(first_step - 1)
+                self._save(first_step - 1, in_background=False)  # a recovery before it counts would lose what was loaded
             return self._begin(first_step)
         step, folder = found
         if step < first_step - 1:
@@ -115,6 +118,8 @@ class RecoverableTraining:
 
     def _recover(self, first_step: int) -> int:
         """Build the ranks anew and go on from the last checkpoint; returns the next step."""
+        self._finish_save()  # the last step may have been lost after it was complete
+        self.checkpoints.forget()
         found = self.checkpoints.latest()
         if found is None and self._is_saved:  # a file system that is away for a while is no reason to begin anew
             missing = FileNotFoundError(f"{self.checkpoints.folder} has no checkpoint any more, and had one in this run")
@@ -137,7 +142,12 @@ class RecoverableTraining:
             self._on_begin(step)
         return step
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, in_background: bool) -> None:
+        self._wait_for_save()
+        if in_background:
+            self.checkpoints.begin(step, lambda folder: self.trainer.save(str(folder), background=True), self._add_files)
+            return
+
         def write(folder: Path) -> None:
             self.trainer.save(str(folder))
             if self._add_files is not None:
@@ -145,6 +155,21 @@ class RecoverableTraining:
 
         self.checkpoints.save(step, write)
         self._is_saved = True
+
+    def _wait_for_save(self) -> None:
+        """Have the checkpoint that is being written count."""
+        if self.checkpoints.is_writing:
+            self.trainer.wait_for_save()
+            self._finish_save()
+            if self.checkpoints.is_writing:
+                raise FileNotFoundError(
+                    f"a checkpoint was written, and does not appear in {self.checkpoints.folder}; expected a folder that the "
+                    "script and all ranks reach"
+                )
+
+    def _finish_save(self) -> None:
+        if self.checkpoints.finish() is not None:
+            self._is_saved = True
 
     # --- losses -----------------------------------------------------------------------------------------------------
 

@@ -1,44 +1,49 @@
-"""Checkpoints of a sharded model: a Hugging Face folder plus the optimizer's state, all or nothing.
+"""Checkpoints of a sharded training state, which every rank writes its part of: all or nothing, for any number of ranks.
 
-    <path>/config.json, model.safetensors   as transformers reads them (heads.py)
-    <path>/optimizer.pt                     full (unsharded) optimizer state by parameter name; absent before the first step
-    <path>/helmsman.json                    weight version and number of optimizer steps
+    <path>/helmsman.json     how far training has come, and on how many ranks
+    <path>/config.json       the model's configuration, with the tokenizer's files where the model came from a folder
+    <path>/state/            torch.distributed.checkpoint: parameters and optimizer state by name, each rank's random state
 
-Nothing depends on the number of ranks, so a checkpoint of eight ranks can be loaded by one.
+Tensors are saved by their place in the whole, which their DTensor knows, so ranks of another number or mesh read what they
+need of them. The folder gets its name when everything is in it. To give the weights to others there is hf_export.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 import tempfile
-from typing import Any
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from helmsman.engines.distributed import failing_together
-from helmsman.engines.files import replace_folder
-from helmsman.engines.heads import check_saved_head, head_of, skeleton
-from helmsman.engines.model import build_model, full_tensor, named_tensors, without_progress_bars
+from helmsman.engines.distributed import failing_together, gather_objects
+from helmsman.engines.files import copy_tokenizer, replace_folder
+from helmsman.engines.heads import check_saved_head, head_of, plain_config
+from helmsman.engines.model import named_tensors
 
-_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_SCATTER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-_OPTIMIZER_FILE = "optimizer.pt"
+logger = logging.getLogger(__name__)
+
 _PROGRESS_FILE = "helmsman.json"
-_TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+_STATE_FOLDER = "state"
+_OLD_OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far training has come."""
+    """How far training has come; the schedule of the learning rate follows from it and the configuration."""
 
     version: int
     """Weight version."""
@@ -46,104 +51,312 @@ class Progress(msgspec.Struct, frozen=True):
     """Optimizer steps that were taken."""
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The unsharded parameters and persistent buffers by name, on the host of rank 0; empty elsewhere. A collective.
+class _Saved(msgspec.Struct, frozen=True):
+    """What helmsman.json has."""
 
-    A tensor with several names (tied embeddings) appears once, under its first name.
+    progress: Progress
+    num_ranks: int
+
+
+class Checkpointer:
+    """Saves and loads the state of a training job. Every method but ``close`` is called on all ranks.
+
+    Args:
+        device: Whose random state is part of the state, beside the host's.
+        timeout_s: How long ranks wait for each other's writing.
     """
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors(model).items():
-        full = full_tensor(tensor)
-        if dist.get_rank() == 0:
-            state[name] = full.to("cpu", copy=True).contiguous()
-    return state
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        self._group: Any = None
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+        """Of the last save in the background, on rank 0, until it is told."""
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        source: str | None = None,
+        *,
+        background: bool = False,
+    ) -> None:
+        """Write a checkpoint; what was at ``path`` is replaced when it is complete.
+
+        Args:
+            path: A folder that all ranks reach.
+            source: The folder that the model came from, whose tokenizer is copied.
+            background: Return once the state has been copied to the host, and write it while training goes on. What
+                goes wrong then is raised by the next call of save, load, wait or tell_failure.
+
+        Raises:
+            OSError: A rank cannot write there; other ranks raise RuntimeError.
+        """
+        self.wait()
+        path = os.path.abspath(path)
+        is_root = dist.get_rank() == 0
+        unfinished = ""
+        with failing_together(f"saving to {path}"):
+            if is_root:
+                unfinished = _begin(path, model, source, _Saved(progress, dist.get_world_size()))
+        unfinished = gather_objects(unfinished)[0]
+        state = {**_tensors(model, optimizer), **self._random_state()}
+        self._join_group()
+        if background:
+            try:
+                with failing_together(f"copying the state for {path}"):
+                    state = {name: _staged(tensor) for name, tensor in state.items()}
+            except BaseException:
+                if is_root:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            self._writing = threading.Thread(
+                target=self._write_and_note, args=(state, unfinished, path, is_root), name="helmsman-checkpoint"
+            )
+            self._writing.start()
+            return
+        with failing_together(f"saving to {path}"):
+            self._write(state, unfinished, path, is_root)
+
+    def _write_and_note(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
+        try:
+            self._write(state, unfinished, path, is_root)
+        except Exception as error:
+            logger.exception("%s was not saved", path)
+            if is_root:
+                self._failure = error
+
+    def _write(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
+        folder = os.path.join(unfinished, _STATE_FOLDER)
+        try:
+            with _plain_errors(f"writing to {path}"):
+                metadata = dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), process_group=self._group)
+            if is_root:
+                if problem := _missing(folder, metadata):
+                    raise OSError(f"{problem}, which another rank has written; {path} must be one folder for all ranks")
+                replace_folder(unfinished, path)
+        finally:
+            if is_root:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises: what the last save in the background met."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        self.tell_failure()
+
+    def tell_failure(self) -> None:
+        """Raise what a save in the background met, once. A collective."""
+        with failing_together("the last save in the background"):
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """As tell_failure, on rank 0 alone, inside a block that fails together."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and leave the group of the writers. Idempotent."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            logger.error("the last checkpoint was not saved, and nobody has asked: %s", self._failure)
+            self._failure = None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _join_group(self) -> None:
+        """Have a group of its own: what is written in the background must not meet the collectives of training."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+
+    # --- loading ----------------------------------------------------------------------------------------------------------
+
+    def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """Read a checkpoint into a model and an optimizer that has not stepped.
+
+        Raises:
+            ValueError: There is no checkpoint, a part of one, or one of another model; nothing has changed.
+            RuntimeError: It cannot be read to its end; the model has some of its parameters. Or another rank failed.
+        """
+        self.wait()
+        folder = os.path.join(path, _STATE_FOLDER)
+        with failing_together(f"loading {path}"):
+            saved = _read_saved(path)
+            check_saved_head(path, head_of(model), exact=True)
+            reader = dcp.FileSystemReader(folder)
+            metadata = reader.read_metadata()
+            if problem := _missing(folder, metadata):
+                raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
+            found = {
+                name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
+            }
+            _check_shapes(path, model, found)
+            states = _empty_states(model, found)
+        self._join_group()
+        random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
+        state = {**_model_tensors(model), **{name: tensor for _, _, name, tensor in states}, **random}
+        with _plain_errors(f"loading {path}"):
+            dcp.load(state, storage_reader=reader, process_group=self._group)
+        for parameter, key, _, tensor in states:
+            optimizer.state[parameter][key] = tensor
+        self._set_random_state(random)
+        return saved.progress
+
+    # --- random numbers ---------------------------------------------------------------------------------------------------
+
+    def _random_state(self) -> dict[str, torch.Tensor]:
+        """Of this rank, which dropout draws from."""
+        state = {f"random.{dist.get_rank()}.host": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            state[f"random.{dist.get_rank()}.device"] = torch.get_device_module(self._device).get_rng_state()
+        return state
+
+    def _set_random_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            if name.endswith(".host"):
+                torch.set_rng_state(tensor)
+            else:
+                torch.get_device_module(self._device).set_rng_state(tensor)
 
 
-def save_checkpoint(
-    path: str, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, source: str | None = None
-) -> None:
-    """Write a checkpoint from all ranks; rank 0 writes the files.
-
-    They are written to a folder beside ``path``, which takes its place at the end; what was there before is removed after that.
-    The tokenizer is copied from ``source``, the folder that the model came from, if there is one.
-
-    Raises:
-        OSError: Rank 0 cannot write there; the other ranks raise RuntimeError.
-    """
-    weights = full_state_dict(model)
-    # Asking for the state of an optimizer that has not stepped would take a step to create it.
-    states = get_optimizer_state_dict(model, optimizer, options=_GATHER) if optimizer.state else {}
-    with failing_together(f"saving to {path}"):
-        if dist.get_rank() == 0:
-            _write(os.path.abspath(path), model, weights, dict(states), progress, source)
+def is_checkpoint(path: str) -> bool:
+    """Whether a folder is what a Checkpointer has written."""
+    return os.path.isfile(os.path.join(path, _PROGRESS_FILE)) and os.path.isdir(os.path.join(path, _STATE_FOLDER))
 
 
-def _write(
-    path: str,
-    model: nn.Module,
-    weights: dict[str, torch.Tensor],
-    states: dict[str, Any],
-    progress: Progress,
-    source: str | None,
-) -> None:
+def read_parameters(path: str, model: nn.Module) -> None:
+    """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises: ValueError as load."""
+    _read_saved(path)
+    reader = dcp.FileSystemReader(os.path.join(path, _STATE_FOLDER))
+    found = reader.read_metadata().state_dict_metadata
+    _check_shapes(path, model, {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)})
+    with _plain_errors(f"reading {path}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
+
+
+# --- what is saved ------------------------------------------------------------------------------------------------------------
+
+
+def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Of model and optimizer by name, sharded as they are. An optimizer that has not stepped has none."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    tensors = _model_tensors(model)
+    for parameter, states in optimizer.state.items():
+        for key, value in states.items():
+            tensors[f"optimizer.{names[id(parameter)]}.{key}"] = value.detach()
+    return tensors
+
+
+def _empty_states(
+    model: nn.Module, found: Mapping[str, TensorStorageMetadata]
+) -> list[tuple[torch.Tensor, str, str, torch.Tensor]]:
+    """(parameter, key, name in the checkpoint, tensor to read it into) for each of the optimizer's tensors that there are."""
+    states: list[tuple[torch.Tensor, str, str, torch.Tensor]] = []
+    parameters = named_tensors(model)
+    for name, each in found.items():
+        kind, _, rest = name.partition(".")
+        if kind != "optimizer":
+            continue
+        parameter_name, _, key = rest.rpartition(".")
+        parameter = parameters[parameter_name]
+        if each.size == parameter.shape:  # sharded as the parameter is
+            tensor = torch.zeros_like(parameter.detach(), dtype=each.properties.dtype)
+        else:
+            tensor = torch.zeros(each.size, dtype=each.properties.dtype)
+        states.append((parameter, key, name, tensor))
+    return states
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, sharded as the tensor is."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().to("cpu", copy=True)
+        return DTensor(local, tensor._spec, requires_grad=False)  # from_local would bring it to the mesh's device again
+    return tensor.to("cpu", copy=True)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------
+
+
+def _begin(path: str, model: nn.Module, source: str | None, saved: _Saved) -> str:
+    """Make a folder beside ``path`` with everything but the state."""
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
-    temporary = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
+    unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
     try:
-        os.chmod(temporary, 0o755)
-        # A skeleton without FSDP's wrapping and without storage writes the layout, names and tied weights of transformers.
-        with without_progress_bars():
-            skeleton(model).save_pretrained(temporary, state_dict=weights)
-        if source is not None:
-            for entry in os.scandir(source):
-                if entry.is_file() and entry.name.startswith(_TOKENIZER_PREFIXES):
-                    shutil.copy(entry.path, temporary)
-        if states:
-            torch.save(states, os.path.join(temporary, _OPTIMIZER_FILE))
-        with open(os.path.join(temporary, _PROGRESS_FILE), "wb") as file:
-            file.write(msgspec.json.encode(progress))
-        replace_folder(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.chmod(unfinished, 0o755)
+        plain_config(model).save_pretrained(unfinished)
+        copy_tokenizer(source, unfinished)
+        with open(os.path.join(unfinished, _PROGRESS_FILE), "wb") as file:
+            file.write(msgspec.json.encode(saved))
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return unfinished
 
 
-def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Read a checkpoint into a model and an optimizer that has not stepped, on all ranks; rank 0 reads the big files.
-
-    Raises:
-        ValueError: Rank 0 finds no checkpoint there, a part of one, or one of another model; the others raise RuntimeError.
-    """
-    weights: dict[str, Any] = {}
-    shared: list[Any] = [None, False]
-    states: dict[str, Any] = {}
-    with failing_together(f"loading {path}"):
-        if dist.get_rank() == 0:
-            progress_path = os.path.join(path, _PROGRESS_FILE)
-            if not os.path.isfile(progress_path):
-                raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {_PROGRESS_FILE}")
-            with open(progress_path, "rb") as file:
-                found = shared[0] = msgspec.json.decode(file.read(), type=Progress)
-            optimizer_path = os.path.join(path, _OPTIMIZER_FILE)
-            if found.num_steps and not os.path.isfile(optimizer_path):
-                raise ValueError(f"{path!r} is of {found.num_steps} optimizer steps and has no {_OPTIMIZER_FILE}")
-            check_saved_head(path, head_of(model), exact=True)
-            weights = build_model(path, seed=0, dtype=torch.float32, head=head_of(model)).state_dict()
-            _check_shapes(path, model, weights)
-            if os.path.isfile(optimizer_path):
-                states = torch.load(optimizer_path, map_location="cpu", weights_only=True)
-            shared[1] = bool(states)
-    dist.broadcast_object_list(shared, src=0)
-    set_model_state_dict(model, weights, options=_SCATTER)
-    if shared[1]:
-        set_optimizer_state_dict(model, optimizer, states, options=_SCATTER)
-    progress: Progress = shared[0]
-    return progress
+def _read_saved(path: str) -> _Saved:
+    progress_path = os.path.join(path, _PROGRESS_FILE)
+    if not os.path.isfile(progress_path):
+        raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {_PROGRESS_FILE}")
+    if not os.path.isfile(os.path.join(path, _STATE_FOLDER, ".metadata")):
+        if os.path.isfile(os.path.join(path, _OLD_OPTIMIZER_FILE)):
+            raise ValueError(
+                f"{path!r} is a checkpoint of an earlier layout ({_OLD_OPTIMIZER_FILE}), which is not read any more; its "
+                "weights can still be given as the engine's model"
+            )
+        raise ValueError(f"{path!r} is a part of a checkpoint: it has no {_STATE_FOLDER}/.metadata")
+    with open(progress_path, "rb") as file:
+        return msgspec.json.decode(file.read(), type=_Saved)
 
 
-def _check_shapes(path: str, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    other = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+def _missing(folder: str, metadata: Metadata) -> str:
+    """Which of the files that should be there are not, or not whole; '' when all are."""
+    sizes: dict[str, int] = {}
+    for each in (metadata.storage_data or {}).values():
+        sizes[each.relative_path] = max(sizes.get(each.relative_path, 0), each.offset + each.length)
+    for name, size in sizes.items():
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            return f"it has no {_STATE_FOLDER}/{name}"
+        if os.path.getsize(path) < size:
+            return f"{_STATE_FOLDER}/{name} has {os.path.getsize(path)} of {size} bytes"
+    return ""
+
+
+def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorageMetadata]) -> None:
+    own = {name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
+    other = {name: tuple(each.size) for name, each in found.items() if name.startswith("model.")}
     if own != other:
         names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         shown = ", ".join(f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4])
         raise ValueError(f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}")
+
+
+@contextlib.contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """torch's error of several ranks, which is no Exception, as that of the first of them."""
+    try:
+        yield
+    except CheckpointException as error:
+        _raise_first(what, error)
+
+
+def _raise_first(what: str, error: CheckpointException) -> NoReturn:
+    rank, (first, _) = next(iter(error.failures.items()))
+    kind = OSError if isinstance(first, OSError) else RuntimeError
+    raise kind(f"{what} failed on rank {rank}: {type(first).__name__}: {first}") from first

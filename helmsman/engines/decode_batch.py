@@ -61,6 +61,11 @@ class DecodeBatch:
         return self.num_slots - self.num_rows
 
     @property
+    def cache(self) -> SlotCache:
+        """Keys and values of all slots."""
+        return self._cache
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._vocab_size

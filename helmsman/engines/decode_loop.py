@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
 from helmsman.engines.decode_batch import DecodeBatch
+from helmsman.engines.parking import Parking
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import TornWeightsError, apply_weights
@@ -78,7 +80,13 @@ class DecodeLoop:
         self._max_prefill_tokens = max_prefill_tokens
         self._version = version
         self._is_torn = False
-        """Whether an update ended half-way: nothing is decoded until one is completed, and requests wait or are aborted."""
+        """Whether an update ended half-way, or sleep has dropped the weights: nothing is decoded until an update is completed,
+        and requests wait or are aborted."""
+        self._is_asleep = False
+        """Whether there is no cache; no request is accepted then."""
+        self._has_weight_memory = True
+        self._parking = Parking()
+        """Weights of an engine that sleeps."""
         self._weight_group = WeightGroup(next(model.parameters()).device)
         self._num_generated = self._num_prefilled = 0
         self._waiting: deque[list[_Sequence]] = deque()
@@ -125,6 +133,8 @@ class DecodeLoop:
         ids: set[str] = set()
         with self._changed:
             self._check_open()
+            if self._is_asleep:
+                raise RuntimeError("the rollout engine is asleep, and accepts no request; call wake() first")
             for id_ in (request.request_id for request in requests):
                 if id_ in self._ids or id_ in ids:
                     raise ValueError(f"the request id {id_!r} is already in flight; ids are unique among those")
@@ -143,6 +153,15 @@ class DecodeLoop:
         """Exchange the weights before the next step, which waits until all are there; the future has the version that is served
         then."""
         return self._command(lambda: self._update_weights(weights, version))
+
+    def sleep(self, level: int) -> Future[int]:
+        """Give the cache's memory back, and the weights': at level 1 they wait on the host, at level 2 they are dropped. The
+        future has the level."""
+        return self._command(lambda: self._sleep(level))
+
+    def wake(self, weights_only: bool) -> Future[int]:
+        """Take the memory of weights and cache again; the future has the version."""
+        return self._command(lambda: self._wake(weights_only))
 
     def close(self, timeout_s: float) -> None:
         """End all requests as aborted, and the thread. Idempotent.
@@ -280,7 +299,39 @@ class DecodeLoop:
         self._remove(rows)
         return len(dropped) + len(rows)
 
+    def _sleep(self, level: int) -> int:
+        if level not in (1, 2):
+            raise ValueError(f"level is {level}; expected 1, which keeps the weights on the host, or 2, which drops them")
+        with self._changed:
+            if self._ids:
+                raise RuntimeError(
+                    f"{len(self._ids)} request(s) are in flight, and the engine stays awake; wait for their end or abort them"
+                )
+            self._is_asleep = True
+        self._has_weight_memory = False
+        if level == 2:
+            self._is_torn = True
+            self._parking.drop(self._model.parameters())
+        self._parking.park([*self._model.parameters(), *self._model.buffers()])
+        self._batch.cache.release()
+        current_platform.empty_cache()
+        return level
+
+    def _wake(self, weights_only: bool) -> int:
+        try:
+            self._parking.bring_back()
+            self._has_weight_memory = True
+            if not weights_only:
+                self._batch.cache.allocate()
+                self._is_asleep = False
+        except BaseException:
+            current_platform.empty_cache()
+            raise
+        return self._version
+
     def _update_weights(self, weights: Weights, version: int) -> int:
+        if not self._has_weight_memory:
+            raise RuntimeError("the rollout engine is asleep, and has no room for weights; call wake(weights_only=True) first")
         try:
             with incoming(weights, self._weight_group) as arriving:
                 apply_weights(self._model, arriving)

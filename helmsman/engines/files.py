@@ -16,3 +16,14 @@ def replace_folder(source: str, path: str) -> None:
     os.rename(path, os.path.join(retired, "retired"))
     os.rename(source, path)
     shutil.rmtree(retired)
+
+
+_TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+
+
+def copy_tokenizer(source: str | None, path: str) -> None:
+    """Copy the files of a tokenizer from a folder in the Hugging Face layout, if it has any."""
+    if source is not None:
+        for entry in os.scandir(source):
+            if entry.is_file() and entry.name.startswith(_TOKENIZER_PREFIXES):
+                shutil.copy(entry.path, path)

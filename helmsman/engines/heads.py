@@ -63,9 +63,19 @@ def _token_values(model: Any, *, input_ids: torch.Tensor, **kwargs: Any) -> torc
     return scores.float().clone()  # FSDP cannot guard a view against changes in place
 
 
+def plain_config(model: nn.Module) -> Any:
+    """A copy of a model's configuration that names its class, as ``transformers`` writes it."""
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [_plain_class(model).__name__]
+    return config
+
+
+def _plain_class(model: nn.Module) -> Any:
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
 def skeleton(model: nn.Module) -> PreTrainedModel:
     """A model of the same class and configuration without storage, and without what sharding has added to its class."""
-    plain: Any = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     with torch.device("meta"):
-        empty: PreTrainedModel = plain(copy.deepcopy(model.config))
+        empty: PreTrainedModel = _plain_class(model)(copy.deepcopy(model.config))
     return empty

@@ -59,8 +59,8 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
     """Build a causal model on the host.
 
     Args:
-        model: A local folder in the Hugging Face layout (weights are read), or the entries of its configuration, such as
-            ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
+        model: A local folder in the Hugging Face layout, or a checkpoint (weights are read); or the entries of its
+            configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
         seed: Seed of the drawn weights, and of a value head that the folder does not have. The global random state is left
             as it was.
         dtype: Floating-point type of the parameters.
@@ -70,7 +70,8 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
         A ``transformers`` model in evaluation mode.
 
     Raises:
-        ValueError: The folder or the model type does not exist, or the folder's model has a value head where none is wanted.
+        ValueError: The folder or the model type does not exist, the checkpoint is not whole, or the folder's model has a value
+            head where none is wanted.
     """
     auto_class, entries = AUTO_CLASSES[head], CONFIG_ENTRIES[head]
     if isinstance(model, str):
@@ -78,9 +79,15 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
             raise ValueError(
                 f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
             )
-        check_saved_head(model, head)
+        from helmsman.engines.checkpoint import is_checkpoint, read_parameters  # which reads models by this module
+
+        check_saved_head(model, head, exact=is_checkpoint(model))
         with without_progress_bars(), _seeded(seed):
-            built: nn.Module = auto_class.from_pretrained(model, dtype=dtype, local_files_only=True, **entries)
+            if is_checkpoint(model):
+                built: nn.Module = auto_class.from_config(AutoConfig.from_pretrained(model, **entries), dtype=dtype)
+                read_parameters(model, built)
+            else:
+                built = auto_class.from_pretrained(model, dtype=dtype, local_files_only=True, **entries)
     else:
         if "model_type" not in model:
             raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.engines.model import decoder_layers
@@ -128,6 +128,7 @@ def shard_model(
     policy: MixedPrecisionPolicy,
     *,
     reshard_after_forward: bool,
+    offload_policy: OffloadPolicy,
 ) -> None:
     """Keep only this rank's part of each parameter: that of the plan, and of that what FSDP leaves it.
 
@@ -138,10 +139,16 @@ def shard_model(
     for layer in layers:
         if plan is not None and mesh.tensor is not None:
             plan.apply(layer, names[id(layer)], mesh.tensor)
-        fully_shard(layer, mesh=mesh.data, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            layer,
+            mesh=mesh.data,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload_policy,
+        )
     if plan is not None and mesh.tensor is not None:
         plan.apply(model, "", mesh.tensor, but_for=layers)
-    fully_shard(model, mesh=mesh.data, mp_policy=policy)
+    fully_shard(model, mesh=mesh.data, mp_policy=policy, offload_policy=offload_policy)
 
 
 def reshard(model: nn.Module) -> None:

@@ -158,12 +158,36 @@ class HFRolloutEngine(InferenceEngine):
 
         Raises:
             ValueError: Names or shapes do not fit the model, which is left as it was.
-            RuntimeError: It ended half-way (TornWeightsError): nothing is decoded until an update is completed, and abort gives
-                requests back.
+            RuntimeError: The engine is asleep, and wake(weights_only=True) comes first. Or it ended half-way
+                (TornWeightsError): nothing is decoded until an update is completed, and abort gives requests back.
             ConnectionError: The other members of the group for weights are gone or late.
             OSError: The files cannot be read.
         """
         return await asyncio.wrap_future(self._running().update_weights(weights, version))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back for another engine's turn. Idempotent; level 2 after level 1 drops what waits.
+
+        Args:
+            level: 1 drops the cache, and the weights wait on the host; 2 drops the weights too, and nothing is decoded until an
+                update is completed: requests wait until then.
+
+        Raises:
+            ValueError: Another level.
+            RuntimeError: Requests are in flight.
+        """
+        await asyncio.wrap_future(self._running().sleep(level))
+
+    async def wake(self, *, weights_only: bool = False) -> None:
+        """Take the device's memory again. Idempotent.
+
+        Args:
+            weights_only: Only the weights', for update_weights; a second wake brings the cache.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough; the engine sleeps on.
+        """
+        await asyncio.wrap_future(self._running().wake(weights_only))
 
     def get_version(self) -> int:
         """The weight version that is served."""

@@ -43,6 +43,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self._cursor = cursor
         self._num_slots = num_slots
         self._num_columns = num_columns
+        self._released: tuple[torch.Size, torch.Size] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pools for states like these; zeros, since a masked NaN would still spoil the sum."""
@@ -67,6 +68,19 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         keys[cursor.rows, :, cursor.columns] = key_states[:, :, 0]
         values[cursor.rows, :, cursor.columns] = value_states[:, :, 0]
         return keys[:num_rows, :, :width], values[:num_rows, :, :width]
+
+    def release(self) -> None:
+        """Give the pools' memory back; nothing may be stored until allocate."""
+        if self.is_initialized and self._released is None:
+            self._released = (self.keys.shape, self.values.shape)
+            self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+
+    def allocate(self) -> None:
+        """Have the pools again that were released, empty."""
+        if self._released is not None:
+            keys, values = self._released
+            self.keys, self.values = self.keys.new_zeros(keys), self.values.new_zeros(values)
+            self._released = None
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first columns of one slot to another."""
@@ -98,6 +112,20 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def __init__(self, num_slots: int, num_columns: int) -> None:
         self.cursor = Cursor()
         super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self.cursor, num_slots, num_columns))
+
+    def release(self) -> None:
+        """Give the memory of all slots back."""
+        for layer in self.layers:
+            layer.release()
+
+    def allocate(self) -> None:
+        """Have all slots again, empty. Raises: torch.OutOfMemoryError, and has none of them."""
+        try:
+            for layer in self.layers:
+                layer.allocate()
+        except BaseException:
+            self.release()
+            raise
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first columns of one slot to another, in every layer."""

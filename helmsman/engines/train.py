@@ -32,7 +32,7 @@ from helmsman.engines.batching import (
     group_samples,
     make_micro_batch,
 )
-from helmsman.engines.checkpoint import Progress, full_state_dict, load_checkpoint, save_checkpoint
+from helmsman.engines.checkpoint import Checkpointer, Progress
 from helmsman.engines.distributed import (
     environment_int,
     failing_together,
@@ -43,6 +43,7 @@ from helmsman.engines.distributed import (
 )
 from helmsman.engines.entropies import distribution_entropies
 from helmsman.engines.gradients import clip_gradients
+from helmsman.engines.hf_export import MAX_SHARD_BYTES, export_hf, full_state_dict
 from helmsman.engines.losses import LossCall, prepare_loss
 from helmsman.engines.model import (
     build_model,
@@ -51,6 +52,7 @@ from helmsman.engines.model import (
     resolve_dtype,
     target_logprobs,
 )
+from helmsman.engines.offload import HostMemory, offload_policy, place
 from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model
 from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
@@ -78,6 +80,7 @@ class FSDPTrainEngine(TrainEngine):
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._progress = Progress(version=0, num_steps=0)
+        self._memory = HostMemory(self.config.offload)
 
     def create_process_group(self) -> None:
         """Join the job's process group; without RANK and WORLD_SIZE, a group of one.
@@ -98,6 +101,7 @@ class FSDPTrainEngine(TrainEngine):
             self.create_process_group()
         self._device = current_platform.device(local_device_index())
         self._weight_group = WeightGroup(self._device)
+        self._checkpointer = Checkpointer(self._device, self.config.collective_timeout_s)
         self._mesh = ParallelMesh(self._layout(), current_platform.device_type)
         with failing_together("building the model"):
             dtype = resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
@@ -105,8 +109,15 @@ class FSDPTrainEngine(TrainEngine):
             model.requires_grad_(not self.config.frozen)
             plan = self._prepare(model)
         policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
-        shard_model(model, self._mesh, plan, policy, reshard_after_forward=self.config.reshard_after_forward)
-        self._model = model.to(self._device)
+        shard_model(
+            model,
+            self._mesh,
+            plan,
+            policy,
+            reshard_after_forward=self.config.reshard_after_forward,
+            offload_policy=offload_policy(self.config.offload),
+        )
+        self._model = place(model, self._device, self.config.offload)
         self._optimizer = None if self.config.frozen else self._make_optimizer()
 
     def _prepare(self, model: nn.Module) -> TensorPlan | None:
@@ -145,9 +156,11 @@ class FSDPTrainEngine(TrainEngine):
             weight_decay=self.config.weight_decay,
         )
 
-    def _built_model(self) -> nn.Module:
+    def _built_model(self, *, may_sleep: bool = False) -> nn.Module:
         if self._model is None:
             raise RuntimeError("the train engine has no model; call initialize() first, and nothing after destroy()")
+        if self._memory.is_asleep and not may_sleep:
+            raise RuntimeError("the train engine is asleep, and its state waits on the host; call wake() first")
         return self._model
 
     def _built_optimizer(self) -> torch.optim.AdamW:
@@ -196,7 +209,8 @@ class FSDPTrainEngine(TrainEngine):
         lr = self.config.lr * min(1.0, (self._progress.num_steps + 1) / max(1, self.config.num_warmup_steps))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        with self._memory.optimizer_present(optimizer):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._progress = Progress(version=self._progress.version + 1, num_steps=self._progress.num_steps + 1)
         return {**stats, "grad_norm": grad_norm, "lr": lr}
@@ -216,6 +230,7 @@ class FSDPTrainEngine(TrainEngine):
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
     ) -> dict[str, float]:
         with failing_together("preparing the batch"):
+            self._checkpointer.raise_failure()
             loss = prepare_loss(loss_fn, loss_kwargs, samples, self.config.head)
             checked = check_samples(samples, self._batching.vocab_size)
         micro_batches, num_tokens, num_samples = self._make_micro_batches(checked)
@@ -321,7 +336,7 @@ class FSDPTrainEngine(TrainEngine):
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None elsewhere. A collective."""
-        weights = full_state_dict(self._built_model())
+        weights = full_state_dict(self._built_model(may_sleep=True), self._memory.full)
         return weights if dist.get_rank() == 0 else None
 
     def open_weight_store(self, address: str) -> int:
@@ -331,28 +346,63 @@ class FSDPTrainEngine(TrainEngine):
     def publish_weights(self, target: WeightTarget, form: WeightFormat) -> WeightsInMemory | WeightsOnDisk | int | None:
         """Send the full parameters, by Hugging Face name, bucket by bucket from rank 0. A collective; see publish."""
         return publish(
-            named_tensors(self._built_model()),
+            named_tensors(self._built_model(may_sleep=True)),
             target,
             form,
             version=self._progress.version,
             is_root=dist.get_rank() == 0,
             group=self._weight_group,
+            full=self._memory.full,
         )
 
     def save(self, path: str) -> None:
-        """Write model (safetensors, Hugging Face layout), its tokenizer and optimizer state below ``path``, all or nothing.
+        """Write parameters, optimizer state, version, step count and random state below ``path``, all or nothing; every rank
+        writes its part. See Checkpointer.save. A collective."""
+        self._save(path, background=False)
 
-        A collective. Raises what checkpoint.save_checkpoint raises.
-        """
-        source = self.config.model if isinstance(self.config.model, str) else None
-        save_checkpoint(os.fspath(path), self._built_model(), self._built_optimizer(), self._progress, source)
+    def save_in_background(self, path: str) -> None:
+        """As save, and return as soon as the state has been copied to the host. What goes wrong later is raised by the next
+        train_batch, eval_batch, save, load or wait_for_save. A collective."""
+        self._save(path, background=True)
+
+    def _save(self, path: str, *, background: bool) -> None:
+        model, optimizer = self._built_model(), self._built_optimizer()
+        with self._memory.optimizer_present(optimizer):
+            self._checkpointer.save(
+                os.fspath(path), model, optimizer, self._progress, self._model_folder(), background=background
+            )
+
+    def wait_for_save(self) -> None:
+        """Wait until what save_in_background began is written. Raises what it met. A collective."""
+        self._built_model(may_sleep=True)
+        self._checkpointer.wait()
 
     def load(self, path: str) -> None:
-        """Read what save wrote, by any number of ranks: weights, optimizer, version and step count. A collective."""
+        """Read what save wrote, by any number of ranks; the random state only where they are as many. A collective."""
         self._check_trainable()
         optimizer = self._make_optimizer()
-        self._progress = load_checkpoint(os.fspath(path), self._built_model(), optimizer)
+        self._progress = self._checkpointer.load(os.fspath(path), self._built_model(), optimizer)
         self._optimizer = optimizer
+        self._memory.park_optimizer(optimizer)
+
+    def export_hf(self, path: str, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write the weights and the tokenizer as a Hugging Face folder; see hf_export.export_hf. A collective."""
+        model, source = self._built_model(may_sleep=True), self._model_folder()
+        export_hf(model, os.fspath(path), dtype=dtype, max_shard_bytes=max_shard_bytes, source=source, full=self._memory.full)
+
+    def _model_folder(self) -> str | None:
+        return self.config.model if isinstance(self.config.model, str) else None
+
+    def sleep(self) -> None:
+        """Have parameters and optimizer state wait on the host, pinned where there is a device, and give its memory back.
+        export_hf, wait_for_save, set_version and set_lr are allowed meanwhile, besides those that TrainEngine names."""
+        model = self._built_model(may_sleep=True)
+        self._memory.sleep(model, self._optimizer)
+
+    def wake(self) -> None:
+        """Take the device's memory again. Raises torch.OutOfMemoryError where there is not enough; it sleeps on then."""
+        self._built_model(may_sleep=True)
+        self._memory.wake()
 
     def get_version(self) -> int:
         """The weight version: the number of optimizer steps that made these weights, unless set otherwise."""
@@ -371,7 +421,9 @@ class FSDPTrainEngine(TrainEngine):
     def destroy(self) -> None:
         """Free the model and leave the process group, if this engine had joined it. Idempotent."""
         if self._model is not None:
+            self._checkpointer.close()
             self._weight_group.close()
+            self._memory.clear()
         had_model, self._model, self._optimizer = self._model is not None, None, None
         if had_model:
             current_platform.empty_cache()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from helmsman.api.engines import Head
+
+Offload: TypeAlias = Literal["none", "optimizer", "all"]
+"""What waits on the host while it is not used."""
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,6 +56,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     packing: bool | None = None
     """Whether the samples of a micro-batch are one row without padding, with positions that begin anew at each; None does so
     where the model allows it."""
+    offload: Offload = "none"
+    """What is on the host while it is not used: ``optimizer``, its state between steps, for which the device needs room then;
+    ``all``, parameters, gradients and optimizer, which steps on the host, too (FSDP's CPUOffloadPolicy)."""
     rendezvous_timeout_s: float = 300.0
     """How long the ranks wait for each other at the start."""
     collective_timeout_s: float = 1800.0

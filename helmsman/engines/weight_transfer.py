@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -68,9 +68,10 @@ def publish(
     version: int,
     is_root: bool,
     group: WeightGroup,
+    full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
 ) -> WeightsInMemory | WeightsOnDisk | int | None:
     """Send tensors by name, which have this version, to a target. Every rank that has shards of them calls it with the same;
-    rank 0 sends, and returns what was made.
+    rank 0 sends, and returns what was made. ``full`` gives all of a tensor, on any device.
 
     Raises: ValueError for another version than the target's, names that are the same once they are mapped, or a type that is
     none; on every rank what the target raises, after all ranks have come to the end.
@@ -100,7 +101,7 @@ def publish(
             error = exc
         for name, tensor in tensors.items():
             try:
-                full = full_tensor(tensor)
+                whole = full(tensor)
             except Exception as exc:
                 if isinstance(sink, _GroupSink):
                     sink.give_up(error or exc)
@@ -108,7 +109,7 @@ def publish(
             if packer is None or error is not None:
                 continue
             try:
-                packer.add(names[name], full)
+                packer.add(names[name], whole)
             except Exception as exc:  # noqa: BLE001 - as above
                 error = exc
         try:

@@ -320,6 +320,24 @@ ROWS = [
         "Remove it to go on from the one before it",
     ),
     Row(
+        errors.OutOfTurnError(
+            role="train", method="train_batch", owner="role 'rollout''s", next_step="Call to_training() first, or train there."
+        ),
+        ("'train'", "train_batch", "role 'rollout''s"),
+        "Call to_training() first",
+    ),
+    Row(
+        errors.DeviceMemoryError(
+            worker_id="train/1",
+            method="train_batch",
+            reason="CUDA out of memory. Tried to allocate 2.00 GiB",
+            owner="role 'train''s",
+            figures=("train/1: 70.0 GiB allocated", "rollout/0: 2.0 GiB allocated"),
+        ),
+        ("train/1", "train_batch", "Tried to allocate 2.00 GiB", "role 'train''s", "70.0 GiB", "rollout/0: 2.0 GiB allocated"),
+        "Give less to the role that holds most",
+    ),
+    Row(
         errors.RecoveryExhaustedError(
             loss=WORKER_FAILED,
             num_recoveries=3,

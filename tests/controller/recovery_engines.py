@@ -61,6 +61,12 @@ class FaultyTrainEngine(FSDPTrainEngine):
         super().save(path)
         meet_fault(self.faults, "saved")
 
+    def save_in_background(self, path: str) -> None:
+        """As FSDPTrainEngine's."""
+        meet_fault(self.faults, "save")
+        super().save_in_background(path)
+        meet_fault(self.faults, "begun")
+
     def load(self, path: str) -> None:
         """As FSDPTrainEngine's."""
         meet_fault(self.faults, "load")

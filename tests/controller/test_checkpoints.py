@@ -107,3 +107,26 @@ def test_a_lost_link_does_not_lose_the_checkpoint(tmp_path: Path) -> None:
 def test_none_would_stay(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_kept is 0; expected 1 or more"):
         Checkpoints(tmp_path, num_kept=0)
+
+
+def test_what_is_written_in_the_background_counts_when_it_is_there(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    begun: list[Path] = []
+    assert checkpoints.finish() is None
+    checkpoints.begin(5, begun.append, lambda folder: (folder / "added").write_text("by the script"))
+    assert checkpoints.is_writing
+    assert checkpoints.finish() is None
+    assert checkpoints.latest() is None
+    fill(begun[0])  # which has its name when it is complete
+    assert checkpoints.finish() == tmp_path / "step-000005"
+    assert not checkpoints.is_writing
+    assert sorted(path.name for path in (tmp_path / "step-000005").iterdir()) == ["added", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000005"]
+
+    checkpoints.begin(10, begun.append, lambda folder: (folder / "added").touch())
+    checkpoints.forget()
+    fill(begun[1])
+    assert checkpoints.finish() is None
+    assert checkpoints.latest() == (5, (tmp_path / "step-000005").resolve())
+    checkpoints.save(15, fill)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000005", "step-000015"]

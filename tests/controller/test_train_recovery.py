@@ -235,6 +235,36 @@ def test_a_rank_that_is_killed_while_it_saves(training: Training, unbroken: dict
     ]
 
 
+@pytest.mark.parametrize(("moment", "rank"), [("", 0), ("save", 1), ("begun", 1), ("begun", 0), ("loss", 0)])
+def test_what_was_saved_in_the_background_counts_when_it_is_complete(
+    scheduler: LocalScheduler, tmp_path: Path, unbroken: dict[int, float], moment: str, rank: int
+) -> None:
+    training = Training(scheduler, tmp_path, save_in_background=True)
+    added: list[Path] = []
+
+    def add(folder: Path) -> None:
+        added.append(folder)
+        (folder / "of-the-script").write_text(str(max(training.done, default=0)))
+
+    with training.trainer as trainer:
+        trainer.initialize()
+        if moment:
+            training.before[5 if moment == "loss" else 4] = training.fault(moment, rank)
+        again = RecoverableTraining(trainer, training.policy, training.step, on_begin=training.on_begin, add_files=add)
+        again.run(1, LAST_STEP)
+    if not moment:
+        assert training.begun == [1]
+    elif moment == "save":
+        assert training.begun == [1, 3]
+    else:
+        assert training.begun[0] == 1
+        assert training.begun[1:] in ([3], [5]), "as far as the one of step 4 was complete, or not"
+    assert training.losses == unbroken
+    folders = [training.folder / "checkpoints" / f"step-{step:06d}" for step in (2, 4, 6)]
+    assert sorted((training.folder / "checkpoints").iterdir()) == [training.folder / "checkpoints" / "latest", *folders]
+    assert [(folder / "of-the-script").read_text() for folder in folders] == ["2", "4", "6"], "as it was at that step"
+
+
 def test_a_rank_that_is_killed_between_steps_and_one_before_the_first_checkpoint(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:

@@ -390,3 +390,65 @@ def test_the_configuration_is_checked() -> None:
         RolloutConfig(model=QWEN2, max_concurrency=0)
     with pytest.raises(RuntimeError, match="initialize"):
         HFRolloutEngine(config).get_version()
+
+
+# --- sleep ------------------------------------------------------------------------------------------------------------
+
+
+def memory_of(engine: HFRolloutEngine) -> tuple[int, int]:
+    """Bytes of its weights, and of its keys and values."""
+    loop = engine._running()
+    weights = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in loop._model.parameters()}
+    cache = [pool for layer in loop._batch.cache.layers for pool in (layer.keys, layer.values)]
+    return sum(weights.values()), sum(pool.nbytes for pool in cache)
+
+
+async def test_an_engine_that_slept_goes_on_with_what_it_had(engine: HFRolloutEngine) -> None:
+    expected = await engine.agenerate(request("a", PROMPTS[2]))
+    awake = memory_of(engine)
+    assert min(awake) > 0
+    await engine.sleep()
+    await engine.sleep(1)
+    assert memory_of(engine) == (0, 0)
+    with pytest.raises(RuntimeError, match=r"asleep, and accepts no request; call wake\(\) first"):
+        await engine.agenerate(request("b", PROMPTS[2]))
+    with pytest.raises(RuntimeError, match=r"call wake\(weights_only=True\) first"):
+        await engine.update_weights({}, 1)
+    await engine.wake(weights_only=True)
+    assert memory_of(engine) == (awake[0], 0)
+    with pytest.raises(RuntimeError, match="accepts no request"):
+        await engine.agenerate(request("b", PROMPTS[2]))
+    await engine.wake()
+    await engine.wake()
+    assert memory_of(engine) == awake
+    assert (await engine.agenerate(request("b", PROMPTS[2]))).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("levels", [(2,), (1, 2)])
+async def test_an_engine_that_has_dropped_its_weights_serves_after_an_update(
+    engine: HFRolloutEngine, levels: tuple[int, ...]
+) -> None:
+    expected = await engine.agenerate(request("a", PROMPTS[2]))
+    weights = {name: each.detach().clone() for name, each in engine._running()._model.named_parameters()}
+    for level in levels:
+        await engine.sleep(level)
+    assert memory_of(engine) == (0, 0)
+    await engine.wake()
+    waiting = asyncio.ensure_future(engine.agenerate(request("b", PROMPTS[2])))
+    with pytest.raises(ValueError, match="do not fit"):
+        await engine.update_weights({}, 1)
+    await engine.update_weights(weights, 1)
+    result = await waiting
+    assert (result.token_ids, result.versions) == (expected.token_ids, [1] * 12)
+
+
+async def test_an_engine_with_requests_does_not_sleep(long_engine: HFRolloutEngine) -> None:
+    running = asyncio.ensure_future(long_engine.agenerate(request("a", PROMPTS[2], ENDLESS)))
+    await until_running(long_engine, 1)
+    with pytest.raises(RuntimeError, match=r"1 request\(s\) are in flight"):
+        await long_engine.sleep()
+    with pytest.raises(ValueError, match="level is 3"):
+        await long_engine.sleep(3)
+    await long_engine.abort()
+    assert (await running).stop_reason == "abort"
+    await long_engine.sleep()

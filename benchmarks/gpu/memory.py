@@ -1,0 +1,87 @@
+"""Memory of a training state: offload, sleep, and turns with a rollout on the same devices."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from benchmarks.gpu.harness import Machine, check
+from benchmarks.gpu.training import losses_of, samples_of, training
+from helmsman import Job, RolloutController, SamplingParams, SchedulingStrategy, Turns
+from helmsman.api.memory import MemoryFigures
+
+PROBE = "helmsman.engines.memory.MemoryProbe"
+ROLLOUT = "helmsman.engines.rollout.HFRolloutEngine"
+
+
+@check("memory.offload")
+def offload(machine: Machine) -> dict[str, str]:
+    """Losses with the optimizer, and with all of the state, on the host are those without."""
+    plain = losses_of(machine, machine.num_devices, compute_dtype="float32")
+    figures = {}
+    for kind in ("optimizer", "all"):
+        losses = losses_of(machine, machine.num_devices, compute_dtype="float32", offload=kind)
+        difference = max(abs(one - other) / abs(other) for one, other in zip(losses, plain, strict=True))
+        assert difference < 1e-4, (kind, losses, plain)
+        figures[kind] = f"largest relative difference {difference:.1e}"
+    return figures
+
+
+@check("memory.sleep")
+def sleep(machine: Machine) -> dict[str, str]:
+    """A trainer that sleeps leaves its device almost empty, and goes on where it was."""
+    batch = samples_of(8, 64, machine.model["vocab_size"], 0)
+    with machine.scheduler() as scheduler, training(machine, scheduler, machine.num_devices) as trainer:
+        asyncio.run(scheduler.create_engine("train/0", PROBE, "memory"))
+
+        def figures() -> MemoryFigures:
+            found: MemoryFigures = scheduler.call_engine("train/0", "figures", "memory")
+            return found
+
+        trainer.train_batch(batch, "sft")
+        before, loss = figures(), trainer.eval_batch(batch, "sft")["loss"]
+        started = time.monotonic()
+        trainer.sleep()
+        slept, asleep = time.monotonic(), figures()
+        trainer.wake()
+        woke = time.monotonic()
+        assert trainer.eval_batch(batch, "sft")["loss"] == loss
+        assert machine.is_rehearsal or asleep.reserved_bytes < before.reserved_bytes / 4, (before, asleep)
+        return {
+            "allocated awake": f"{before.allocated_bytes / 2**30:.2f} GiB",
+            "asleep": f"{asleep.allocated_bytes / 2**30:.2f} GiB allocated, {asleep.reserved_bytes / 2**30:.2f} GiB reserved",
+            "to sleep, to wake": f"{slept - started:.2f} s, {woke - slept:.2f} s",
+        }
+
+
+@check("memory.turns")
+def turns(machine: Machine) -> dict[str, str]:
+    """A trainer and a rollout on the same devices, some steps in turns; each token by the weights of the step before."""
+    model = machine.model
+    shared = SchedulingStrategy(type="colocation", target="train", fork=True)
+    with machine.scheduler() as scheduler, training(machine, scheduler, machine.num_devices) as trainer:
+        rollout = RolloutController(
+            scheduler,
+            ROLLOUT,
+            Job(role="rollout", replicas=machine.num_devices, tasks=[machine.spec()], scheduling_strategy=shared),
+            engine_kwargs={"model": model, "max_concurrency": 8, "max_model_len": 128},
+        )
+        trainer.sleep()
+        with rollout:
+            rollout.initialize()
+            taking = Turns(trainer, rollout)
+            seconds = []
+            for step in range(3):
+                started = time.monotonic()
+                taking.to_rollout()
+                handed = time.monotonic()
+                results = rollout.generate([[1, 2, 3]] * 8, SamplingParams(max_new_tokens=16, seed=step))
+                assert {version for result in results for version in result.versions} == {step}
+                began = time.monotonic()
+                taking.to_training()
+                seconds.append((handed - started, time.monotonic() - began))
+                trainer.train_batch([{"input_ids": [1, 2, 3, *result.token_ids]} for result in results], "sft")
+            return {
+                "to the rollout": ", ".join(f"{there:.2f} s" for there, _ in seconds),
+                "to the trainer": ", ".join(f"{back:.2f} s" for _, back in seconds),
+            }

@@ -1,0 +1,109 @@
+"""Tensors whose memory is given back while their bytes wait on the host.
+
+A tensor stays the same object, with its shape and type, and so do all views of it: what goes is the memory behind it. That is
+why FSDP, an optimizer and whoever else holds tensors need not know. Nobody may read one meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from helmsman.api.platforms import current_platform
+
+
+class Parking:
+    """A place for tensors on the host; pinned memory where they come from a device."""
+
+    def __init__(self) -> None:
+        self._parked: dict[int, _Parked] = {}
+        """By the storage's address in this process."""
+
+    @property
+    def num_bytes(self) -> int:
+        """That wait here."""
+        return sum(each.num_bytes for each in self._parked.values())
+
+    def park(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Bring tensors here and give their memory back. What is here already stays, and so does memory that cannot be given
+        back, such as a mapped file's."""
+        new: dict[int, _Parked] = {}
+        for storage in map(storage_of, tensors):
+            key = storage._cdata
+            if key not in self._parked and key not in new and storage.nbytes() and storage.resizable():
+                new[key] = _Parked(storage)
+        current_platform.synchronize()
+        for each in new.values():
+            each.storage.resize_(0)
+        self._parked.update(new)
+
+    def drop(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the memory of tensors back, whose contents nobody needs any more; bring_back gives them memory again."""
+        for storage in map(storage_of, tensors):
+            if (parked := self._parked.get(storage._cdata)) is not None:
+                parked.host = None
+            elif storage.nbytes() and storage.resizable():
+                self._parked[storage._cdata] = _Parked(storage, keep=False)
+                storage.resize_(0)
+
+    def bring_back(self) -> None:
+        """Give all tensors their memory and contents again. When there is no room all of them stay here.
+
+        Raises: torch.OutOfMemoryError.
+        """
+        try:
+            for each in self._parked.values():
+                each.bring()
+            current_platform.synchronize()
+        except BaseException:
+            for each in self._parked.values():
+                each.storage.resize_(0)
+            raise
+        self._parked = {}
+
+    @contextlib.contextmanager
+    def present(self, tensor: torch.Tensor) -> Iterator[None]:
+        """While the block lasts this one tensor can be read, wherever it is."""
+        parked = self._parked.get(storage_of(tensor)._cdata)
+        if parked is None:
+            yield
+            return
+        try:
+            parked.bring()
+            yield
+        finally:
+            current_platform.synchronize()
+            parked.storage.resize_(0)
+
+    def clear(self) -> None:
+        """Forget what is here."""
+        self._parked = {}
+
+
+class _Parked:
+    """A storage and its bytes."""
+
+    def __init__(self, storage: torch.UntypedStorage, *, keep: bool = True) -> None:
+        self.storage, self.num_bytes = storage, storage.nbytes()
+        self.host: torch.Tensor | None = None
+        if keep:
+            self.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+            self.host.copy_(_bytes(storage), non_blocking=True)
+
+    def bring(self) -> None:
+        self.storage.resize_(self.num_bytes)
+        if self.host is not None:
+            _bytes(self.storage).copy_(self.host, non_blocking=True)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor, or behind this rank's shard of it."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
