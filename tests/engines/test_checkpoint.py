@@ -82,7 +82,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("later", {}),
     ("now", {"offload": "optimizer"}),
     ("later", {"offload": "all"}),
-    ("now", {"tensor_parallel_size": 2}),
+    ("now", {"data_parallel_replicas": 2}),
 ]
 
 
