@@ -82,7 +82,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("later", {}),
     ("now", {"offload": "optimizer"}),
     ("later", {"offload": "all"}),
-    ("now", {"data_parallel_replicas": 2}),
+    ("now", {"tensor_parallel_size": 2}),
 ]
 
 
@@ -95,7 +95,7 @@ def test_other_ranks_go_on_where_four_have_saved(
         assert len(ways) == len(choices)
         for steps in ways:
             for step, unbroken in zip(steps, expected, strict=True):
-                assert step == pytest.approx(unbroken, abs=1e-5, rel=1e-5)
+                assert step == pytest.approx(unbroken, abs=1e-5, rel=1e-4)  # other meshes add in another order
 
 
 def test_every_rank_writes_its_part(saved: tuple[Path, list[dict[str, float]]]) -> None:

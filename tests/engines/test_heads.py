@@ -59,7 +59,7 @@ def test_values_are_what_transformers_reads_from_the_saved_folder(
 ) -> None:
     engine = make(engines, model=model, max_tokens_per_micro_batch=24)
     engine.train_batch(CRITIC_SAMPLES, "value")
-    engine.save(str(tmp_path / "critic"))
+    engine.export_hf(str(tmp_path / "critic"))
     values = engine.forward(SAMPLES)
     assert [(row.dtype, len(row)) for row in values] == [(torch.float32, len(sample["input_ids"])) for sample in SAMPLES]
     torch.testing.assert_close(values[1], scores(tmp_path / "critic", SAMPLES[1]["input_ids"]), atol=1e-4, rtol=1e-4)
