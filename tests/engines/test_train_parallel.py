@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.api.weights import IntoMemory, OntoDisk, WeightFormat, WeightsInMemory, WeightsOnDisk
@@ -97,6 +98,7 @@ def all_cases(world_size: int, folder: str) -> dict[str, Any]:
         result |= {"saved": save(folder), "published": published(folder), "errors": errors()}
     if world_size == 2:
         result["loaded"] = [load(folder, fields) for fields in ({}, TENSOR)]
+        result["num_sums"] = num_sums()
     leave_process_group()
     return result
 
@@ -140,6 +142,15 @@ def published(folder: str) -> dict[str, Any]:
             read.append({name: each.clone() for bucket in buckets for name, each in bucket.items()})
     group.close()
     return {"exported": exported, "memory": read[0], "disk": read[1]}
+
+
+def num_sums() -> int:
+    """Sums over tensor-parallel ranks in one step of one micro-batch."""
+    engine = build("llama", **TENSOR)
+    with CommDebugMode() as collectives:
+        engine.train_batch(SAMPLES[:2], "sft")
+    engine.destroy()
+    return sum(num for kind, num in collectives.get_comm_counts().items() if "c10d_functional.all_reduce" in str(kind))
 
 
 def fails_on_rank_three(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -236,6 +247,11 @@ def test_what_four_ranks_have_saved_two_go_on_with_however_they_divide(worlds: d
     for steps in worlds[2][0]["loaded"]:
         for mine, theirs in zip(steps, saved, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+def test_a_layer_needs_two_sums_forward_and_two_backward(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    # As in Megatron-LM, arXiv:1909.08053, figure 4; and one each for embeddings and logits.
+    assert worlds[2][0]["num_sums"] == 2 * (2 + 2) + 2
 
 
 def test_published_weights_are_whole_and_have_their_names(four_ranks: list[dict[str, Any]]) -> None:
