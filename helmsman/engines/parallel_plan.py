@@ -125,11 +125,12 @@ class TensorPlan:
             dim = 1 if style in _ROW_STYLES else 0
             length = int(model.get_parameter(f"{name}.weight").shape[dim])
             if length % size:
-                what = "rows" if dim == 0 else "columns"
-                raise self._uneven(size, f"a matrix {name} of {length} {what}", length)
+                is_vocabulary = name in (self._embedding_name, self._output_name)
+                what = "a vocabulary of" if is_vocabulary else f"{name} with {'columns' if dim else 'rows'} to the number of"
+                raise self._uneven(size, f"{what} {length}", length)
 
     def _check_heads(self, config: Any, size: int) -> None:
-        for field in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        for field in ("num_attention_heads", "num_key_value_heads"):
             number = getattr(config, field, None)
             if number is not None and number % size:
                 raise self._uneven(size, f"{field} {number}", number)

@@ -281,11 +281,13 @@ class FSDPTrainEngine(TrainEngine):
         with failing_together("preparing the batch"):
             checked = check_samples(samples, self._batching.vocab_size)
         results = [torch.empty(0)] * len(samples)
-        for micro_batch in self._make_micro_batches(checked)[0]:
-            logprobs = self._logprobs(micro_batch).cpu()
-            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
-                results[index] = row[:length].clone()
-        reshard(self._built_model())
+        try:
+            for micro_batch in self._make_micro_batches(checked)[0]:
+                logprobs = self._logprobs(micro_batch).cpu()
+                for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
+                    results[index] = row[:length].clone()
+        finally:
+            reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
@@ -340,7 +342,7 @@ class FSDPTrainEngine(TrainEngine):
         """Free the model and leave the process group, if this engine had joined it. Idempotent."""
         if self._model is not None:
             self._weight_group.close()
-        had_model, self._model, self._optimizer = self._model is not None, None, None
+        had_model, self._mesh, self._model, self._optimizer = self._model is not None, None, None, None
         if had_model:
             current_platform.empty_cache()
         if self._owns_group:

@@ -20,7 +20,7 @@ from helmsman.engines.weight_transfer import incoming
 from tests.engines.models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
 from tests.engines.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 VOCAB = {"vocab_size": 52}
 MODELS: dict[str, dict[str, Any]] = {
@@ -177,6 +177,7 @@ def errors() -> dict[str, Any]:
     found["after"] = train(engine, 2)
     engine.destroy()
     attempt("no plan", lambda: FSDPTrainEngine(model=GPT2, **TENSOR).initialize())
+    attempt("vocabulary", lambda: FSDPTrainEngine(model={**LLAMA, "vocab_size": 51}, **TENSOR).initialize())
     attempt("heads", lambda: build("gemma3", tensor_parallel_size=4))
     attempt("context heads", lambda: FSDPTrainEngine(model=SIX_HEADS, **BOTH).initialize())
     attempt("world", lambda: build("qwen2", tensor_parallel_size=3))
@@ -289,6 +290,8 @@ def test_what_does_not_divide_is_said(four_ranks: list[dict[str, Any]]) -> None:
         found = rank["errors"]
         assert found["no plan"][0] == "ValueError"
         assert "GPT2LMHeadModel (gpt2) declares no plan" in found["no plan"][1]
+        assert found["vocabulary"][0] == ParallelLayoutError.__name__
+        assert "a vocabulary of 51, which it does not divide. Set tensor_parallel_size to 1" in found["vocabulary"][1]
         assert found["heads"][0] == ParallelLayoutError.__name__
         assert "num_key_value_heads 2, which it does not divide. Set tensor_parallel_size to 1 or 2" in found["heads"][1]
         assert found["context heads"][0] == ParallelLayoutError.__name__
