@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -59,7 +59,11 @@ class TensorPlan:
         # What is tied stays tied: each style puts a new parameter in the place of the old one.
         tied = self._is_tied and not name
         for inner_name, inner in list(module.named_modules(prefix=name)):
-            if inner_name in self._styles and id(inner) not in others:
+            if id(inner) in others:
+                continue
+            if self._has_one_input(inner_name, inner):
+                _replicate_input(inner, mesh)
+            if inner_name in self._styles:
                 # All ranks have built the same weights, so that none is sent.
                 parallelize_module(inner, mesh, self._style(inner_name), src_data_rank=None)
                 if isinstance(inner, nn.Embedding):
@@ -67,6 +71,13 @@ class TensorPlan:
         if tied and self._embedding_name in self._styles:
             output, embeddings = (module.get_submodule(each) for each in (self._output_name, self._embedding_name))
             output.weight = embeddings.weight
+
+    def _has_one_input(self, name: str, module: nn.Module) -> bool:
+        """Whether a module has several column-parallel matrices, and nothing else that its input could go to."""
+        children = [(f"{name}.{child}", inner) for child, inner in module.named_children() if _has_parameters(inner)]
+        columns = [child for child, _ in children if self._styles.get(child) == "colwise"]
+        has_own = next(module.parameters(recurse=False), None) is not None
+        return len(columns) > 1 and not has_own and all(child in self._styles for child, _ in children)
 
     def _style(self, name: str) -> ParallelStyle:
         style = self._styles[name]
@@ -114,11 +125,12 @@ class TensorPlan:
             dim = 1 if style in _ROW_STYLES else 0
             length = int(model.get_parameter(f"{name}.weight").shape[dim])
             if length % size:
-                what = "rows" if dim == 0 else "columns"
-                raise self._uneven(size, f"a matrix {name} of {length} {what}", length)
+                is_vocabulary = name in (self._embedding_name, self._output_name)
+                what = "a vocabulary of" if is_vocabulary else f"{name} with {'columns' if dim else 'rows'} to the number of"
+                raise self._uneven(size, f"{what} {length}", length)
 
     def _check_heads(self, config: Any, size: int) -> None:
-        for field in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        for field in ("num_attention_heads", "num_key_value_heads"):
             number = getattr(config, field, None)
             if number is not None and number % size:
                 raise self._uneven(size, f"{field} {number}", number)
@@ -143,6 +155,24 @@ def _as_expression(pattern: str) -> str:
 
 def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
     return next((name for name, module in model.named_modules() if module is wanted), "")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _replicate_input(module: nn.Module, mesh: DeviceMesh) -> None:
+    """The gradient of what several matrices get is summed over the ranks once, and not once for each of them."""
+
+    def replicate(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), kwargs
+        if "hidden_states" in kwargs:
+            states = DTensor.from_local(kwargs["hidden_states"], mesh, [Replicate()], run_check=False)
+            return args, {**kwargs, "hidden_states": states}
+        return args, kwargs
+
+    module.register_forward_pre_hook(replicate, with_kwargs=True)
 
 
 def _keep_padding_fixed(embedding: nn.Embedding) -> None:

@@ -327,11 +327,13 @@ class FSDPTrainEngine(TrainEngine):
         with failing_together("preparing the batch"):
             checked = check_samples(samples, self._batching.vocab_size)
         results = [torch.empty(0)] * len(samples)
-        for micro_batch in self._make_micro_batches(checked)[0]:
-            outputs = self._outputs(micro_batch).cpu()
-            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, outputs, strict=False):
-                results[index] = row[:length].clone()
-        reshard(self._built_model())
+        try:
+            for micro_batch in self._make_micro_batches(checked)[0]:
+                outputs = self._outputs(micro_batch).cpu()
+                for index, length, row in zip(micro_batch.indices, micro_batch.lengths, outputs, strict=False):
+                    results[index] = row[:length].clone()
+        finally:
+            reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
@@ -424,7 +426,7 @@ class FSDPTrainEngine(TrainEngine):
             self._checkpointer.close()
             self._weight_group.close()
             self._memory.clear()
-        had_model, self._model, self._optimizer = self._model is not None, None, None
+        had_model, self._mesh, self._model, self._optimizer = self._model is not None, None, None, None
         if had_model:
             current_platform.empty_cache()
         if self._owns_group:

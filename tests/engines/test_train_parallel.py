@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.api.weights import IntoMemory, OntoDisk, WeightFormat, WeightsInMemory, WeightsOnDisk
@@ -19,7 +20,7 @@ from helmsman.engines.weight_transfer import incoming
 from tests.engines.models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
 from tests.engines.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 VOCAB = {"vocab_size": 52}
 MODELS: dict[str, dict[str, Any]] = {
@@ -97,6 +98,7 @@ def all_cases(world_size: int, folder: str) -> dict[str, Any]:
         result |= {"saved": save(folder), "published": published(folder), "errors": errors()}
     if world_size == 2:
         result["loaded"] = [load(folder, fields) for fields in ({}, TENSOR)]
+        result["num_sums"] = num_sums()
     leave_process_group()
     return result
 
@@ -142,6 +144,15 @@ def published(folder: str) -> dict[str, Any]:
     return {"exported": exported, "memory": read[0], "disk": read[1]}
 
 
+def num_sums() -> int:
+    """Sums over tensor-parallel ranks in one step of one micro-batch."""
+    engine = build("llama", **TENSOR)
+    with CommDebugMode() as collectives:
+        engine.train_batch(SAMPLES[:2], "sft")
+    engine.destroy()
+    return sum(num for kind, num in collectives.get_comm_counts().items() if "c10d_functional.all_reduce" in str(kind))
+
+
 def fails_on_rank_three(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if dist.get_rank() == 3:
         raise ArithmeticError("rank 3 has had enough")
@@ -166,6 +177,7 @@ def errors() -> dict[str, Any]:
     found["after"] = train(engine, 2)
     engine.destroy()
     attempt("no plan", lambda: FSDPTrainEngine(model=GPT2, **TENSOR).initialize())
+    attempt("vocabulary", lambda: FSDPTrainEngine(model={**LLAMA, "vocab_size": 51}, **TENSOR).initialize())
     attempt("heads", lambda: build("gemma3", tensor_parallel_size=4))
     attempt("context heads", lambda: FSDPTrainEngine(model=SIX_HEADS, **BOTH).initialize())
     attempt("world", lambda: build("qwen2", tensor_parallel_size=3))
@@ -238,6 +250,11 @@ def test_what_four_ranks_have_saved_two_go_on_with_however_they_divide(worlds: d
             assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
+def test_a_layer_needs_two_sums_forward_and_two_backward(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    # As in Megatron-LM, arXiv:1909.08053, figure 4; and one each for embeddings and logits.
+    assert worlds[2][0]["num_sums"] == 2 * (2 + 2) + 2
+
+
 def test_published_weights_are_whole_and_have_their_names(four_ranks: list[dict[str, Any]]) -> None:
     published = four_ranks[0]["published"]
     assert "lm_head.weight" not in published["exported"]  # tied
@@ -273,6 +290,8 @@ def test_what_does_not_divide_is_said(four_ranks: list[dict[str, Any]]) -> None:
         found = rank["errors"]
         assert found["no plan"][0] == "ValueError"
         assert "GPT2LMHeadModel (gpt2) declares no plan" in found["no plan"][1]
+        assert found["vocabulary"][0] == ParallelLayoutError.__name__
+        assert "a vocabulary of 51, which it does not divide. Set tensor_parallel_size to 1" in found["vocabulary"][1]
         assert found["heads"][0] == ParallelLayoutError.__name__
         assert "num_key_value_heads 2, which it does not divide. Set tensor_parallel_size to 1 or 2" in found["heads"][1]
         assert found["context heads"][0] == ParallelLayoutError.__name__

@@ -1,0 +1,100 @@
+"""Token rows: what goes into the model's rows comes back to its samples, packed or padded."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helmsman.engines.attention import RowShape, row_attention
+from helmsman.engines.batching import Batching, check_samples, empty_micro_batch, group_samples, make_micro_batch
+from helmsman.engines.packing import pack, pad
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, multiple=st.integers(1, 4), packing=st.booleans())
+def test_tokens_come_back_to_their_samples(lengths: list[int], multiple: int, packing: bool) -> None:
+    numbers = iter(range(1, sum(lengths) + 1))
+    samples = [torch.tensor(list(itertools.islice(numbers, length))) for length in lengths]
+    rows = (pack if packing else pad)(samples, multiple)
+    assert rows.input_ids.shape == rows.position_ids.shape == rows.next_ids.shape
+    assert rows.input_ids.shape[0] == (1 if packing else len(lengths))
+    assert rows.input_ids.shape[1] % multiple == 0
+    if packing:
+        assert rows.segments is not None
+        assert sum(rows.segments) == rows.input_ids.shape[1] < sum(lengths) + multiple
+    at, before = rows.per_token(rows.input_ids.float()), rows.per_prediction(rows.next_ids.float())
+    assert at.shape == before.shape == (len(lengths), max(lengths))
+    positions = rows.per_token(rows.position_ids.float())
+    for row, sample in enumerate(samples):
+        length = len(sample)
+        assert at[row, :length].tolist() == sample.tolist()
+        # The token after the one before is the token itself; nothing predicts the first.
+        assert before[row, :length].tolist() == [0, *sample.tolist()[1:]]
+        assert positions[row, :length].tolist() == list(range(length))
+        assert not at[row, length:].any()
+        assert not before[row, length:].any()
+
+
+@settings(deadline=None)
+@given(lengths=LENGTHS, max_tokens=st.integers(1, 100), at_least=st.integers(0, 12))
+def test_packed_groups_keep_the_budget_and_are_balanced(lengths: list[int], max_tokens: int, at_least: int) -> None:
+    batching = Batching(max_tokens=max_tokens, vocab_size=50, packing=True)
+    samples = check_samples([{"input_ids": [1] * length} for length in lengths], 50)
+    fewest = group_samples(samples, batching)
+    groups = group_samples(samples, batching, at_least=at_least)
+    for found in (fewest, groups):
+        assert sorted(itertools.chain(*found)) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in group) <= max_tokens or len(group) == 1 for group in found)
+        assert all(found)
+    assert len(fewest) <= len(groups) <= max(len(fewest), min(at_least, len(lengths)))
+    assert group_samples(list(samples), batching, at_least=at_least) == groups
+
+
+def test_a_rank_with_fewer_tokens_makes_as_many_groups_as_the_others_of_even_size() -> None:
+    batching = Batching(max_tokens=100, vocab_size=50, packing=True)
+    samples = check_samples([{"input_ids": [1] * 10} for _ in range(8)], 50)
+    assert [len(group) for group in group_samples(samples, batching)] == [8]
+    assert [len(group) for group in group_samples(samples, batching, at_least=4)] == [2, 2, 2, 2]
+    assert len(make_micro_batch([0, 1], samples, batching).rows.input_ids[0]) == 20
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_stand_in_counts_nothing(packing: bool) -> None:
+    stand_in = empty_micro_batch(Batching(max_tokens=8, vocab_size=50, packing=packing, multiple=4))
+    assert stand_in.indices == stand_in.lengths == ()
+    assert stand_in.num_loss_tokens == 0
+    assert stand_in.rows.input_ids.shape[1] == 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS, window=st.none() | st.integers(1, 12), num_groups=st.sampled_from([1, 2]))
+def test_no_token_attends_across_samples(lengths: list[int], window: int | None, num_groups: int) -> None:
+    generator = torch.Generator().manual_seed(len(lengths))
+    num_tokens = sum(lengths)
+    query = torch.randn(1, 4, num_tokens, 8, generator=generator)
+    key, value = torch.randn(2, 1, 4 // num_groups, num_tokens, 8, generator=generator).unbind()
+    shape = RowShape(tuple(lengths), None, torch.device("cpu"))
+    mixed, _ = row_attention(torch.nn.Module(), query, key, value, None, sliding_window=window, helmsman_rows=shape)
+    sample = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)])
+    distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None]
+    seen = (sample[:, None] == sample[None]) & (distance >= 0) & (distance < (window or num_tokens))
+    scores = query @ key.repeat_interleave(num_groups, 1).transpose(-1, -2) / 8**0.5
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(num_groups, 1)
+    torch.testing.assert_close(mixed, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_keeps_the_rows_from_its_attention_is_named() -> None:
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="Linear was not told how the rows lie"):
+        row_attention(torch.nn.Linear(1, 1), states, states, states, None)
+    rows = RowShape((4,), None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="asks its attention for softcap"):
+        row_attention(torch.nn.Linear(1, 1), states, states, states, None, softcap=30.0, helmsman_rows=rows)
+    with pytest.raises(ValueError, match="asks its attention for a mask of its own"):
+        row_attention(torch.nn.Linear(1, 1), states, states, states, torch.zeros(1, 1, 4, 4), helmsman_rows=rows)
