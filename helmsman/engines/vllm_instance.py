@@ -338,6 +338,7 @@ class VLLMInstance:
                 await self._call(self._llm.sleep(level))
             else:
                 await self._call(self._llm.reset_prefix_cache())
+            self._gate.clear()
             self._asleep, self._has_weights_back = level, False
             self._num_updates += 1  # the cache is gone
             if level == 2:

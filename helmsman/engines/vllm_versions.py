@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.extras import needed_by
 
 OLDEST = (0, 11)
 NEWEST_RUN = (0, 32)
@@ -35,12 +35,8 @@ def require_vllm() -> tuple[int, int]:
 
     Raises: BackendNotInstalledError; UnsupportedVLLMError for one before 0.11.
     """
-    try:
+    with needed_by("VLLMEngine", "vllm"):
         import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise BackendNotInstalledError(backend="VLLMEngine", package="vllm", command="pip install 'helmsman[vllm]'") from error
     text = str(getattr(vllm, "__version__", ""))
     found = _parsed(text)
     if found == (0, 0):  # a source build says 'dev'; what it lacks shows where it is used
