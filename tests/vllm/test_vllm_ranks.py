@@ -16,6 +16,8 @@ from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, differences, folder_of, l
 from tests.vllm.vllm_served import PROMPTS, Served, broadcast, require_the_trainers, written
 
 
+pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = model_of(QWEN2_TIED, seed=1)
