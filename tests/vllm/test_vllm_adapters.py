@@ -55,7 +55,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         engine = VLLMEngine(
-            model=folder_of(model, folder), max_lora_rank=RANK, max_loras=2, adapters={"first": first}, adapter="first", **ENGINE
+            model=folder_of(model, folder),
+            max_lora_rank=RANK,
+            max_loras=2,
+            adapters={"first": first},
+            adapter="first",
+            **ENGINE,
         )
         engine.initialize()
         yield Served(engine, _merged(LLAMA, 1, first))
