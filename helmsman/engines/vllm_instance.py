@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import multiprocessing
 import signal
@@ -23,45 +22,13 @@ from helmsman.api.generation import GenerationRequest, GenerationResult, StopRea
 from helmsman.api.weights import Weights
 from helmsman.engines import vllm_versions
 from helmsman.engines.vllm_config import VLLMConfig
+from helmsman.engines.vllm_flight import Flight, seed_of
 from helmsman.engines.vllm_transfer import VLLMTransfer
 from helmsman.engines.weights import TornWeightsError
 
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.25
-
-
-class _Flight:
-    """A request and what it has generated."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.attempt: asyncio.Task[StopReason] | None = None
-        self.is_aborted = False
-
-    def take(self, output: Any, version: int) -> StopReason | None:
-        """Take in what vLLM has sent; returns why it was the last."""
-        part = output.outputs[0]
-        tokens = list(part.token_ids)
-        self.tokens += tokens
-        self.logprobs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
-        self.versions += [version] * len(tokens)
-        reason = part.finish_reason
-        if reason in (None, "stop", "length", "abort"):
-            return reason  # type: ignore[no-any-return]
-        raise RuntimeError(f"vLLM ended request {self.request.request_id!r} with {reason!r}; its log says more")
-
-    def result(self, reason: StopReason) -> GenerationResult:
-        return GenerationResult(
-            request_id=self.request.request_id,
-            token_ids=self.tokens,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            stop_reason=reason,
-        )
 
 
 class VLLMInstance:
@@ -74,7 +41,7 @@ class VLLMInstance:
         """Why it can serve no more; None while it can."""
         self._llm: Any = None
         self._children: list[Any] = []
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._numbers = itertools.count()
         self._gate = asyncio.Event()
         self._turn = asyncio.Lock()
@@ -178,13 +145,13 @@ class VLLMInstance:
         self._require_life()
         if self._asleep:
             raise RuntimeError(f"request {request.request_id!r} came while the engine sleeps; wake it first")
-        flight = self._flights[request.request_id] = _Flight(request)
+        flight = self._flights[request.request_id] = Flight(request)
         try:
             return await self._serve(flight)
         finally:
             del self._flights[request.request_id]
 
-    async def _serve(self, flight: _Flight) -> GenerationResult:
+    async def _serve(self, flight: Flight) -> GenerationResult:
         while not flight.is_aborted:
             self._require_life()
             flight.attempt = asyncio.get_running_loop().create_task(self._attempt(flight))
@@ -200,7 +167,7 @@ class VLLMInstance:
                 self._fail()
         return flight.result("abort")
 
-    async def _attempt(self, flight: _Flight) -> StopReason:
+    async def _attempt(self, flight: Flight) -> StopReason:
         await self._gate.wait()
         request, num_before = flight.request, len(flight.tokens)
         prompt, sampling = [*request.prompt_ids, *flight.tokens], request.sampling
@@ -210,7 +177,7 @@ class VLLMInstance:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             stop_token_ids=sampling.stop_token_ids,
-            seed=_seed_of(sampling.seed, request.num_generated + num_before),
+            seed=seed_of(sampling.seed, request.num_generated + num_before),
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if not self.config.keep_prefix_cache:
@@ -244,12 +211,12 @@ class VLLMInstance:
         await self._abort(meant)
         return len(meant)
 
-    async def _abort(self, flights: Sequence[_Flight]) -> None:
+    async def _abort(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
             flight.is_aborted = True
         await self._take_out(flights)
 
-    async def _take_out(self, flights: Sequence[_Flight]) -> None:
+    async def _take_out(self, flights: Sequence[Flight]) -> None:
         """Have vLLM forget these, with the tokens kept that have arrived."""
         attempts = [flight.attempt for flight in flights if flight.attempt is not None]
         for attempt in attempts:
@@ -391,15 +358,6 @@ class VLLMInstance:
 
 def _unknown_adapter(name: str, known: Mapping[str, Any]) -> str:
     return f"there is no adapter {name!r}; loaded are: {', '.join(known) or 'none'}"
-
-
-def _seed_of(seed: int | None, num_drawn: int) -> int | None:
-    """vLLM draws a request's numbers from its seed's first on; what goes on after so many draws gets a stream of its own."""
-    if seed is None:
-        return None
-    if not num_drawn:
-        return seed % 2**63
-    return int.from_bytes(hashlib.sha256(f"{seed}/{num_drawn}".encode()).digest()[:7], "little")
 
 
 def _end_of(child: Any) -> str:
