@@ -53,6 +53,7 @@ HelmsmanError
 ├── FaultsUnsupportedError                workers that are no processes of their own
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
+├── EngineDeadError (ConnectionError)     what an engine runs in other processes has ended
 ├── RewardError                           one score of a RewardPool
 │   ├── RewardTimeoutError (TimeoutError)
 │   ├── RewardLostError                   its worker has gone
@@ -856,6 +857,24 @@ class RequestsInFlightError(GenerationError, TimeoutError):
             in_flight=in_flight,
             num_queued=num_queued,
             limit_s=limit_s,
+        )
+
+
+class EngineDeadError(HelmsmanError, ConnectionError):
+    """An engine's processes, which are not the worker's own, have ended: it serves no more, though its worker lives.
+
+    Engines raise it; a rollout controller takes it for the instance's death.
+    """
+
+    engine: str
+    reason: str
+
+    def __init__(self, *, engine: str, reason: str) -> None:
+        super().__init__(
+            f"{engine} can serve no more: {reason}. The worker's log has its last words; a rollout controller with a "
+            "SupervisionPolicy builds such an instance anew.",
+            engine=engine,
+            reason=reason,
         )
 
 

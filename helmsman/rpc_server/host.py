@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.engines import InferenceEngine
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
@@ -184,7 +185,14 @@ class EngineHost:
             cpu_s=time.process_time(),
             rss_bytes=_resident_bytes(),
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
+            failed_engines=self._failed_engines(),
         )
+
+    def _failed_engines(self) -> dict[str, str]:
+        failures = {
+            name: engine.failure() for name, engine in list(self._engines.items()) if isinstance(engine, InferenceEngine)
+        }
+        return {name: reason for name, reason in failures.items() if reason is not None}
 
     def _configure(self, config: WorkerConfig) -> None:
         self.set_environment(config.environment)
