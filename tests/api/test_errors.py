@@ -176,6 +176,33 @@ ROWS = [
         ("'r0'", "2.5 s", "running on rollout/3"),
         "Raise the deadline",
     ),
+    Row(errors.ServerError("the inference server is not running"), ("not running",), ""),
+    Row(
+        errors.ServerStartError(
+            command="python -m vllm --port 20001",
+            address="127.0.0.1:20001",
+            reason="ended with exit code 1",
+            exit_code=1,
+            elapsed_s=2.5,
+            limit_s=600.0,
+            log_tail="no room for the cache",
+            step="See what it wrote",
+        ),
+        ("127.0.0.1:20001", "600 s", "ended with exit code 1 after 2.5 s", "python -m vllm --port 20001", "no room for the cache"),
+        "See what it wrote",
+    ),
+    Row(
+        errors.ServerLostError(address="127.0.0.1:20001", reason="it was ended by SIGKILL", exit_code=-9, log_tail="step 7"),
+        ("127.0.0.1:20001", "SIGKILL", "step 7"),
+        "supervision",
+    ),
+    Row(
+        errors.ServerRequestError(
+            address="127.0.0.1:20001", route="/pause", status=404, answer="Not Found", expected="200", step="Use a later version"
+        ),
+        ("/pause", "404", "200", "Not Found"),
+        "Use a later version",
+    ),
     Row(
         errors.FaultPlanError(line=2, text="kil a/0", found="'kil'", expected="'kill', 'hang', 'slow' or 'drop'"),
         ("line 2", "'kil a/0'", "found 'kil' where 'kill', 'hang'"),
@@ -495,6 +522,7 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("StrangeClusterError", ConnectionError),
         ("InstanceLostError", ConnectionError),
         ("RequestDeadlineError", TimeoutError),
+        ("ServerLostError", ConnectionError),
         ("FaultPlanError", ValueError),
         ("EpisodeTimeoutError", TimeoutError),
         ("RewardTimeoutError", TimeoutError),
