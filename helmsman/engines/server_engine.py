@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import enum
+import itertools
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -92,6 +93,7 @@ class ServerEngine(InferenceEngine):
         self._version = 0
         self._sequences: dict[str, ServedSequence] = {}
         self._parts: set[Part] = set()
+        self._numbers = itertools.count()
         self._awake = _Awake.ALL
         self._needs_weights = ""
         """Why the server generates nothing until an update."""
@@ -309,7 +311,7 @@ class ServerEngine(InferenceEngine):
             await self._changed.wait_for(lambda: self._serves or self._has_ended() or have_ended())
         if have_ended():
             return
-        part = Part(sequences, self._version)
+        part = Part(sequences, self._version, next(self._numbers))
         self._parts.add(part)
         part.reading = asyncio.ensure_future(self._read(part))
         try:
@@ -363,7 +365,7 @@ class ServerEngine(InferenceEngine):
 
     async def _forget(self, part: Part) -> None:
         """Tell the server that nobody reads a part any more, where the end of the connection does not."""
-        if (call := self._dialect.abort(part.request_id)) is not None:
+        if (call := self._dialect.abort(part.request_id)) is not None and self._client is not None:
             with contextlib.suppress(ServerError, TimeoutError):  # what was read of it counts all the same
                 await self._tell([call])
 

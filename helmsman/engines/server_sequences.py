@@ -23,8 +23,6 @@ class ServedSequence:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.stop_reason: StopReason | None = None
-        self.num_parts = 0
-        """How many requests of the server it has been part of."""
         room = request.sampling.max_new_tokens
         self._most = room if max_model_len is None else min(room, max_model_len - len(request.prompt_ids))
 
@@ -82,18 +80,21 @@ class ServedSequence:
 
 
 class Part:
-    """One request of the server, under way: some sequences by one version of the weights."""
+    """One request of the server, under way: some sequences by one version of the weights.
 
-    def __init__(self, sequences: Sequence[ServedSequence], version: int) -> None:
+    Args:
+        sequences: whose next tokens it brings.
+        version: of the weights that are served.
+        number: no other part of the engine has it: on the server, an earlier one of the same sequence may not be quite over.
+    """
+
+    def __init__(self, sequences: Sequence[ServedSequence], version: int, number: int) -> None:
         self.sequences = list(sequences)
         self.version = version
-        self.request_id = f"{sequences[0].request.request_id}.{sequences[0].num_parts}"
-        """Unique on the server: the last part of a sequence may not be quite over there."""
+        self.request_id = f"{sequences[0].request.request_id}.{number}"
         self.has_ended: set[int] = set()
         """Of its sequences, those that the server has ended, by whatever reason."""
         self.reading: asyncio.Task[None] | None = None
-        for sequence in sequences:
-            sequence.num_parts += 1
 
     @property
     def is_wanted(self) -> bool:
