@@ -179,6 +179,15 @@ class InferenceEngine(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no wake; it cannot take turns with another engine")
 
+    def failure(self) -> str | None:
+        """Why this engine can serve no more, though its worker lives: what it runs in other processes has ended. None while it
+        can.
+
+        A worker asks with every answer to ``health``, on the thread that answers: it must neither wait nor compute. Calls raise
+        EngineDeadError then. Either makes a rollout controller take the instance for dead.
+        """
+        return None
+
     @abc.abstractmethod
     def get_version(self) -> int:
         """The weight version that is served."""

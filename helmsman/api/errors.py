@@ -51,12 +51,13 @@ HelmsmanError
 │   └── RequestsInFlightError (TimeoutError) they have not ended, or come back, in time
 ├── ServerError                           an inference server that an engine runs as a process
 │   ├── ServerStartError                  it did not get ready
-│   ├── ServerLostError (ConnectionError) it has ended, or does not answer any more
 │   └── ServerRequestError                it refused a request, or answered what is no answer
 ├── FaultPlanError (ValueError)           a fault plan that makes no sense
 ├── FaultsUnsupportedError                workers that are no processes of their own
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
+├── EngineDeadError (ConnectionError)     what an engine runs in other processes has ended
+│   └── ServerLostError                   its inference server has ended, or the connection to it broke
 ├── RewardError                           one score of a RewardPool
 │   ├── RewardTimeoutError (TimeoutError)
 │   ├── RewardLostError                   its worker has gone
@@ -860,6 +861,24 @@ class RequestsInFlightError(GenerationError, TimeoutError):
         )
 
 
+class EngineDeadError(HelmsmanError, ConnectionError):
+    """An engine's processes, which are not the worker's own, have ended: it serves no more, though its worker lives.
+
+    Engines raise it; a rollout controller takes it for the instance's death.
+    """
+
+    engine: str
+    reason: str
+
+    def __init__(self, *, engine: str, reason: str) -> None:
+        super().__init__(
+            f"{engine} can serve no more: {reason}. The worker's log has its last words; a rollout controller with a "
+            "SupervisionPolicy builds such an instance anew.",
+            engine=engine,
+            reason=reason,
+        )
+
+
 class ServerError(HelmsmanError):
     """An inference server that an engine runs as a process of its own."""
 
@@ -902,20 +921,21 @@ class ServerStartError(ServerError):
         )
 
 
-class ServerLostError(ServerError, ConnectionError):
+class ServerLostError(EngineDeadError):
     """An inference server that has ended, or whose connection broke; what it was generating is lost."""
 
     address: str
-    reason: str
     exit_code: int | None
     """Negative for a signal; None when it was running."""
     log_tail: str
 
     def __init__(self, *, address: str, reason: str, exit_code: int | None, log_tail: str) -> None:
-        super().__init__(
+        HelmsmanError.__init__(
+            self,
             f"the inference server at {address} was lost: {reason}. What it had begun was not sent again; give the rollout "
             "controller supervision, so that the instance is built anew, and retries=RetryGeneration() to have its requests "
             f"continued elsewhere.\nlast lines of its output:\n{_indented(log_tail.strip() or '(nothing)')}",
+            engine="ServerEngine",
             address=address,
             reason=reason,
             exit_code=exit_code,

@@ -243,6 +243,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Resident memory of the process."""
     ends_in_s: float | None = None
     """Seconds until it ends, where it was told to; None where it was not."""
+    failed_engines: dict[str, str] = {}
+    """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True):
@@ -448,11 +450,12 @@ class Scheduler(abc.ABC):
         """Set environment variables in a worker, before its engines are created."""
 
     @abc.abstractmethod
-    async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         """Ask a worker whether it is there; it answers beside a call that runs.
 
         Args:
             timeout: seconds; ``timeouts.health_s`` when None.
+        Returns: what it says.
         Raises: WorkerFailedError when it has died, CallTimeoutError when it does not answer, WorkerNotFoundError.
         """
 

@@ -14,7 +14,16 @@ from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node
-from helmsman.api.scheduler import CONTROLLER, EngineSpec, Leaving, ResultHandle, Timeouts, WorkerState, WorkerStatus
+from helmsman.api.scheduler import (
+    CONTROLLER,
+    EngineSpec,
+    Leaving,
+    ResultHandle,
+    Timeouts,
+    WorkerHealth,
+    WorkerState,
+    WorkerStatus,
+)
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.elastic_roles import ElasticRoles
@@ -68,10 +77,10 @@ class SchedulerBase(ElasticRoles):
         client = self._client(worker_id)
         await run_async(client.control(Verb.SET_ENV, dict(env)))
 
-    async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         client = self._client(worker_id)
         limit_s = self.timeouts.health_s if timeout is None else timeout
-        client.heard(await run_async(client.control(Verb.HEALTH, limit_s=limit_s)))
+        return client.heard(await run_async(client.control(Verb.HEALTH, limit_s=limit_s)))
 
     async def leaving(self) -> dict[str, Leaving]:
         self._require_open("leaving")

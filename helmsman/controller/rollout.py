@@ -14,6 +14,7 @@ from typing import Any
 from helmsman.api.errors import (
     CallError,
     EngineCallError,
+    EngineDeadError,
     HandleLostError,
     HelmsmanError,
     InstanceLostError,
@@ -397,15 +398,24 @@ class RolloutController(RolloutInstances):
             return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout)
         except WorkerFailedError as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
-            if self._supervisor is not None and self._builds[worker_id] == build:
-                self._supervisor.note(worker_id, Event.LOST, error)
+            self._note_loss(worker_id, build, error)
             raise
+        except EngineCallError as error:
+            if isinstance(error.__cause__, EngineDeadError):
+                self._note_loss(worker_id, build, error)
+            raise
+
+    def _note_loss(self, worker_id: str, build: int, error: Exception) -> None:
+        if self._supervisor is not None and self._builds[worker_id] == build:
+            self._supervisor.note(worker_id, Event.LOST, error)
 
     async def _probe(self, worker_id: str) -> None:
         try:
-            await self.scheduler.check_health(worker_id, self._probe_limit_s)
+            health = await self.scheduler.check_health(worker_id, self._probe_limit_s)
         except WorkerFailedError as error:
             raise InstanceLostError(instance_id=worker_id, reason=str(error), may_have_begun=True) from error
+        if (reason := health.failed_engines.get(self.engine_name or worker_id)) is not None:
+            raise InstanceLostError(instance_id=worker_id, reason=reason, may_have_begun=True)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -524,3 +534,7 @@ class _Workers:
             return await call
         except WorkerFailedError as error:
             raise InstanceLostError(instance_id=instance_id, reason=str(error), may_have_begun=True) from error
+        except EngineCallError as error:
+            if not isinstance(error.__cause__, EngineDeadError):
+                raise
+            raise InstanceLostError(instance_id=instance_id, reason=error.__cause__.reason, may_have_begun=True) from error

@@ -366,7 +366,7 @@ class ServerEngine(InferenceEngine):
     async def _forget(self, part: Part) -> None:
         """Tell the server that nobody reads a part any more, where the end of the connection does not."""
         if (call := self._dialect.abort(part.request_id)) is not None and self._client is not None:
-            with contextlib.suppress(ServerError, TimeoutError):  # what was read of it counts all the same
+            with contextlib.suppress(ServerError, ServerLostError, TimeoutError):  # what was read of it counts all the same
                 await self._tell([call])
 
     @property

@@ -26,7 +26,13 @@ def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> No
     """Run a command until it ends, or is to end. The guard's whole life."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_fd = _wake_at_childs_end()
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        os.write(report_fd, b"0\n")  # there is no process
+        _end(report_fd, 127 << 8, folder)
+        return
     os.write(report_fd, b"%d\n" % server.pid)
     # Its output is the server's alone: who reads it must see its end.
     null = os.open(os.devnull, os.O_WRONLY)
@@ -39,6 +45,10 @@ def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> No
         ended = _reap(server.pid)
         status = ended if status is None else status
         time.sleep(0.005)
+    _end(report_fd, status, folder)
+
+
+def _end(report_fd: int, status: int, folder: str) -> None:
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     os.write(report_fd, b"%d\n" % status)

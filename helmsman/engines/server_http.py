@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from helmsman.api.errors import BackendNotInstalledError, ServerLostError, ServerRequestError
+from helmsman.api.errors import ServerLostError, ServerRequestError
+from helmsman.api.extras import needed_by
 
 if TYPE_CHECKING:
     import aiohttp
@@ -159,12 +160,6 @@ def says_no(answer: bytes) -> bool:
 
 def library() -> Any:
     """aiohttp. Raises: BackendNotInstalledError."""
-    try:
+    with needed_by("ServerEngine", "aiohttp"):
         import aiohttp
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise BackendNotInstalledError(
-            backend="ServerEngine", package="aiohttp", command="pip install 'helmsman[server]'"
-        ) from error
     return aiohttp

@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.engines import InferenceEngine
 from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, WorkerHealth
 from helmsman.api.topology import RankInfo
@@ -184,7 +186,14 @@ class EngineHost:
             cpu_s=time.process_time(),
             rss_bytes=_resident_bytes(),
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
+            failed_engines=self._failed_engines(),
         )
+
+    def _failed_engines(self) -> dict[str, str]:
+        failures = {
+            name: engine.failure() for name, engine in list(self._engines.items()) if isinstance(engine, InferenceEngine)
+        }
+        return {name: reason for name, reason in failures.items() if reason is not None}
 
     def _configure(self, config: WorkerConfig) -> None:
         self.set_environment(config.environment)
@@ -270,7 +279,8 @@ class EngineHost:
         try:
             if not module_name:
                 raise ImportError("it has no module part")
-            return getattr(importlib.import_module(module_name), attribute)
+            with needed_by(path):
+                return getattr(importlib.import_module(module_name), attribute)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if not isinstance(error, (ImportError, AttributeError)):

@@ -172,6 +172,11 @@ ROWS = [
         "RetryGeneration",
     ),
     Row(
+        errors.EngineDeadError(engine="VLLMEngine", reason="EngineCore (pid 7) ended by SIGKILL"),
+        ("VLLMEngine", "pid 7", "SIGKILL"),
+        "SupervisionPolicy builds such an instance anew",
+    ),
+    Row(
         errors.RequestDeadlineError(request_id="r0", state="running", instance="rollout/3", limit_s=2.5),
         ("'r0'", "2.5 s", "running on rollout/3"),
         "Raise the deadline",
@@ -523,6 +528,7 @@ def test_keyword_arguments_of_the_constructor_become_fields(row: Row) -> None:
         ("InstanceLostError", ConnectionError),
         ("RequestDeadlineError", TimeoutError),
         ("ServerLostError", ConnectionError),
+        ("EngineDeadError", ConnectionError),
         ("FaultPlanError", ValueError),
         ("EpisodeTimeoutError", TimeoutError),
         ("RewardTimeoutError", TimeoutError),

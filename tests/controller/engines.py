@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from helmsman.api.engines import InferenceEngine
+from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from tests.contract.engines import wait_for_file
 
@@ -206,6 +210,37 @@ class CountingRollout:
 
     def destroy(self) -> None:
         """Nothing to release."""
+
+
+class RolloutOfAChild(CountingRollout, InferenceEngine):
+    """A CountingRollout that cannot work without a process of its own, which waits for nothing."""
+
+    def __init__(self, gated: bool = False) -> None:
+        super().__init__(gated)
+        self.child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+    def failure(self) -> str | None:
+        """That the process has ended."""
+        return None if self.child.poll() is None else f"its process ended with {self.child.returncode}"
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        """As there, while the process lives."""
+        answer = asyncio.ensure_future(super().agenerate(request))
+        while not answer.done():
+            if (reason := self.failure()) is not None:
+                answer.cancel()
+                raise EngineDeadError(engine=type(self).__name__, reason=reason)
+            await asyncio.wait([answer], timeout=0.01)
+        return answer.result()
+
+    async def child_pid(self) -> int:
+        """Of the process."""
+        return self.child.pid
+
+    def destroy(self) -> None:
+        """End the process."""
+        self.child.kill()
+        self.child.wait()
 
 
 class CountingRolloutThatStops(CountingRollout):

@@ -23,7 +23,18 @@ from helmsman.api.errors import (
 )
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
-from helmsman.api.scheduler import CONTROLLER, EngineSpec, Job, Leaving, ResultHandle, Scheduler, Timeouts, Worker, WorkerStatus
+from helmsman.api.scheduler import (
+    CONTROLLER,
+    EngineSpec,
+    Job,
+    Leaving,
+    ResultHandle,
+    Scheduler,
+    Timeouts,
+    Worker,
+    WorkerHealth,
+    WorkerStatus,
+)
 from helmsman.controller.loop import background_loop, run_sync
 
 
@@ -132,9 +143,10 @@ class FakeScheduler(Scheduler):
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         self.set_variables.setdefault(worker_id, {}).update(env)
 
-    async def check_health(self, worker_id: str, timeout: float | None = None) -> None:
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         if self._deaths[worker_id].done():
             raise _death(worker_id, None, "health")
+        return WorkerHealth(worker_id=worker_id, pid=1, node="127.0.0.1", engines={})
 
     async def inject(self, fault: Fault) -> list[Injection]:
         if fault.worker_id not in self._deaths:

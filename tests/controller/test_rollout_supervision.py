@@ -73,6 +73,47 @@ def test_a_killed_worker_comes_back_with_the_weights_and_its_requests_go_on_else
         assert len(scheduler.call_engine("rollout/0", "figures")[2]) > len(served), "it serves again"
 
 
+def test_the_death_of_an_engines_own_process_is_the_instances_though_its_worker_lives(scheduler: Scheduler) -> None:
+    with _rollout_of_children(scheduler, gated=True) as rollout:
+        rollout.update_weights({"weight": [1.0]}, 3)
+        futures = [rollout.submit([i + 1]) for i in range(4)]
+        wait_until(lambda: _num_served(scheduler) == 4, "they are in flight")
+        worker, child = _pid(scheduler, "rollout/0"), scheduler.call_engine("rollout/0", "child_pid")
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: rollout.load().instances["rollout/0"].state is not Health.HEALTHY, "it is taken for dead")
+        wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 4, "what it had is begun elsewhere")
+        scheduler.call_engine("rollout/1", "finish")
+        assert [(each.result(30).token_ids, each.result().versions) for each in futures] == [([i + 2], [3]) for i in range(4)]
+        wait_until(lambda: _others_serve(rollout, scheduler, {worker}), "it is back")
+        assert rollout.versions() == {"rollout/0": 3, "rollout/1": 3}
+
+
+def test_an_idle_engines_own_process_is_missed_by_the_probe(scheduler: Scheduler) -> None:
+    with _rollout_of_children(scheduler) as rollout:
+        rollout.update_weights({"weight": [1.0]}, 3)
+        worker, child = _pid(scheduler, "rollout/0"), scheduler.call_engine("rollout/0", "child_pid")
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: _others_serve(rollout, scheduler, {worker}), "it is built anew")
+        assert {version for result in rollout.generate([[1]] * 8) for version in result.versions} == {3}
+
+
+def _rollout_of_children(scheduler: Scheduler, **engine: Any) -> RolloutController:
+    rollout = RolloutController(
+        scheduler,
+        "tests.controller.engines.RolloutOfAChild",
+        Job(role="rollout", replicas=2),
+        engine_kwargs=engine,
+        retries=RetryGeneration(),
+        supervision=POLICY,
+    )
+    rollout.initialize()
+    return rollout
+
+
+def _num_served(scheduler: Scheduler) -> int:
+    return sum(len(scheduler.call_engine(worker_id, "figures")[2]) for worker_id in ("rollout/0", "rollout/1"))
+
+
 def test_more_workers_die_at_once_than_the_event_loop_has_threads(scheduler: Scheduler) -> None:
     num = min(32, (os.cpu_count() or 1) + 4) + 1  # of an executor, by default
     rollout = RolloutController(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from helmsman.api.errors import HelmsmanError, RewardWorkersSpentError
+from helmsman.api.scheduler import WorkerHealth
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Process:
         self.num_sent = 0
         """Scores that it has been sent and that have not ended."""
         self.last_turn = -1
-        self.alive: asyncio.Task[None] | None = None
+        self.alive: asyncio.Task[WorkerHealth] | None = None
         """The question whether it lives, while it has been sent nothing."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when it is gone."""

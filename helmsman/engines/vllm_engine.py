@@ -1,0 +1,317 @@
+"""The rollout engine on vLLM: one instance per worker, whose EngineCore and ranks are child processes of it.
+
+It takes HFRolloutEngine's place by its name alone. vLLM's client lives on an event loop in a thread of its own, so that calls
+may come from any loop or thread and health is answered beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from helmsman.api.engines import InferenceEngine
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.weights import Weights
+from helmsman.engines import vllm_versions
+from helmsman.engines.vllm_config import VLLMConfig
+from helmsman.engines.vllm_instance import VLLMInstance
+
+T = TypeVar("T")
+
+_EXTENSION = "helmsman.engines.vllm_worker.VLLMWorkerExtension"
+
+
+class VLLMEngine(InferenceEngine):
+    """A rollout instance that vLLM serves, on the devices that its worker sees.
+
+    Args:
+        config: The configuration; or give its fields as keyword arguments.
+
+    Raises:
+        ValueError: Unknown fields, or values of another type (msgspec.ValidationError).
+        BackendNotInstalledError: vLLM is not installed.
+    """
+
+    def __init__(self, config: VLLMConfig | None = None, **fields: Any) -> None:
+        if config is not None and fields:
+            raise ValueError(f"give either a VLLMConfig or its fields, not both (fields: {', '.join(fields)})")
+        self.config = config if config is not None else msgspec.convert(fields, VLLMConfig)
+        vllm_versions.require_vllm()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._instance: VLLMInstance | None = None
+        self._vocab_size = 0
+        self._destroyed = False
+
+    # --- life -------------------------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Start vLLM's processes and load the model; the weights are version 0.
+
+        vLLM inherits this worker's environment, its devices' masks included. It lets the system choose the ports on which its
+        processes meet, so that instances of one node do not collide; VLLM_PORT, which makes all of them try the same, is best
+        left unset.
+
+        Raises:
+            ValueError: There is no such folder, or vLLM does not know an argument.
+            RuntimeError: The engine is running or was destroyed; or vLLM could not start, and its log says why.
+        """
+        if self._instance is not None or self._destroyed:
+            raise RuntimeError("initialize() was called on a rollout engine that is running or destroyed; make a new one")
+        if not os.path.isdir(self.config.model):
+            raise ValueError(f"there is no model folder {self.config.model!r} on this worker; give a local folder")
+        vllm_versions.prepare_environment()
+        arguments, self._vocab_size = _arguments(self.config), _vocab_size(self.config.model)
+        self._loop = loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
+        self._thread.start()
+
+        async def start() -> VLLMInstance:
+            instance = VLLMInstance(self.config)
+            try:
+                await instance.start(arguments)
+            except BaseException:
+                await instance.close()
+                raise
+            return instance
+
+        try:
+            self._instance = asyncio.run_coroutine_threadsafe(start(), loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def failure(self) -> str | None:
+        """Why it can serve no more, though its worker lives: vLLM's processes have ended. None while it can."""
+        return self._instance.failure if self._instance is not None else None
+
+    def destroy(self) -> None:
+        """End all requests as aborted, and vLLM's processes: those that have not ended after ``close_timeout_s`` are killed.
+        Idempotent."""
+        self._destroyed = True
+        instance, self._instance = self._instance, None
+        if instance is None or self._loop is None:
+            return
+        late = threading.Timer(self.config.close_timeout_s, instance.kill)
+        late.daemon = True
+        late.start()
+        try:
+            asyncio.run_coroutine_threadsafe(instance.close(), self._loop).result()
+        finally:
+            late.cancel()
+            instance.kill()
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    def _running(self) -> VLLMInstance:
+        if self._instance is None:
+            raise RuntimeError("the rollout engine is not running; call initialize() first, and nothing after destroy()")
+        return self._instance
+
+    def _begin(self, work: Callable[[VLLMInstance], Coroutine[Any, Any, T]]) -> Future[T]:
+        instance, loop = self._running(), self._loop
+        assert loop is not None
+        return asyncio.run_coroutine_threadsafe(work(instance), loop)
+
+    async def _to_its_end(self, work: Callable[[VLLMInstance], Coroutine[Any, Any, T]]) -> T:
+        """Await what must not be left half done when its caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._begin(work)))
+
+    # --- generation -------------------------------------------------------------------------------------------------------
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        """Continue one prompt; many calls are in flight at once and vLLM decodes them together.
+
+        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them unless it is named. Cancelling
+        the call ends the request in vLLM.
+
+        With a seed, the tokens do not depend on what else is in flight, up to rounding. A request that goes on after a cut
+        (``num_generated``, or an update with ``in_flight='recompute'``) draws from a stream that follows from the seed and from
+        the number of tokens so far: it repeats itself, but is not what it would have been without the cut, since vLLM's own
+        generators begin at their first number.
+
+        Raises:
+            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the id is in flight already.
+            EngineDeadError: vLLM's processes have ended.
+            RuntimeError: The engine sleeps, or vLLM ended the request with an error.
+        """
+        self._validate(request)
+        return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(request)))
+
+    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        """Continue one prompt several times. vLLM itself would make a request of each, too, with seeds that follow from each
+        other; here each keeps its own. The prompt is computed once but for the last of its blocks (``block_size`` tokens), by
+        way of the prefix cache.
+
+        Returns:
+            Their results in the order of the requests, when all have ended.
+
+        Raises:
+            ValueError: As agenerate, or the prompts are not the same.
+        """
+        for request in requests:
+            self._validate(request)
+            if request.prompt_ids != requests[0].prompt_ids:
+                raise ValueError(
+                    f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
+                    "agenerate_samples takes samples of one"
+                )
+
+        async def generate(instance: VLLMInstance) -> list[GenerationResult]:
+            return list(await asyncio.gather(*map(instance.generate, requests)))
+
+        return await asyncio.wrap_future(self._begin(generate))
+
+    def _validate(self, request: GenerationRequest) -> None:
+        prompt, name = request.prompt_ids, f"request {request.request_id!r}"
+        if not prompt:
+            raise ValueError(f"{name} has an empty prompt; expected at least one token")
+        if len(prompt) >= self.config.max_model_len:
+            raise ValueError(
+                f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
+                f"max_model_len={self.config.max_model_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {self._vocab_size}")
+        seed = request.sampling.seed
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.
+
+        Returns:
+            How many were ended.
+        """
+        return await asyncio.wrap_future(self._begin(lambda instance: instance.abort(request_ids)))
+
+    def stats(self) -> dict[str, float]:
+        """``num_running`` (those with a token) and ``num_waiting`` requests; ``num_prompt_tokens`` computed and
+        ``num_generated_tokens`` so far; ``num_prefix_tokens`` of prompts that were looked up in the prefix cache, and
+        ``num_prefix_hits`` of them that were found; ``kv_cache_usage``, the part of the cache that requests have, 0 to 1, as of
+        the last step; and the ``version``. Takes no lock."""
+        return self._running().stats()
+
+    # --- weights ----------------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, weights: Weights, version: int) -> int:
+        """Take new parameters between two decoding steps and serve them as ``version``; what becomes of requests, see
+        VLLMConfig.in_flight.
+
+        Args:
+            weights: All of them, by Hugging Face name. Those in memory go to vLLM's processes by shared memory of this node,
+                copied once; files are read by each rank; broadcasts are received by the first rank, on its device, and passed
+                on to the others.
+            version: Their version.
+
+        Returns:
+            The version that is served.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model, which is left as it was.
+            RuntimeError: It ended half-way (TornWeightsError): nothing is decoded until an update is completed, and abort gives
+                requests back.
+            ConnectionError: The other members of the group for weights are gone or late.
+            OSError: The files cannot be read.
+            EngineDeadError: vLLM's processes have ended.
+        """
+        return await self._to_its_end(lambda instance: instance.update_weights(weights, version))
+
+    def get_version(self) -> int:
+        """The weight version that is served."""
+        return self._running().version
+
+    # --- sleep ------------------------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 1) -> None:
+        """See InferenceEngine. On devices this is vLLM's sleep mode, which ``enable_sleep_mode`` prepares. On the CPU vLLM has
+        none: requests are refused and the prefix cache is emptied, as elsewhere, but no memory is given back.
+
+        Raises:
+            ValueError: There is no such level.
+            RuntimeError: Requests are in flight, or it was not prepared.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level is {level}; expected 1 or 2")
+        await self._to_its_end(lambda instance: instance.sleep(level))
+
+    async def wake(self, *, weights_only: bool = False) -> None:
+        """See InferenceEngine."""
+        await self._to_its_end(lambda instance: instance.wake(weights_only))
+
+    # --- adapters ---------------------------------------------------------------------------------------------------------
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Load a LoRA adapter in PEFT's layout from a folder, in place of one of this name. Needs ``max_lora_rank``."""
+        if not self.config.max_lora_rank:
+            raise ValueError("this engine takes no LoRA adapters; set max_lora_rank to the largest of their ranks")
+        await self._to_its_end(lambda instance: instance.load_adapter(name, path))
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget an adapter that requests do not use. Raises: ValueError for one that they do, or that is not there."""
+        await self._to_its_end(lambda instance: instance.unload_adapter(name))
+
+    async def use_lora(self, name: str = "") -> None:
+        """Have requests that begin from now on use this adapter; '' for none. Raises: ValueError for one that is not loaded."""
+
+        async def use(instance: VLLMInstance) -> None:
+            instance.use_adapter(name)
+
+        await self._to_its_end(use)
+
+
+def _arguments(config: VLLMConfig) -> dict[str, Any]:
+    """Of vLLM's AsyncEngineArgs."""
+    from helmsman.engines.model import resolve_dtype
+
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "skip_tokenizer_init": True,
+        "dtype": str(resolve_dtype(config.dtype)).removeprefix("torch."),
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrency,
+        "seed": config.seed,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "load_format": config.load_format,
+        "enable_sleep_mode": config.enable_sleep_mode,
+        "logprobs_mode": "raw_logprobs",
+        "generation_config": "vllm",  # and not the folder's, which may set how tokens are drawn
+        "worker_extension_cls": _EXTENSION,
+        "disable_log_stats": True,
+    }
+    if config.distributed_executor_backend is not None:
+        arguments["distributed_executor_backend"] = config.distributed_executor_backend
+    if config.max_lora_rank:
+        arguments |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras}
+    return arguments | config.engine_args
+
+
+def _vocab_size(model: str) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    return int(config.get_text_config().vocab_size)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

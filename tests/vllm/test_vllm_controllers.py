@@ -1,0 +1,173 @@
+"""VLLMEngine as a rollout's instances beside FSDPTrainEngine's ranks, in processes of their own: weights, deaths, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from helmsman import (
+    GenerationResult,
+    Job,
+    LocalScheduler,
+    RetryGeneration,
+    RolloutController,
+    SamplingParams,
+    SchedulingSpec,
+    SupervisionPolicy,
+    TrainController,
+    ViaCollective,
+    ViaDisk,
+    ViaMemory,
+    WeightSync,
+)
+from helmsman.controller.generation.health import Health
+from tests.contract.helpers import wait_until
+from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [100], [1, 2, 3, 4, 5, 6]]
+SAMPLE = {"input_ids": [(5 * each) % 128 for each in range(40)]}
+POLICY = SupervisionPolicy(probe_every_s=0.2, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
+WAIT_S = 90.0
+
+
+class World:
+    """A trainer of two ranks and two vLLM instances."""
+
+    def __init__(self, scheduler: LocalScheduler, model: str) -> None:
+        self.scheduler = scheduler
+        self.trainer = TrainController(
+            scheduler,
+            "helmsman.engines.train.FSDPTrainEngine",
+            Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=0.5)]),
+            engine_kwargs={"model": model, "lr": 5e-3, "dtype": "float32"},
+        )
+        self.rollout = RolloutController(
+            scheduler,
+            "helmsman.engines.vllm_engine.VLLMEngine",
+            Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5, env_vars=SPEC_ENV)]),
+            engine_kwargs={"model": model, **ENGINE},
+            retries=RetryGeneration(),
+            supervision=POLICY,
+        )
+        self.trainer.initialize()
+        self.rollout.initialize()
+
+    def pid(self, worker_id: str) -> int:
+        return next(each.pid for each in self.scheduler.status() if each.worker_id == worker_id) or 0
+
+    def children(self, worker_id: str, name: str = "") -> list[psutil.Process]:
+        """vLLM's processes of a worker: EngineCore, Worker."""
+        found = psutil.Process(self.pid(worker_id)).children(recursive=True)
+        return [each for each in found if name in " ".join(each.cmdline())]
+
+    def state(self, worker_id: str) -> Health:
+        return self.rollout.load().instances[worker_id].state
+
+    def require_the_trainers(self, what: str) -> None:
+        """Every instance's tokens and log-probabilities are those of the trainer's weights, of the trainer's version."""
+        for instance in ("rollout/0", "rollout/1"):
+            results = self.rollout.generate(PROMPTS * 4, GREEDY)
+            rows = self.trainer.forward(
+                [{"input_ids": prompt + each.token_ids} for prompt, each in zip(PROMPTS * 4, results, strict=True)]
+            )
+            found = torch.cat(
+                [
+                    (row[len(prompt) :] - torch.tensor(each.logprobs)).abs()
+                    for prompt, each, row in zip(PROMPTS * 4, results, rows, strict=True)
+                ]
+            )
+            report(f"{what}, {instance}", found)
+            assert found.max() < 1e-3
+            assert {version for each in results for version in each.versions} == {self.trainer.get_version()}
+        served = [self.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in self.rollout.workers]
+        assert all(served), "both have taken part"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    model = folder_of(model_of(QWEN2_TIED, seed=1), tmp_path_factory.mktemp("qwen2"))
+    with LocalScheduler() as scheduler:
+        yield World(scheduler, model)
+
+
+@pytest.mark.parametrize("way", ["memory", "collective", "disk"])
+def test_a_step_of_the_trainer_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
+    ways = {"memory": ViaMemory(), "collective": ViaCollective(timeout_s=60.0), "disk": ViaDisk(str(tmp_path))}
+    world.trainer.train_batch([SAMPLE] * 4, "sft")
+    sync = WeightSync(world.trainer, world.rollout, ways[way])
+    report_ = sync.push()
+    assert report_.version == world.trainer.get_version()
+    assert report_.failed == {}
+    world.require_the_trainers(way)
+
+
+def test_a_push_in_the_middle_of_requests_tells_their_tokens_apart(world: World) -> None:
+    version = world.trainer.get_version()
+    long = SamplingParams(temperature=0.0, max_new_tokens=400)
+    futures = [world.rollout.submit(prompt, long) for prompt in PROMPTS]
+    _wait_for_tokens(world, 8)
+    world.trainer.train_batch([SAMPLE] * 4, "sft")
+    WeightSync(world.trainer, world.rollout).push()
+    for future in futures:
+        versions = future.result(WAIT_S).versions
+        assert versions == sorted(versions)
+        assert set(versions) <= {version, version + 1}
+    assert {version for future in futures for version in future.result().versions} == {version, version + 1}
+    world.require_the_trainers("after a push between tokens")
+
+
+def _wait_for_tokens(world: World, num: int) -> None:
+    before = [world.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in world.rollout.workers]
+
+    def all_have() -> bool:
+        now = [world.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in world.rollout.workers]
+        return all(later >= earlier + num for later, earlier in zip(now, before, strict=True))
+
+    wait_until(all_have, "both decode", limit_s=WAIT_S)
+
+
+@pytest.mark.parametrize("name", ["EngineCore", "Worker"])
+def test_the_death_of_vllms_process_is_the_instances(world: World, name: str) -> None:
+    worker, version = world.pid("rollout/0"), world.trainer.get_version()
+    long = SamplingParams(temperature=0.0, max_new_tokens=300)
+    futures: list[Future[GenerationResult]] = []
+    if name == "EngineCore":  # the other time it is idle, and only a probe can tell
+        futures = [world.rollout.submit(prompt, long) for prompt in PROMPTS]
+        _wait_for_tokens(world, 4)
+    (victim,) = world.children("rollout/0", name)
+    victim.kill()
+    wait_until(lambda: world.state("rollout/0") is not Health.HEALTHY, "it is taken for dead", limit_s=WAIT_S)
+    assert world.state("rollout/1") is Health.HEALTHY
+    for future in futures:
+        result = future.result(WAIT_S)
+        assert (len(result.token_ids), result.stop_reason, set(result.versions)) == (300, "length", {version})
+    wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
+    assert world.pid("rollout/0") != worker
+    assert world.rollout.versions() == {"rollout/0": version, "rollout/1": version}, "with the weights of the last update"
+    world.require_the_trainers(f"after the death of {name}")
+
+
+def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
+    worker, family = world.pid("rollout/1"), world.children("rollout/1")
+    assert len(family) >= 2, "EngineCore and its worker"
+    os.kill(worker, signal.SIGKILL)
+    gone, left = psutil.wait_procs(family, timeout=10)
+    assert not left, [each.cmdline() for each in left]
+    assert gone
+    wait_until(lambda: world.state("rollout/1") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
+    world.require_the_trainers("after the death of a worker")
+
+
+def test_destroy_ends_vllms_processes(world: World) -> None:
+    family = world.children("rollout/0")
+    world.rollout.remove(["rollout/0"])
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert not left, [each.cmdline() for each in left]

@@ -1,0 +1,441 @@
+"""One VLLMEngine in this process, on the CPU: requests, weights, sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.weights import ByCollective, WeightFormat, WeightsInMemory, WeightsOnDisk
+from helmsman.engines.vllm_engine import VLLMEngine
+from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines.weight_transfer import checksum_of, publish
+from helmsman.engines.weights import TornWeightsError
+from tests.vllm.vllm_models import (
+    ENGINE,
+    EOS,
+    LLAMA,
+    MAX_LEN,
+    VOCAB,
+    differences,
+    folder_of,
+    is_greedy,
+    logprobs_of,
+    model_of,
+    report,
+    weights_of,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100]]
+LONG = MAX_LEN - 8
+WAIT_S = 60.0
+
+
+class Served:
+    """The engine, and the model whose weights it was last brought."""
+
+    def __init__(self, engine: VLLMEngine, model: Any) -> None:
+        self.engine, self.model = engine, model
+        self._numbers = iter(range(10**9))
+
+    def request(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any) -> GenerationRequest:
+        return GenerationRequest(request_id=f"r{next(self._numbers)}", prompt_ids=list(prompt), sampling=sampling, **fields)
+
+    async def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[GenerationResult]:
+        return list(await asyncio.gather(*(self.engine.agenerate(self.request(prompt, sampling)) for prompt in prompts)))
+
+    async def begun(self, request: GenerationRequest, num: int = 5) -> asyncio.Task[GenerationResult]:
+        """A request that has so many tokens."""
+        before = self.engine.stats()["num_generated_tokens"]
+        task = asyncio.ensure_future(self.engine.agenerate(request))
+        async with asyncio.timeout(WAIT_S):
+            while self.engine.stats()["num_generated_tokens"] < before + num:
+                assert not task.done(), task
+                await asyncio.sleep(0.005)
+        return task
+
+    async def bring(self, model: Any, version: int) -> None:
+        assert await self.engine.update_weights(weights_of(model), version) == version
+        self.model = model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = model_of(LLAMA, seed=1)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        # Buckets that end within layers: what comes of a layer has to wait for its rest.
+        engine = VLLMEngine(model=folder_of(model, tmp_path_factory.mktemp("llama")), bucket_bytes=200_000, **ENGINE)
+        engine.initialize()
+        yield Served(engine, model)
+        engine.destroy()
+
+
+# --- requests -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_greedy_tokens_and_log_probabilities_are_the_models(served: Served) -> None:
+    results = await served.generate(PROMPTS)
+    assert all(is_greedy(served.model, prompt, each.token_ids) for prompt, each in zip(PROMPTS, results, strict=True))
+    found = differences(served.model, PROMPTS, results)
+    report("float32", found)
+    assert found.max() < 1e-3
+    assert {each.stop_reason for each in results} == {"length"}
+    assert {version for each in results for version in each.versions} == {served.engine.get_version()}
+
+
+async def test_log_probabilities_are_those_at_temperature_1_without_filters(served: Served) -> None:
+    drawn = SamplingParams(temperature=0.5, top_k=20, top_p=0.9, seed=3, max_new_tokens=64)
+    results = await served.generate(PROMPTS, drawn)
+    assert differences(served.model, PROMPTS, results).max() < 1e-3
+
+
+async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(served: Served) -> None:
+    (whole,) = await served.generate(PROMPTS[:1])
+    stop = whole.token_ids[9]
+    (cut,) = await served.generate(PROMPTS[:1], msgspec.structs.replace(GREEDY, stop_token_ids=(stop,)))
+    first = whole.token_ids.index(stop)
+    assert (cut.token_ids, cut.stop_reason) == (whole.token_ids[: first + 1], "stop")
+    assert len(cut.logprobs) == len(cut.token_ids)
+
+
+async def test_the_models_own_end_token_ends_nothing_unless_it_is_named(served: Served) -> None:
+    drawn = SamplingParams(seed=5, max_new_tokens=256)
+    results = await served.generate([[each] for each in range(8)], drawn)
+    assert {len(each.token_ids) for each in results} == {256}
+    assert any(EOS in each.token_ids for each in results), "it was drawn"
+    ended = await served.generate([[each] for each in range(8)], msgspec.structs.replace(drawn, stop_token_ids=(EOS,)))
+    for whole, cut in zip(results, ended, strict=True):
+        if EOS in whole.token_ids:
+            assert cut.token_ids == whole.token_ids[: whole.token_ids.index(EOS) + 1]
+
+
+async def test_a_sequence_ends_at_the_longest_that_the_engine_holds(served: Served) -> None:
+    (result,) = await served.generate([[1] * (MAX_LEN - 3)])
+    assert (len(result.token_ids), result.stop_reason) == (3, "length")
+
+
+async def test_a_seed_decides_the_tokens_in_any_company(served: Served) -> None:
+    drawn = SamplingParams(seed=2**64 - 1, max_new_tokens=24)
+    (alone,) = await served.generate(PROMPTS[:1], drawn)
+    among = await served.generate([*PROMPTS, *PROMPTS], drawn)
+    assert among[0].token_ids == alone.token_ids
+    (other,) = await served.generate(PROMPTS[:1], msgspec.structs.replace(drawn, seed=8))
+    assert other.token_ids != alone.token_ids
+
+
+async def test_a_continuation_with_a_seed_repeats_itself_and_not_what_came_before(served: Served) -> None:
+    drawn = SamplingParams(seed=4, max_new_tokens=8)
+    (first,) = await served.generate([[7]], drawn)
+    request = served.request([7, *first.token_ids], drawn, num_generated=8)
+    again = await asyncio.gather(*(served.engine.agenerate(msgspec.structs.replace(request, request_id=x)) for x in "ab"))
+    assert again[0].token_ids == again[1].token_ids
+    (fresh,) = await served.generate([[7, *first.token_ids]], drawn)
+    assert again[0].token_ids != fresh.token_ids, "a stream of its own, or it would draw the first numbers again"
+
+
+async def test_samples_have_seeds_of_their_own_and_their_prompt_is_computed_once(served: Served) -> None:
+    prompt = [(7 * each) % VOCAB for each in range(300)]  # two blocks of 128 tokens, and a rest
+    requests = [served.request(prompt, SamplingParams(seed=seed, max_new_tokens=16)) for seed in range(8)]
+    before = served.engine.stats()
+    results = await served.engine.agenerate_samples(requests)
+    after = served.engine.stats()
+    assert [each.request_id for each in results] == [each.request_id for each in requests]
+    assert len({tuple(each.token_ids) for each in results}) == 8
+    assert results[3].token_ids == (await served.generate([prompt], requests[3].sampling))[0].token_ids
+    computed = after["num_prompt_tokens"] - before["num_prompt_tokens"]
+    assert computed == 300 + 7 * (300 - 256), "all but the last block by the first alone"
+    assert after["num_prefix_hits"] - before["num_prefix_hits"] == 7 * 256
+    with pytest.raises(ValueError, match="have different prompts"):
+        await served.engine.agenerate_samples([served.request([1]), served.request([2])])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty prompt"), ([VOCAB], "has the token 128"), ([-1], "has the token -1"), ([1] * MAX_LEN, "leaves no room")],
+)
+async def test_a_request_that_cannot_be_served_is_refused(served: Served, prompt: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        await served.engine.agenerate(served.request(prompt))
+
+
+async def test_abort_returns_what_there_is(served: Served) -> None:
+    long = SamplingParams(temperature=0.0, max_new_tokens=LONG)
+    kept, ended = served.request([3], long), served.request([4], long)
+    tasks = [await served.begun(kept), await served.begun(ended)]
+    with pytest.raises(ValueError, match="already in flight"):
+        await served.engine.agenerate(kept)
+    assert await served.engine.abort([ended.request_id, "unknown"]) == 1
+    result = await tasks[1]
+    assert result.stop_reason == "abort"
+    assert 0 < len(result.token_ids) < LONG
+    assert len(result.token_ids) == len(result.logprobs) == len(result.versions)
+    assert is_greedy(served.model, [4], result.token_ids)
+    assert not tasks[0].done()
+    assert await served.engine.abort() == 1
+    assert (await tasks[0]).stop_reason == "abort"
+    assert await served.engine.abort() == 0
+
+
+async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None:
+    async def usage() -> float:
+        short = await served.begun(served.request([1], SamplingParams(temperature=0.0, max_new_tokens=64)))
+        usage = served.engine.stats()["kv_cache_usage"]
+        await short
+        return usage
+
+    alone = await usage()
+    request = served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG))
+    task = await served.begun(request)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await _until(lambda: served.engine.stats()["num_running"] == 0)
+    assert await usage() == alone > 0, "nobody else has any of the cache"
+    assert (await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))).stop_reason == "length"
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110 - what it waits for happens in another thread
+            await asyncio.sleep(0.005)
+
+
+async def test_stats_tell_load_and_cache(served: Served) -> None:
+    task = await served.begun(served.request([3] * 200, SamplingParams(temperature=0.0, max_new_tokens=256)), num=8)
+    busy = served.engine.stats()
+    assert (busy["num_running"], busy["num_waiting"]) == (1, 0)
+    assert 0 < busy["kv_cache_usage"] <= 1
+    await task
+    idle = served.engine.stats()
+    assert (idle["num_running"], idle["num_waiting"], idle["kv_cache_usage"]) == (0, 0, 0.0)
+    assert idle["version"] == served.engine.get_version()
+
+
+def test_calls_may_come_from_any_event_loop(served: Served) -> None:
+    assert asyncio.run(served.generate([[1]]))[0].token_ids == asyncio.run(served.generate([[1]]))[0].token_ids
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------------
+
+
+async def _require_the_trainers(served: Served, what: str) -> None:
+    prompts = [*PROMPTS, [1] * 300]
+    results = await served.generate(prompts)
+    assert all(is_greedy(served.model, prompt, each.token_ids) for prompt, each in zip(prompts, results, strict=True)), what
+    found = differences(served.model, prompts, results)
+    report(what, found)
+    assert found.max() < 1e-3
+    assert {version for each in results for version in each.versions} == {served.engine.get_version()}
+
+
+async def test_weights_come_from_memory(served: Served) -> None:
+    await served.generate([[1] * 300])  # whose keys and values must not be found again
+    model = model_of(LLAMA, seed=2)
+    tensors = weights_of(model)
+    weights = WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
+    assert await served.engine.update_weights(weights, 2) == served.engine.get_version() == 2
+    served.model = model
+    await _require_the_trainers(served, "memory")
+
+
+async def test_weights_come_from_files(served: Served, tmp_path: Path) -> None:
+    served_before = served.engine.get_version()
+    model = model_of(LLAMA, seed=3)
+    assert await served.engine.update_weights(_written(model, tmp_path), served_before + 1) == served_before + 1
+    served.model = model
+    await _require_the_trainers(served, "files")
+
+
+def _written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
+    """Two files and an index with checksums; one of the tensors may be another than its checksum says."""
+    tensors = weights_of(model)
+    names = list(tensors)
+    files = {name: f"model-{1 + (names.index(name) >= len(names) // 2)}.safetensors" for name in names}
+    checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
+    for file in sorted(set(files.values())):
+        part = {name: tensors[name] + (name == spoilt) for name in names if files[name] == file}
+        save_file(part, folder / file)
+    (folder / "model.safetensors.index.json").write_bytes(
+        msgspec.json.encode({"metadata": {"crc32": checksums}, "weight_map": files})
+    )
+    return WeightsOnDisk(str(folder))
+
+
+@pytest.fixture
+def trainer_group() -> Iterator[WeightGroup]:
+    """Rank 0 of a group for weights, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = WeightGroup(torch.device("cpu"))
+    yield group
+    group.close()
+    dist.destroy_process_group()
+
+
+async def _broadcast(served: Served, group: WeightGroup, model: Any, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    place = ByCollective(
+        version=version, group_id=f"g{version}", address="127.0.0.1", port=group.open_store("127.0.0.1"), rank=0,
+        world_size=2, timeout_s=WAIT_S,
+    )  # fmt: skip
+    form = WeightFormat(bucket_bytes=150_000, checksum=True)
+
+    def send() -> Any:
+        return publish(tensors, place, form, version=version, is_root=True, group=group)
+
+    taking = asyncio.ensure_future(served.engine.update_weights(msgspec.structs.replace(place, rank=1), version))
+    sent, taken = await asyncio.gather(asyncio.to_thread(send), taking, return_exceptions=True)
+    assert sent == sum(tensor.nbytes for tensor in tensors.values()), sent
+    if isinstance(taken, BaseException):
+        raise taken
+    served.model = model
+
+
+async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served, trainer_group: WeightGroup) -> None:
+    model = model_of(LLAMA, seed=4)
+    await _broadcast(served, trainer_group, model, 20, weights_of(model))
+    await _require_the_trainers(served, "broadcasts")
+    unfit = weights_of(model) | {"strange.weight": torch.zeros(3)}
+    with pytest.raises(ValueError, match="1 unexpected: strange.weight"):
+        await _broadcast(served, trainer_group, model, 21, unfit)
+    await _require_the_trainers(served, "after broadcasts that did not fit")
+
+
+async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(served: Served, tmp_path: Path) -> None:
+    version = served.engine.get_version()
+    tensors = weights_of(model_of(LLAMA, seed=5))
+    unfit: list[tuple[dict[str, torch.Tensor], str]] = [
+        ({name: each for name, each in tensors.items() if "k_proj" not in name}, "3 missing: model.layers.0.self_attn.k_proj"),
+        ({**tensors, "model.norm.bias": torch.zeros(128)}, "1 unexpected: model.norm.bias"),
+        ({**tensors, "lm_head.weight": torch.zeros(VOCAB + 1, 128)}, r"1 of another shape: lm_head.weight \(129, 128\)"),
+    ]
+    for weights, message in unfit:
+        with pytest.raises(ValueError, match=message):
+            await served.engine.update_weights(weights, version + 1)
+    with pytest.raises(FileNotFoundError):
+        await served.engine.update_weights(WeightsOnDisk(str(tmp_path)), version + 1)
+    assert served.engine.get_version() == version
+    await _require_the_trainers(served, "after weights that did not fit")
+
+
+async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_is_whole(
+    served: Served, tmp_path: Path
+) -> None:
+    version = served.engine.get_version()
+    running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
+    torn = _written(model_of(LLAMA, seed=6), tmp_path, spoilt="model.norm.weight")
+    with pytest.raises(TornWeightsError, match="model.norm.weight"):
+        await served.engine.update_weights(torn, version + 1)
+    assert served.engine.get_version() == version
+    num_before = served.engine.stats()["num_generated_tokens"]
+    waiting = asyncio.ensure_future(served.engine.agenerate(served.request(PROMPTS[0])))
+    await _until(lambda: served.engine.stats()["num_waiting"] == 2)
+    assert await served.engine.abort() == 2
+    assert [(await each).stop_reason for each in (running, waiting)] == ["abort", "abort"]
+    assert served.engine.stats()["num_generated_tokens"] == num_before
+    late = asyncio.ensure_future(served.engine.agenerate(served.request(PROMPTS[0])))
+    await served.bring(model_of(LLAMA, seed=7), version + 2)
+    result = await late
+    assert set(result.versions) == {version + 2}
+    assert is_greedy(served.model, PROMPTS[0], result.token_ids)
+    await _require_the_trainers(served, "after a torn update and a whole one")
+
+
+async def test_an_update_in_the_middle_of_requests_keeps_their_keys_and_tells_their_tokens_apart(served: Served) -> None:
+    version, old = served.engine.get_version(), served.model
+    new = model_of(LLAMA, seed=8)
+    long = SamplingParams(temperature=0.0, max_new_tokens=200)
+    tasks = [await served.begun(served.request(prompt, long)) for prompt in PROMPTS]
+    waiting = asyncio.ensure_future(served.engine.agenerate(served.request([50], long)))
+    await served.bring(new, version + 1)
+    for prompt, result in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
+        num_old = result.versions.count(version)
+        assert 0 < num_old < 200
+        assert result.versions == [version] * num_old + [version + 1] * (200 - num_old)
+        expected = _over_old_keys(old, new, prompt, result.token_ids, num_old)
+        assert (expected - torch.tensor(result.logprobs)).abs().max() < 1e-3
+        by_old = logprobs_of(old, prompt, result.token_ids)
+        assert (by_old - torch.tensor(result.logprobs)).abs()[num_old] > 1e-3, "the first of the new version is by it"
+    assert set((await waiting).versions) <= {version, version + 1}
+
+
+@torch.no_grad()
+def _over_old_keys(old: Any, new: Any, prompt: list[int], tokens: list[int], num_old: int) -> torch.Tensor:
+    """Log-probabilities by the old model, then by the new one over the old one's keys and values: it begins with the last token
+    of the old one, which nobody has computed yet."""
+    seen = [*prompt, *tokens[: num_old - 1]]
+    by_old = old(torch.tensor([seen]), use_cache=True)
+    rest = torch.tensor([tokens[num_old - 1 : -1]])
+    by_new = new(rest, past_key_values=by_old.past_key_values, use_cache=True)
+    logits = torch.cat([by_old.logits[0, len(prompt) - 1 :], by_new.logits[0]])
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+async def test_an_update_whose_caller_is_cancelled_comes_to_its_end(served: Served) -> None:
+    model, version = model_of(LLAMA, seed=9), served.engine.get_version() + 1
+    task = asyncio.ensure_future(served.engine.update_weights(weights_of(model), version))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await _until(lambda: served.engine.get_version() == version)
+    served.model = model
+    await _require_the_trainers(served, "after a cancelled call")
+
+
+# --- sleep --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_sleeping_engine_takes_no_requests_and_no_weights(served: Served) -> None:
+    running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
+    with pytest.raises(RuntimeError, match="1 requests are in flight"):
+        await served.engine.sleep()
+    await served.engine.abort()
+    await running
+    await served.engine.sleep()
+    await served.engine.sleep()
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        await served.engine.agenerate(served.request([3]))
+    with pytest.raises(RuntimeError, match="weights_only"):
+        await served.engine.update_weights(weights_of(served.model), 100)
+    await served.engine.wake()
+    await served.engine.wake()
+    await _require_the_trainers(served, "after sleep")
+
+
+async def test_after_level_2_an_update_comes_before_requests(served: Served) -> None:
+    version, model = served.engine.get_version() + 1, model_of(LLAMA, seed=10)
+    await served.engine.sleep(2)
+    await served.engine.wake(weights_only=True)
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        await served.engine.agenerate(served.request([3]))
+    await served.engine.wake()
+    waiting = asyncio.ensure_future(served.engine.agenerate(served.request([3])))
+    await _until(lambda: served.engine.stats()["num_waiting"] == 1)
+    assert not waiting.done()
+    await served.bring(model, version)
+    assert is_greedy(model, [3], (await waiting).token_ids)
+    await served.engine.sleep(2)
+    await served.engine.wake(weights_only=True)
+    await served.bring(model_of(LLAMA, seed=11), version + 1)
+    await served.engine.wake()
+    await _require_the_trainers(served, "after level 2")
+
+
+def test_there_is_no_thread_left_of_an_engine_that_could_not_start(tmp_path: Path) -> None:
+    model = folder_of(model_of(LLAMA, seed=1), tmp_path)
+    before = [each for each in threading.enumerate() if each.name == "helmsman-vllm"]
+    engine = VLLMEngine(model=model, engine_args={"max_num_sequences": 3}, **ENGINE)
+    with pytest.raises(ValueError, match="'max_num_sequences', which .* did you mean: max_num_seqs"):
+        engine.initialize()
+    assert [each for each in threading.enumerate() if each.name == "helmsman-vllm"] == before
+    engine.destroy()
