@@ -94,6 +94,7 @@ class ServerEngine(InferenceEngine):
         self._sequences: dict[str, ServedSequence] = {}
         self._parts: set[Part] = set()
         self._numbers = itertools.count()
+        self._num_generated_tokens = 0
         self._awake = _Awake.ALL
         self._needs_weights = ""
         """Why the server generates nothing until an update."""
@@ -183,10 +184,12 @@ class ServerEngine(InferenceEngine):
         return self._process.pid
 
     async def stats(self) -> dict[str, float]:
-        """``num_running`` and ``num_waiting`` requests of the server, ``kv_cache_usage`` from 0 to 1, and the ``version``."""
+        """``num_running`` and ``num_waiting`` requests of the server, ``kv_cache_usage`` from 0 to 1; ``num_generated_tokens``
+        that came from it so far; and the ``version``."""
         text = (await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)).decode()
         names = self._dialect.stats._asdict()
-        return {**{ours: _gauge(text, theirs) for ours, theirs in names.items()}, "version": self._version}
+        gauges = {ours: _gauge(text, theirs) for ours, theirs in names.items()}
+        return {**gauges, "num_generated_tokens": self._num_generated_tokens, "version": self._version}
 
     def _has_ended(self) -> bool:
         return self._process is not None and self._process.has_ended
@@ -291,8 +294,8 @@ class ServerEngine(InferenceEngine):
         wrong = next((token for token in prompt if token < 0 or (vocab_size is not None and token >= vocab_size)), None)
         if wrong is not None:
             raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {vocab_size}")
-        if seed is not None and not 0 <= seed < 2**63:
-            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**63 - 1")
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
         sequence = self._sequences[request.request_id] = ServedSequence(request, limit)
         stack.callback(self._sequences.pop, request.request_id)
         return sequence
@@ -354,6 +357,7 @@ class ServerEngine(InferenceEngine):
     def _take(self, part: Part, chunk: Chunk) -> None:
         sequence = part.sequences[chunk.sample]
         sequence.add(chunk.token_ids, chunk.logprobs, part.version)
+        self._num_generated_tokens += len(chunk.token_ids)
         if chunk.stop_reason is None:
             return
         part.has_ended.add(chunk.sample)

@@ -38,10 +38,10 @@ class ServedSequence:
 
     @property
     def seed(self) -> int | None:
-        """For the server's next request. It draws from its first token on, so that the seed itself would give a sequence that
-        was cut the same random numbers again."""
+        """For the server's next request, from 0 to 2**63 - 1. A server draws from its first token on, so that the seed itself
+        would give a sequence that was cut the same random numbers again."""
         seed, offset = self.request.sampling.seed, self.request.num_generated + len(self.tokens)
-        if seed is None or offset == 0:
+        if seed is None or (offset == 0 and seed < 2**63):
             return seed
         return int.from_bytes(hashlib.blake2b(f"{seed} {offset}".encode(), digest_size=8).digest()) >> 1
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from helmsman.api.weights import Weights, WeightsOnDisk
 from helmsman.engines.weight_group import WeightGroup
-from helmsman.engines.weight_transfer import Incoming, incoming
+from helmsman.engines.weight_transfer import incoming
 
 _INDEX_FILE = "model.safetensors.index.json"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -81,7 +81,7 @@ def as_folder(weights: Weights, group: WeightGroup, model: ModelFolder, exchange
             return
         path = tempfile.mkdtemp(prefix="weights.", dir=exchange_folder)
         try:
-            _write(arriving, path)
+            write_folder(arriving, path)
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
@@ -92,10 +92,11 @@ def _has_checksums(path: str) -> bool:
         return bool(json.load(file)["metadata"].get("crc32"))
 
 
-def _write(arriving: Incoming, path: str) -> None:
+def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> None:
+    """Write tensors by name as files with an index, as Hugging Face has them. Raises: OSError where there is no room."""
     files: dict[str, str] = {}
     num_bytes = 0
-    for number, bucket in enumerate(arriving):
+    for number, bucket in enumerate(buckets):
         name = f"model-{number:05d}.safetensors"
         tensors = {key: tensor.cpu().contiguous() for key, tensor in bucket.items()}
         try:

@@ -90,7 +90,7 @@ async def test_many_requests_are_in_flight_over_few_connections_that_are_used_ag
                 require(result, prompts[result.request_id])
                 assert (result.stop_reason, len(result.token_ids), set(result.versions)) == ("length", 10, {0})
         stats = await engine.stats()
-        assert stats == {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.25, "version": 0}
+        assert stats == {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.25, "num_generated_tokens": 360, "version": 0}
         assert len(generations(engine)) == 36
         assert seen(engine)["connections"] <= 12
 
@@ -316,7 +316,7 @@ async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Pa
 async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "named", 0.0, "torn.weight")  # the little server does not load such a name
     async with running(dialect, tmp_path) as engine:
-        engine._folder._path = str(tmp_path / "empty")  # of which nothing is known, so that the server is asked
+        (tmp_path / "model-0" / "model.safetensors").unlink()  # nothing is known of it any more, so that the server is asked
         tasks = {name: asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b")}
         await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
         with pytest.raises(TornWeightsError, match="a tensor is torn"):
@@ -341,7 +341,7 @@ async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialec
 async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "named", 0.0, "torn.weight")
     async with running(dialect, tmp_path) as engine:
-        engine._folder._path = str(tmp_path / "empty")
+        (tmp_path / "model-0" / "model.safetensors").unlink()
         with pytest.raises(TornWeightsError):
             await engine.update_weights(WeightsOnDisk(model), 1)
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
