@@ -222,6 +222,25 @@ def end_reload(model: Any, model_config: Any) -> None:
     module = _reload_module()
     if module is not None:
         module.finalize_layerwise_reload(model, model_config)
+        if is_on_host():
+            _pack_tied_heads(model)
+
+
+def _pack_tied_heads(model: Any) -> None:
+    """Pack heads anew that share their weight with the embeddings.
+
+    On the CPU a head multiplies by a packed copy, and vLLM makes a new one only of layers that were loaded themselves (0.32):
+    the head of a tied model would go on with the weights of its start.
+    """
+    owners: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "_parameters", {}).get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(layer)
+    for layer in (each for layers in owners.values() if len(layers) > 1 for each in layers):
+        process = getattr(getattr(layer, "quant_method", None), "process_weights_after_loading", None)
+        if process is not None:
+            process(layer)
 
 
 def _reload_module() -> Any | None:
