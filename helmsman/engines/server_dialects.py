@@ -128,6 +128,9 @@ class Dialect(Protocol):
     def load(self, path: str) -> list[Call]:
         """Take the weights of a folder, and forget what was computed by the old ones."""
 
+    def problem(self, answer: bytes) -> str | None:
+        """What a control request's answer, of status 200, says has gone wrong."""
+
     def sleep(self, level: int) -> list[Call]:
         """See InferenceEngine.sleep."""
 
@@ -141,6 +144,23 @@ def require_logprobs(token_ids: Sequence[int], logprobs: Sequence[float | None])
     if len(token_ids) != len(found) or any(math.isnan(each) for each in found):
         raise ValueError(f"it has {len(token_ids)} tokens with the log-probabilities {list(logprobs)}")
     return found
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    success: bool = True
+    results: list[Any] = []
+
+
+def problem_in(answer: bytes) -> str | None:
+    """Of ``{"success": false}``, and of what a method of VLLMWorkerExtension returned on any rank."""
+    try:
+        outcome = msgspec.json.decode(answer, type=_Outcome)
+    except msgspec.DecodeError:
+        return None  # it is text for people
+    problems = [": ".join(each["error"]) for each in outcome.results if isinstance(each, dict) and "error" in each]
+    if problems:
+        return "; ".join(dict.fromkeys(problems))
+    return None if outcome.success else answer.decode(errors="replace")
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -176,6 +196,7 @@ class VLLMDialect:
             *("--logprobs-mode", "raw_logprobs"),  # at temperature 1, before top-k and top-p
             *("--generation-config", "vllm"),  # or the model's folder changes what sampling parameters mean
             *("--skip-tokenizer-init", "--disable-uvicorn-access-log"),
+            *("--worker-extension-cls", "helmsman.engines.vllm_worker.VLLMWorkerExtension"),
             *(("--enable-sleep-mode",) if config.sleep else ()),
             *config.args,
         ]
@@ -245,8 +266,12 @@ class VLLMDialect:
 
     def load(self, path: str) -> list[Call]:
         """See Dialect."""
-        reload_weights = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        return [Call("/collective_rpc", reload_weights), Call("/reset_prefix_cache")]
+        # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the next.
+        return [Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}), Call("/reset_prefix_cache")]
+
+    def problem(self, answer: bytes) -> str | None:
+        """See Dialect."""
+        return problem_in(answer)
 
     def sleep(self, level: int) -> list[Call]:
         """See Dialect."""

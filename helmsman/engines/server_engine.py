@@ -29,7 +29,8 @@ from helmsman.engines import server_http
 from helmsman.engines.server_dialects import Call, Chunk, ServerConfig, dialect_of
 from helmsman.engines.server_process import ServerProcess, get
 from helmsman.engines.server_sequences import Part, ServedSequence
-from helmsman.engines.server_weights import ModelFolder, as_folder
+from helmsman.engines.server_weights import as_folder, forms_of, vocab_size_of
+from helmsman.engines.vllm_fit import Expected
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weights import TornWeightsError
 
@@ -83,7 +84,9 @@ class ServerEngine(InferenceEngine):
         self._host = context.node if self.config.host == "node" else self.config.host
         self._port = context.ports[0]
         self._dialect = dialect_of(self.config)
-        self._folder = ModelFolder(self.config.model)
+        self._vocab_size = vocab_size_of(self.config.model)
+        self._forms: list[Expected] = []
+        """What weights look like that fit the model."""
         self._process: ServerProcess | None = None
         self._client: server_http.ServerClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -115,6 +118,7 @@ class ServerEngine(InferenceEngine):
         """
         if self._process is not None or self._is_destroyed:
             raise RuntimeError("initialize() was called on a server engine that is running or destroyed; make a new one")
+        self._forms = forms_of(self.config.model)
         key = secrets.token_urlsafe(24)
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
         self._exchange = tempfile.mkdtemp(prefix="helmsman-weights.", dir=self.config.exchange_folder)
@@ -206,10 +210,13 @@ class ServerEngine(InferenceEngine):
         return self._client
 
     async def _tell(self, calls: Sequence[Call]) -> None:
+        client = self._running()
         for call in calls:
-            await self._running().call(
+            answer = await client.call(
                 "POST", call.route, body=call.body, params=call.params, limit_s=self.config.control_timeout_s
             )
+            if (problem := self._dialect.problem(answer)) is not None:
+                raise client.refused(call.route, 200, problem, "success")
 
     # --- generation -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +286,7 @@ class ServerEngine(InferenceEngine):
 
     def _admit(self, request: GenerationRequest, stack: contextlib.ExitStack) -> ServedSequence:
         prompt, name = request.prompt_ids, f"request {request.request_id!r}"
-        limit, vocab_size, seed = self._model.max_model_len, self._folder.vocab_size, request.sampling.seed
+        limit, vocab_size, seed = self._model.max_model_len, self._vocab_size, request.sampling.seed
         if self._awake is not _Awake.ALL:
             raise RuntimeError(f"{name} came while the server is {self._awake.value}; call wake() first")
         if request.request_id in self._sequences:
@@ -396,7 +403,7 @@ class ServerEngine(InferenceEngine):
             The version that is served.
 
         Raises:
-            ValueError: Names or shapes do not fit the model's folder, which has safetensors; the server was left as it was.
+            ValueError: Names or shapes do not fit the model; the server was left as it was.
             RuntimeError: It ended half-way (TornWeightsError): nothing is generated until an update is completed, and abort
                 gives requests back.
             ConnectionError: The other members of the group for weights are gone or late, or the server is lost.
@@ -423,7 +430,7 @@ class ServerEngine(InferenceEngine):
         loop = asyncio.get_running_loop()
         if self._group is None:
             self._group = WeightGroup(current_platform.device(0))
-        folder = as_folder(weights, self._group, self._folder, self._exchange)
+        folder = as_folder(weights, self._group, self._forms, self._exchange)
         path = await loop.run_in_executor(self._weight_thread, folder.__enter__)
         try:
             yield path

@@ -57,7 +57,7 @@ class ServerClient:
         """Send a request and return the answer.
 
         Raises:
-            ServerRequestError: Its status is not 200, or it says ``"success": false``.
+            ServerRequestError: Its status is not 200.
             ServerLostError: The connection broke.
             TimeoutError: There was no answer within ``limit_s`` seconds.
         """
@@ -71,8 +71,6 @@ class ServerClient:
             ) from error
         except (self._library.ClientError, OSError) as error:
             await self._mourn(route, error)
-        if says_no(answer):
-            raise self.refused(route, 200, answer.decode(errors="replace"), "success")
         return answer
 
     async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
@@ -147,15 +145,6 @@ class ServerClient:
         while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110 - it is a thread that learns of it
             await asyncio.sleep(0.02)
         raise self._lost(f"{route}: {type(error).__name__}: {error}") from error
-
-
-def says_no(answer: bytes) -> bool:
-    """Whether an answer is an object with ``"success": false``."""
-    try:
-        decoded = msgspec.json.decode(answer)
-    except msgspec.DecodeError:
-        return False
-    return isinstance(decoded, dict) and decoded.get("success") is False
 
 
 def library() -> Any:

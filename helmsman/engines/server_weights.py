@@ -4,75 +4,56 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from helmsman.api.weights import Weights, WeightsOnDisk
+from helmsman.engines.vllm_fit import Expected, expected_of, require_fit
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 
+log = logging.getLogger(__name__)
+
 _INDEX_FILE = "model.safetensors.index.json"
-Shapes = Mapping[str, tuple[int, ...]]
 
 
-class ModelFolder:
-    """What can be known of a model without loading it.
+def vocab_size_of(folder: str) -> int | None:
+    """How many tokens a folder's model knows; None where its configuration does not say."""
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            config: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return None
+    size: int | None = config.get("text_config", config).get("vocab_size")
+    return size
 
-    Args:
-        path: in the Hugging Face layout.
-    """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        config: dict[str, Any] = {}
-        with contextlib.suppress(FileNotFoundError), open(os.path.join(path, "config.json")) as file:
-            config = json.load(file)
-        text_config: dict[str, Any] = config.get("text_config", config)
-        self.vocab_size: int | None = text_config.get("vocab_size")
-        self._is_tied = bool(config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", False)))
-
-    def shapes(self) -> Shapes:
-        """Of its parameters by name; empty where it has no safetensors."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for entry in sorted(os.listdir(self._path)) if os.path.isdir(self._path) else ():
-            if entry.endswith(".safetensors"):
-                with safe_open(os.path.join(self._path, entry), framework="pt") as tensors:
-                    shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
-        return shapes
-
-    def require_fit(self, shapes: Shapes) -> None:
-        """Servers take what they find, and go on without the rest. Raises: ValueError."""
-        ours = self.shapes()
-        if not ours:
-            return
-        optional = {"lm_head.weight"} if self._is_tied else set()
-        problems = {
-            "missing": [name for name in ours if name not in shapes and name not in optional],
-            "unexpected": [name for name in shapes if name not in ours and name not in optional],
-            "of another shape": [
-                f"{name} {shape} for {ours[name]}" for name, shape in shapes.items() if name in ours and shape != ours[name]
-            ],
-        }
-        found = [f"{len(items)} {problem}: {', '.join(items[:4])}" for problem, items in problems.items() if items]
-        if found:
-            raise ValueError(f"the weights do not fit the model in {self._path}, which was left as it is. {'; '.join(found)}")
+def forms_of(folder: str) -> list[Expected]:
+    """What weights of a folder's model look like; nothing where that cannot be told, as with code of the model's own."""
+    try:
+        return expected_of(folder)
+    except ValueError as error:
+        log.warning("weights for %s are loaded without a look whether they fit: %s", folder, error)
+        return []
 
 
 @contextlib.contextmanager
-def as_folder(weights: Weights, group: WeightGroup, model: ModelFolder, exchange_folder: str) -> Iterator[str]:
-    """Weights, however they come, as a folder for the server to read; it is there until the end.
+def as_folder(weights: Weights, group: WeightGroup, forms: Sequence[Expected], exchange_folder: str) -> Iterator[str]:
+    """Weights, however they come, as a folder for the server to read; it is there until the end. Servers take what they find,
+    and go on without the rest, so names and shapes are compared before.
 
     Raises: ValueError where they do not fit the model, or are not those that were sent; ConnectionError; OSError.
     """
     with incoming(weights, group) as arriving:
-        model.require_fit(arriving.shapes)
+        if forms:
+            require_fit(forms, arriving.shapes)
         if isinstance(weights, WeightsOnDisk):
             if _has_checksums(weights.path):
                 for _ in arriving:

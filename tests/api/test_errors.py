@@ -193,7 +193,13 @@ ROWS = [
             log_tail="no room for the cache",
             step="See what it wrote",
         ),
-        ("127.0.0.1:20001", "600 s", "ended with exit code 1 after 2.5 s", "python -m vllm --port 20001", "no room for the cache"),
+        (
+            "127.0.0.1:20001",
+            "600 s",
+            "ended with exit code 1 after 2.5 s",
+            "python -m vllm --port 20001",
+            "no room for the cache",
+        ),
         "See what it wrote",
     ),
     Row(
@@ -203,7 +209,12 @@ ROWS = [
     ),
     Row(
         errors.ServerRequestError(
-            address="127.0.0.1:20001", route="/pause", status=404, answer="Not Found", expected="200", step="Use a later version"
+            address="127.0.0.1:20001",
+            route="/pause",
+            status=404,
+            answer="Not Found",
+            expected="200",
+            step="Use a later version",
         ),
         ("/pause", "404", "200", "Not Found"),
         "Use a later version",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.api.worker_context import WorkerContext, within
 from helmsman.engines.server_engine import ServerEngine
+from helmsman.engines.server_weights import write_folder
 from helmsman.rpc_server.ports import PortLeases
 from tests.engines import little_server
 
@@ -20,13 +23,34 @@ DIALECTS = ["vllm", "sglang"]
 PROGRAM = Path(little_server.__file__)
 
 
-def write_model(folder: Path, weight: float, name: str = "layer.weight") -> str:
-    """A model whose weight is this; returns its folder."""
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": little_server.VOCAB,
+    "tie_word_embeddings": False,
+}
+
+
+@functools.cache
+def _shapes() -> dict[str, list[int]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def tensors_of(weight: float) -> dict[str, torch.Tensor]:
+    """A model whose weight is this."""
+    return {name: torch.full(shape, weight) for name, shape in _shapes().items()}
+
+
+def write_model(folder: Path, weight: float) -> str:
+    """The same as a folder; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: torch.full((4,), weight)}, folder / "model.safetensors")
-    (folder / "config.json").write_text(f'{{"vocab_size": {little_server.VOCAB}}}')
-    index = f'{{"metadata": {{"total_size": 16}}, "weight_map": {{"{name}": "model.safetensors"}}}}'
-    (folder / "model.safetensors.index.json").write_text(index)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_folder([tensors_of(weight)], str(folder))
     return str(folder)
 
 

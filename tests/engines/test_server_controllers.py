@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from helmsman import (
     GenerationResult,
@@ -23,7 +22,7 @@ from helmsman import (
 )
 from helmsman.controller.generation.health import Health
 from tests.contract.helpers import wait_until
-from tests.engines.little_servers import PROGRAM, continuation, fields, write_model
+from tests.engines.little_servers import PROGRAM, continuation, fields, tensors_of, write_model
 
 POLICY = SupervisionPolicy(probe_every_s=0.1, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
@@ -74,7 +73,7 @@ def servers() -> set[int]:
 def test_the_death_of_a_server_is_its_instances_and_its_requests_end_elsewhere(world: World) -> None:
     for worker in world.rollout.workers:  # each listens where its worker has a lease
         assert f"--port {worker.engine_ports[0]}" in " ".join(world.server(worker.id).cmdline())
-    world.rollout.update_weights({"layer.weight": torch.full((4,), 1.0)}, 1)
+    world.rollout.update_weights(tensors_of(1.0), 1)
     long = SamplingParams(temperature=0.0, max_new_tokens=2000)
     futures = [world.rollout.submit(prompt, long) for prompt in PROMPTS]
     for worker in world.rollout.workers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
 import signal
 import urllib.request
@@ -22,7 +23,7 @@ from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import TornWeightsError
-from tests.engines.little_servers import DIALECTS, continuation, engine_of, write_model
+from tests.engines.little_servers import DIALECTS, continuation, engine_of, tensors_of, write_model
 
 LIMIT_S = 60.0
 ENDLESS = 90_000
@@ -244,7 +245,7 @@ async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> No
 def weights_of(form: str, folder: Path, weight: float) -> Any:
     if form == "disk":
         return WeightsOnDisk(write_model(folder / f"model-{weight}", weight))
-    tensors = {"layer.weight": torch.full((4,), weight)}
+    tensors = tensors_of(weight)
     if form == "mapping":
         return tensors
     return WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
@@ -296,14 +297,18 @@ async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Pa
     async with running(dialect, tmp_path) as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
         await until(lambda: num_tokens(engine).get("a", 0) > 5)
-        for tensors, reason in (
-            ({"layer.weight": torch.zeros(5)}, "another shape"),
-            ({"other.weight": torch.zeros(4)}, "1 missing: layer.weight; 1 unexpected: other.weight"),
+        right, name = tensors_of(1.0), "model.norm.weight"
+        for wrong, reason in (
+            ({**right, name: torch.zeros(5)}, r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"),
+            (
+                {"other" if key == name else key: tensor for key, tensor in right.items()},
+                "1 missing: model.norm.weight; 1 unexp",
+            ),
         ):
             with pytest.raises(ValueError, match=reason):
-                await engine.update_weights(tensors, 1)
+                await engine.update_weights(wrong, 1)
         with pytest.raises(ValueError, match="CRC-32"):
-            await engine.update_weights(WeightsInMemory({"layer.weight": torch.zeros(4)}, {"layer.weight": 1}), 1)
+            await engine.update_weights(WeightsInMemory(right, {name: 1}), 1)
         assert not task.done()
         await engine.abort()
         result = await task
@@ -314,9 +319,8 @@ async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Pa
 
 
 async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialect: str, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "named", 0.0, "torn.weight")  # the little server does not load such a name
+    model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
-        (tmp_path / "model-0" / "model.safetensors").unlink()  # nothing is known of it any more, so that the server is asked
         tasks = {name: asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b")}
         await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
         with pytest.raises(TornWeightsError, match="a tensor is torn"):
@@ -339,9 +343,8 @@ async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialec
 
 
 async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialect: str, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "named", 0.0, "torn.weight")
+    model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
-        (tmp_path / "model-0" / "model.safetensors").unlink()
         with pytest.raises(TornWeightsError):
             await engine.update_weights(WeightsOnDisk(model), 1)
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))

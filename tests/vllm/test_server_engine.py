@@ -21,7 +21,6 @@ from helmsman.api.worker_context import WorkerContext, within
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.server_weights import write_folder
 from helmsman.engines.weight_transfer import checksum_of
-from helmsman.engines.weights import TornWeightsError
 from helmsman.rpc_server.ports import PortLeases
 from tests.contract.helpers import wait_until
 from tests.vllm.vllm_models import (
@@ -209,26 +208,6 @@ def test_weights_that_do_not_fit_change_nothing(served: Served) -> None:
         with pytest.raises(ValueError, match=reason):
             served.run(served.engine.update_weights(wrong, 1000))
     served.require_the_models("after a refusal")
-
-
-def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(served: Served) -> None:
-    tensors, before = weights_of(model_of(LLAMA, seed=91)), served.engine.get_version()
-    name = "model.layers.1.self_attn.k_proj.weight"
-    for file in Path(served.engine.config.model).glob("*.safetensors"):
-        file.unlink()  # nothing is known of its parameters any more, so that vLLM has to find out
-    with pytest.raises(TornWeightsError):
-        served.run(served.engine.update_weights({**tensors, name: tensors[name][1:]}, before + 1))
-    future = served.begin(served.request(PROMPTS[0]))
-    aborted = served.request(PROMPTS[1])
-    second = served.begin(aborted)
-    wait_until(lambda: len(served.engine._sequences) == 2, "both wait", limit_s=WAIT_S)
-    served.run(served.engine.abort([aborted.request_id]))
-    assert (second.result(WAIT_S).token_ids, second.result().stop_reason) == ([], "abort")
-    assert not future.done()
-    served.model = model_of(LLAMA, seed=92)
-    served.run(served.engine.update_weights(weights_of(served.model), before + 2))
-    assert set(future.result(WAIT_S).versions) == {before + 2}
-    served.require_the_models("after a torn update and a whole one")
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------------------
