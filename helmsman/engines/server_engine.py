@@ -144,7 +144,12 @@ class ServerEngine(InferenceEngine):
             return ServerLostError(address=address, reason=how, exit_code=process.exit_code, log_tail=process.log_tail())
 
         self._client = server_http.ServerClient(
-            address, key, retry_s=self.config.retry_s, has_ended=lambda: process.has_ended, lost=lost
+            address,
+            key,
+            self._dialect.health_route,
+            retry_s=self.config.retry_s,
+            has_ended=lambda: process.has_ended,
+            lost=lost,
         )
 
     def destroy(self) -> None:
@@ -216,7 +221,7 @@ class ServerEngine(InferenceEngine):
                 "POST", call.route, body=call.body, params=call.params, limit_s=self.config.control_timeout_s
             )
             if (problem := self._dialect.problem(answer)) is not None:
-                raise client.refused(call.route, 200, problem, "success")
+                await client.refuse(call.route, 200, problem, "success")
 
     # --- generation -------------------------------------------------------------------------------------------------------
 
@@ -354,12 +359,12 @@ class ServerEngine(InferenceEngine):
                 try:
                     chunks = self._dialect.chunks(event, counts)
                 except ValueError as error:
-                    raise client.refused(call.route, 200, str(error), "tokens with their log-probabilities") from error
+                    await client.refuse(call.route, 200, str(error), "tokens with their log-probabilities")
                 for chunk in chunks:
                     self._take(part, chunk)
                     counts[chunk.sample] += len(chunk.token_ids)
         if len(part.has_ended) < len(part.sequences):
-            raise client.refused(call.route, 200, "the events ended before the sequences", "a reason for the end of each")
+            await client.refuse(call.route, 200, "the events ended before the sequences", "a reason for the end of each")
 
     def _take(self, part: Part, chunk: Chunk) -> None:
         sequence = part.sequences[chunk.sample]

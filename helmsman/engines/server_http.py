@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _IDLE_S = 2.0
 """How long an unused connection is kept: less than servers do (uvicorn 5 s), or a request could meet the connection's end."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+_HEALTH_S = 5.0
 _MOURNING_S = 2.0
 """How long a broken connection waits for news of the process that it led to."""
 
@@ -33,6 +34,7 @@ class ServerClient:
     Args:
         address: 'host:port'.
         key: of its API.
+        health_route: answers 200 while it can serve.
         retry_s: how long a request that cannot have begun is sent again.
         has_ended: whether the server's process has ended.
         lost: makes the error of a connection that broke, from what happened to it.
@@ -42,12 +44,14 @@ class ServerClient:
         self,
         address: str,
         key: str,
+        health_route: str,
         *,
         retry_s: float,
         has_ended: Callable[[], bool],
         lost: Callable[[str], ServerLostError],
     ) -> None:
-        self._address, self._key, self._retry_s, self._has_ended, self._lost = address, key, retry_s, has_ended, lost
+        self._address, self._key, self._health_route = address, key, health_route
+        self._retry_s, self._has_ended, self._lost = retry_s, has_ended, lost
         self._library = library()
         self._session: aiohttp.ClientSession | None = None
 
@@ -90,7 +94,26 @@ class ServerClient:
         except (self._library.ClientError, OSError) as error:
             await self._mourn(route, error)
 
-    def refused(self, route: str, status: int, answer: str, expected: str) -> ServerRequestError:
+    async def refuse(self, route: str, status: int, answer: str, expected: str) -> NoReturn:
+        """Raise the error of an answer that is none: ServerLostError where it is the server's last."""
+        if self._has_ended() or not await self._is_healthy():
+            await self._mourn(route, self._refused(route, status, answer, expected))
+        raise self._refused(route, status, answer, expected)
+
+    async def _is_healthy(self) -> bool:
+        """A server whose model has died says so for a moment before it ends."""
+        try:
+            async with (
+                asyncio.timeout(_HEALTH_S),
+                self._connected().get(f"http://{self._address}{self._health_route}") as response,
+            ):
+                return response.status == 200
+        except TimeoutError:
+            return True  # SGLang's takes as long as its batches
+        except (self._library.ClientError, OSError):
+            return False
+
+    def _refused(self, route: str, status: int, answer: str, expected: str) -> ServerRequestError:
         """The error of an answer that is none."""
         steps = {
             401: "It has another key than this run's: look for a second server at this address",
@@ -124,7 +147,7 @@ class ServerClient:
                     return response
                 answer = (await response.read()).decode(errors="replace")
                 if response.status != 503 or is_late or self._has_ended():
-                    raise self.refused(route, response.status, answer, "200")
+                    await self.refuse(route, response.status, answer, "200")
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
 
