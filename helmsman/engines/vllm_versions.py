@@ -79,6 +79,9 @@ def prepare_environment() -> None:
     # Forking a process that has threads, as a worker has, may deadlock the child.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # On the CPU: instances of one machine would all bind their threads to the same processors, and ranks need a NUMA node each.
+    # How many threads there are follows OMP_NUM_THREADS, which follows SchedulingSpec.cpu.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # vLLM names its processes by setproctitle, which would write over the environment that shows whose children they are.
     os.environ.setdefault("SPT_NOENV", "1")
 
