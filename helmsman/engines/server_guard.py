@@ -30,10 +30,10 @@ def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> No
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
-        os.write(report_fd, b"0\n")  # there is no process
+        _report(report_fd, 0)  # there is no process
         _end(report_fd, 127 << 8, folder)
         return
-    os.write(report_fd, b"%d\n" % server.pid)
+    _report(report_fd, server.pid)
     # Its output is the server's alone: who reads it must see its end.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -51,7 +51,14 @@ def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> No
 def _end(report_fd: int, status: int, folder: str) -> None:
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    os.write(report_fd, b"%d\n" % status)
+    _report(report_fd, status)
+
+
+def _report(report_fd: int, number: int) -> None:
+    try:
+        os.write(report_fd, b"%d\n" % number)
+    except OSError:
+        return  # the worker has gone, and the server follows
 
 
 def _wake_at_childs_end() -> int:
@@ -100,18 +107,21 @@ def _reap(server_pid: int) -> int | None:
 
 
 def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except OSError:
+                continue  # it has ended meanwhile
+            children.setdefault(parent, []).append(int(entry))
     found: list[int] = []
     pending = [root]
     while pending:
-        parent = pending.pop()
-        try:
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children") as file:
-                    children = [int(pid) for pid in file.read().split()]
-                found += children
-                pending += children
-        except OSError:
-            continue  # it has ended meanwhile, and its children are ours
+        born = children.get(pending.pop(), [])
+        found += born
+        pending += born
     return found
 
 

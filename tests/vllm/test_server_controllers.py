@@ -46,7 +46,7 @@ class World:
             scheduler,
             "helmsman.engines.train.FSDPTrainEngine",
             Job(role="train", replicas=2, tasks=[SchedulingSpec(cpu=0.5)]),
-            engine_kwargs={"model": model, "lr": 5e-3, "dtype": "float32"},
+            engine_kwargs={"model": model, "lr": 5e-3},
         )
         self.rollout = RolloutController(
             scheduler,
