@@ -118,6 +118,7 @@ class _Loading:
     def receive(self, place: ByCollective, forms: Sequence[Expected]) -> None:
         world = vllm_versions.world_group()
         if world.rank_in_group > 0:
+            _told(world)  # that they fit, or why nothing comes
             with contextlib.closing(_passed_on(world, self._worker.device)) as buckets:
                 self._take(buckets)
             return
@@ -126,6 +127,7 @@ class _Loading:
         try:
             with incoming(place, group) as arriving:
                 require_fit(forms, arriving.shapes)
+                sender.begin()
                 self._take(sender.passing_on(arriving))
         except Exception as error:
             sender.give_up(error)
@@ -156,6 +158,11 @@ class _Sender:
         self._world = world
         self._is_over = world.world_size == 1
 
+    def begin(self) -> None:
+        """Say that tensors will come."""
+        if not self._is_over:
+            self._tell({"begins": True})
+
     def passing_on(self, buckets: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[Mapping[str, torch.Tensor]]:
         """The same buckets, each once the others have it, too."""
         for bucket in buckets:
@@ -180,24 +187,27 @@ class _Sender:
 
 def _passed_on(world: Any, device: torch.device) -> Generator[Mapping[str, torch.Tensor], None, None]:
     """What the first rank passes on; read to its end also where its reader fails, as the first rank does not know of that."""
-    message: Mapping[str, Any] = {}
-    is_read = False
+    is_over = False
     try:
-        while message := _told(world):
-            if "error" in message:
-                raise ConnectionError(f"the first rank of this instance gave up: {message['error']}")
-            yield _broadcast_into(message, world, device)
-        is_read = True
+        while not is_over:
+            is_over = True  # unless it says otherwise
+            if message := _told(world):
+                tensors = _broadcast_into(message, world, device)
+                is_over = False
+                yield tensors
     finally:
-        while not is_read and message and "error" not in message and (message := _told(world)):
-            if "error" not in message:
+        with contextlib.suppress(ConnectionError):
+            while not is_over and (message := _told(world)):
                 _broadcast_into(message, world, device)
 
 
 def _told(world: Any) -> Mapping[str, Any]:
+    """What the first rank says. Raises: ConnectionError when it has given up."""
     messages: list[Any] = [None]
     dist.broadcast_object_list(messages, _first(world.cpu_group), group=world.cpu_group)
     message: Mapping[str, Any] = messages[0]
+    if "error" in message:
+        raise ConnectionError(f"the first rank of this instance gave up: {message['error']}")
     return message
 
 

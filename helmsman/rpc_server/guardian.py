@@ -25,6 +25,7 @@ from typing import NamedTuple
 TAG_VARIABLE = "HELMSMAN_WORKER_TAG"
 """Environment variable by which a worker's descendants are recognised; its value is unique per worker process."""
 
+_TRACKERS_S = 1.0
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes), Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 
@@ -109,14 +110,28 @@ def family(worker_pid: int, tag: str, known: Known = lambda table: set()) -> set
 
 
 def end_family(worker_pid: int, tag: str, known: Known = lambda table: set(), *, limit_s: float = 5.0) -> set[int]:
-    """Kill a worker's family; returns who is left after ``limit_s`` seconds."""
+    """Kill a worker's family; returns who is left after ``limit_s`` seconds.
+
+    Python's own trackers of shared memory are left a moment: they remove the names that killed processes have left, and end
+    when the last of these has gone.
+    """
     deadline = time.monotonic() + limit_s
+    patience = time.monotonic() + min(_TRACKERS_S, limit_s / 2)
     while members := family(worker_pid, tag, known):
-        _signal_all(members, signal.SIGKILL)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        _signal_all((pid for pid in members if now > patience or not _is_tracker(pid)), signal.SIGKILL)
+        if now > deadline:
             return members
         time.sleep(0.01)
     return set()
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _signal_all(pids: Iterable[int], number: int) -> None:

@@ -111,3 +111,17 @@ def test_a_process_table_survives_strange_names(start: Callable[..., subprocess.
     row = guardian.process_table()[strange.pid]
     assert (row.pid, row.parent) == (strange.pid, os.getpid())
     assert row.state in "SR"
+
+
+def test_names_of_shared_memory_go_with_the_family(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    made = tmp_path / "name"
+    child = (
+        "import signal\nfrom multiprocessing import shared_memory\n"
+        f"memory = shared_memory.SharedMemory(create=True, size=1)\nopen({str(made)!r}, 'w').write(memory.name)\n"
+        "print('up', flush=True)\nsignal.pause()"
+    )
+    worker = start(child, start_new_session=True)
+    worker.kill()
+    worker.wait()
+    assert guardian.end_family(worker.pid, "no tag") == set()
+    assert not Path("/dev/shm", made.read_text()).exists()

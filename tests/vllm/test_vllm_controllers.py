@@ -156,11 +156,13 @@ def test_the_death_of_vllms_process_is_the_instances(world: World, name: str) ->
 
 def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
-    assert len(family) >= 2, "EngineCore and its worker"
+    assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory"
+    shared = {each.path for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/psm")}
+    assert shared
     os.kill(worker, signal.SIGKILL)
-    gone, left = psutil.wait_procs(family, timeout=10)
+    _, left = psutil.wait_procs(family, timeout=10)
     assert not left, [each.cmdline() for each in left]
-    assert gone
+    assert not [path for path in shared if os.path.exists(path)]
     wait_until(lambda: world.state("rollout/1") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
     world.require_the_trainers("after the death of a worker")
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import save_file
 
-from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.api.weights import ByCollective, WeightFormat, WeightsInMemory, WeightsOnDisk
+from helmsman.api.generation import SamplingParams
+from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weight_group import WeightGroup
-from helmsman.engines.weight_transfer import checksum_of, publish
+from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import TornWeightsError
 from tests.vllm.vllm_models import (
     ENGINE,
@@ -34,39 +31,9 @@ from tests.vllm.vllm_models import (
     report,
     weights_of,
 )
+from tests.vllm.vllm_served import GREEDY, PROMPTS, Served, broadcast, require_the_trainers, until, written
 
-GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
-PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100]]
 LONG = MAX_LEN - 8
-WAIT_S = 60.0
-
-
-class Served:
-    """The engine, and the model whose weights it was last brought."""
-
-    def __init__(self, engine: VLLMEngine, model: Any) -> None:
-        self.engine, self.model = engine, model
-        self._numbers = iter(range(10**9))
-
-    def request(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any) -> GenerationRequest:
-        return GenerationRequest(request_id=f"r{next(self._numbers)}", prompt_ids=list(prompt), sampling=sampling, **fields)
-
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[GenerationResult]:
-        return list(await asyncio.gather(*(self.engine.agenerate(self.request(prompt, sampling)) for prompt in prompts)))
-
-    async def begun(self, request: GenerationRequest, num: int = 5) -> asyncio.Task[GenerationResult]:
-        """A request that has so many tokens."""
-        before = self.engine.stats()["num_generated_tokens"]
-        task = asyncio.ensure_future(self.engine.agenerate(request))
-        async with asyncio.timeout(WAIT_S):
-            while self.engine.stats()["num_generated_tokens"] < before + num:
-                assert not task.done(), task
-                await asyncio.sleep(0.005)
-        return task
-
-    async def bring(self, model: Any, version: int) -> None:
-        assert await self.engine.update_weights(weights_of(model), version) == version
-        self.model = model
 
 
 @pytest.fixture(scope="module")
@@ -200,15 +167,9 @@ async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await _until(lambda: served.engine.stats()["num_running"] == 0)
+    await until(lambda: served.engine.stats()["num_running"] == 0)
     assert await usage() == alone > 0, "nobody else has any of the cache"
     assert (await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))).stop_reason == "length"
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not holds():  # noqa: ASYNC110 - what it waits for happens in another thread
-            await asyncio.sleep(0.005)
 
 
 async def test_stats_tell_load_and_cache(served: Served) -> None:
@@ -229,16 +190,6 @@ def test_calls_may_come_from_any_event_loop(served: Served) -> None:
 # --- weights ------------------------------------------------------------------------------------------------------------------
 
 
-async def _require_the_trainers(served: Served, what: str) -> None:
-    prompts = [*PROMPTS, [1] * 300]
-    results = await served.generate(prompts)
-    assert all(is_greedy(served.model, prompt, each.token_ids) for prompt, each in zip(prompts, results, strict=True)), what
-    found = differences(served.model, prompts, results)
-    report(what, found)
-    assert found.max() < 1e-3
-    assert {version for each in results for version in each.versions} == {served.engine.get_version()}
-
-
 async def test_weights_come_from_memory(served: Served) -> None:
     await served.generate([[1] * 300])  # whose keys and values must not be found again
     model = model_of(LLAMA, seed=2)
@@ -246,68 +197,25 @@ async def test_weights_come_from_memory(served: Served) -> None:
     weights = WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
     assert await served.engine.update_weights(weights, 2) == served.engine.get_version() == 2
     served.model = model
-    await _require_the_trainers(served, "memory")
+    await require_the_trainers(served, "memory")
 
 
 async def test_weights_come_from_files(served: Served, tmp_path: Path) -> None:
     served_before = served.engine.get_version()
     model = model_of(LLAMA, seed=3)
-    assert await served.engine.update_weights(_written(model, tmp_path), served_before + 1) == served_before + 1
+    assert await served.engine.update_weights(written(model, tmp_path), served_before + 1) == served_before + 1
     served.model = model
-    await _require_the_trainers(served, "files")
+    await require_the_trainers(served, "files")
 
 
-def _written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
-    """Two files and an index with checksums; one of the tensors may be another than its checksum says."""
-    tensors = weights_of(model)
-    names = list(tensors)
-    files = {name: f"model-{1 + (names.index(name) >= len(names) // 2)}.safetensors" for name in names}
-    checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
-    for file in sorted(set(files.values())):
-        part = {name: tensors[name] + (name == spoilt) for name in names if files[name] == file}
-        save_file(part, folder / file)
-    (folder / "model.safetensors.index.json").write_bytes(
-        msgspec.json.encode({"metadata": {"crc32": checksums}, "weight_map": files})
-    )
-    return WeightsOnDisk(str(folder))
-
-
-@pytest.fixture
-def trainer_group() -> Iterator[WeightGroup]:
-    """Rank 0 of a group for weights, in this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = WeightGroup(torch.device("cpu"))
-    yield group
-    group.close()
-    dist.destroy_process_group()
-
-
-async def _broadcast(served: Served, group: WeightGroup, model: Any, version: int, tensors: dict[str, torch.Tensor]) -> None:
-    place = ByCollective(
-        version=version, group_id=f"g{version}", address="127.0.0.1", port=group.open_store("127.0.0.1"), rank=0,
-        world_size=2, timeout_s=WAIT_S,
-    )  # fmt: skip
-    form = WeightFormat(bucket_bytes=150_000, checksum=True)
-
-    def send() -> Any:
-        return publish(tensors, place, form, version=version, is_root=True, group=group)
-
-    taking = asyncio.ensure_future(served.engine.update_weights(msgspec.structs.replace(place, rank=1), version))
-    sent, taken = await asyncio.gather(asyncio.to_thread(send), taking, return_exceptions=True)
-    assert sent == sum(tensor.nbytes for tensor in tensors.values()), sent
-    if isinstance(taken, BaseException):
-        raise taken
-    served.model = model
-
-
-async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served, trainer_group: WeightGroup) -> None:
+async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served) -> None:
     model = model_of(LLAMA, seed=4)
-    await _broadcast(served, trainer_group, model, 20, weights_of(model))
-    await _require_the_trainers(served, "broadcasts")
+    await broadcast(served, model, 20, weights_of(model))
+    await require_the_trainers(served, "broadcasts")
     unfit = weights_of(model) | {"strange.weight": torch.zeros(3)}
     with pytest.raises(ValueError, match="1 unexpected: strange.weight"):
-        await _broadcast(served, trainer_group, model, 21, unfit)
-    await _require_the_trainers(served, "after broadcasts that did not fit")
+        await broadcast(served, model, 21, unfit)
+    await require_the_trainers(served, "after broadcasts that did not fit")
 
 
 async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(served: Served, tmp_path: Path) -> None:
@@ -324,7 +232,7 @@ async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(served: S
     with pytest.raises(FileNotFoundError):
         await served.engine.update_weights(WeightsOnDisk(str(tmp_path)), version + 1)
     assert served.engine.get_version() == version
-    await _require_the_trainers(served, "after weights that did not fit")
+    await require_the_trainers(served, "after weights that did not fit")
 
 
 async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_is_whole(
@@ -332,13 +240,13 @@ async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_
 ) -> None:
     version = served.engine.get_version()
     running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
-    torn = _written(model_of(LLAMA, seed=6), tmp_path, spoilt="model.norm.weight")
+    torn = written(model_of(LLAMA, seed=6), tmp_path, spoilt="model.norm.weight")
     with pytest.raises(TornWeightsError, match="model.norm.weight"):
         await served.engine.update_weights(torn, version + 1)
     assert served.engine.get_version() == version
     num_before = served.engine.stats()["num_generated_tokens"]
     waiting = asyncio.ensure_future(served.engine.agenerate(served.request(PROMPTS[0])))
-    await _until(lambda: served.engine.stats()["num_waiting"] == 2)
+    await until(lambda: served.engine.stats()["num_waiting"] == 2)
     assert await served.engine.abort() == 2
     assert [(await each).stop_reason for each in (running, waiting)] == ["abort", "abort"]
     assert served.engine.stats()["num_generated_tokens"] == num_before
@@ -347,7 +255,7 @@ async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_
     result = await late
     assert set(result.versions) == {version + 2}
     assert is_greedy(served.model, PROMPTS[0], result.token_ids)
-    await _require_the_trainers(served, "after a torn update and a whole one")
+    await require_the_trainers(served, "after a torn update and a whole one")
 
 
 async def test_an_update_in_the_middle_of_requests_keeps_their_keys_and_tells_their_tokens_apart(served: Served) -> None:
@@ -387,9 +295,9 @@ async def test_an_update_whose_caller_is_cancelled_comes_to_its_end(served: Serv
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await _until(lambda: served.engine.get_version() == version)
+    await until(lambda: served.engine.get_version() == version)
     served.model = model
-    await _require_the_trainers(served, "after a cancelled call")
+    await require_the_trainers(served, "after a cancelled call")
 
 
 # --- sleep --------------------------------------------------------------------------------------------------------------------
@@ -409,7 +317,7 @@ async def test_a_sleeping_engine_takes_no_requests_and_no_weights(served: Served
         await served.engine.update_weights(weights_of(served.model), 100)
     await served.engine.wake()
     await served.engine.wake()
-    await _require_the_trainers(served, "after sleep")
+    await require_the_trainers(served, "after sleep")
 
 
 async def test_after_level_2_an_update_comes_before_requests(served: Served) -> None:
@@ -420,7 +328,7 @@ async def test_after_level_2_an_update_comes_before_requests(served: Served) -> 
         await served.engine.agenerate(served.request([3]))
     await served.engine.wake()
     waiting = asyncio.ensure_future(served.engine.agenerate(served.request([3])))
-    await _until(lambda: served.engine.stats()["num_waiting"] == 1)
+    await until(lambda: served.engine.stats()["num_waiting"] == 1)
     assert not waiting.done()
     await served.bring(model, version)
     assert is_greedy(model, [3], (await waiting).token_ids)
@@ -428,7 +336,7 @@ async def test_after_level_2_an_update_comes_before_requests(served: Served) -> 
     await served.engine.wake(weights_only=True)
     await served.bring(model_of(LLAMA, seed=11), version + 1)
     await served.engine.wake()
-    await _require_the_trainers(served, "after level 2")
+    await require_the_trainers(served, "after level 2")
 
 
 def test_there_is_no_thread_left_of_an_engine_that_could_not_start(tmp_path: Path) -> None:

@@ -7,22 +7,68 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from helmsman.api.generation import SamplingParams
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weight_group import WeightGroup
-from tests.vllm.test_vllm_engine import Served, broadcast, require_the_trainers, trainer_group, written
-from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, folder_of, model_of, weights_of
-
-__all__ = ["trainer_group"]
+from helmsman.engines.weights import TornWeightsError
+from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, differences, folder_of, logprobs_of, model_of, weights_of
+from tests.vllm.vllm_served import PROMPTS, Served, broadcast, require_the_trainers, written
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = model_of(QWEN2_TIED, seed=1)
+    folder = folder_of(model, tmp_path_factory.mktemp("qwen2"))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        folder = folder_of(model, tmp_path_factory.mktemp("qwen2"))
-        engine = VLLMEngine(model=folder, tensor_parallel_size=2, bucket_bytes=200_000, **ENGINE)
+        environment.setenv("OMP_NUM_THREADS", "1")
+        engine = VLLMEngine(
+            model=folder, tensor_parallel_size=2, bucket_bytes=200_000, load_format="dummy", in_flight="recompute", **ENGINE
+        )
         engine.initialize()
         yield Served(engine, model)
         engine.destroy()
+
+
+async def test_random_weights_are_replaced_from_memory(served: Served) -> None:
+    before = await served.generate(PROMPTS)
+    assert differences(served.model, PROMPTS, before).max() > 0.1, "they are not the folder's"
+    await served.bring(model_of(QWEN2_TIED, seed=2), 1)
+    await require_the_trainers(served, "two ranks, memory")
+
+
+async def test_weights_come_from_files(served: Served, tmp_path: Path) -> None:
+    served.model = model_of(QWEN2_TIED, seed=3)
+    await served.engine.update_weights(written(served.model, tmp_path), 2)
+    await require_the_trainers(served, "two ranks, files")
+
+
+async def test_weights_come_by_broadcasts_that_the_first_rank_passes_on(served: Served) -> None:
+    model = model_of(QWEN2_TIED, seed=4)
+    await broadcast(served, model, 3, weights_of(model))
+    await require_the_trainers(served, "two ranks, broadcasts")
+    with pytest.raises(ValueError, match="1 missing: model.norm.weight"):
+        await broadcast(served, model, 4, {k: each for k, each in weights_of(model).items() if k != "model.norm.weight"})
+    await require_the_trainers(served, "two ranks, after broadcasts that did not fit")
+
+
+async def test_a_torn_update_leaves_no_rank_behind(served: Served, tmp_path: Path) -> None:
+    with pytest.raises(TornWeightsError, match="model.norm.weight"):
+        await served.engine.update_weights(written(model_of(QWEN2_TIED, seed=5), tmp_path, spoilt="model.norm.weight"), 5)
+    model = model_of(QWEN2_TIED, seed=6)
+    await broadcast(served, model, 6, weights_of(model))
+    await require_the_trainers(served, "two ranks, after a torn update and a whole one")
+
+
+async def test_keys_and_values_are_computed_anew_where_that_is_asked_for(served: Served) -> None:
+    version, old, new = served.engine.get_version(), served.model, model_of(QWEN2_TIED, seed=7)
+    tasks = [await served.begun(served.request(prompt, SamplingParams(seed=3, max_new_tokens=200))) for prompt in PROMPTS]
+    await served.bring(new, version + 1)
+    for prompt, result in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
+        num_old = result.versions.count(version)
+        assert 0 < num_old < 200
+        assert result.versions == [version] * num_old + [version + 1] * (200 - num_old)
+        by_old, by_new = (logprobs_of(model, prompt, result.token_ids) for model in (old, new))
+        found = (torch.cat([by_old[:num_old], by_new[num_old:]]) - torch.tensor(result.logprobs)).abs()
+        assert found.max() < 1e-3

@@ -1,0 +1,112 @@
+"""A VLLMEngine in the test's own process beside the model whose weights it has, and the ways of bringing it others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.weights import ByCollective, WeightFormat, WeightsOnDisk
+from helmsman.engines.vllm_engine import VLLMEngine
+from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines.weight_transfer import checksum_of, publish
+from tests.vllm.vllm_models import differences, is_greedy, report, weights_of
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100]]
+WAIT_S = 60.0
+
+
+class Served:
+    """The engine, and the model whose weights it was last brought."""
+
+    def __init__(self, engine: VLLMEngine, model: Any) -> None:
+        self.engine, self.model = engine, model
+        self._numbers = iter(range(10**9))
+
+    def request(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any) -> GenerationRequest:
+        return GenerationRequest(request_id=f"r{next(self._numbers)}", prompt_ids=list(prompt), sampling=sampling, **fields)
+
+    async def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams = GREEDY) -> list[GenerationResult]:
+        return list(await asyncio.gather(*(self.engine.agenerate(self.request(prompt, sampling)) for prompt in prompts)))
+
+    async def begun(self, request: GenerationRequest, num: int = 5) -> asyncio.Task[GenerationResult]:
+        """A request that has so many tokens."""
+        before = self.engine.stats()["num_generated_tokens"]
+        task = asyncio.ensure_future(self.engine.agenerate(request))
+        async with asyncio.timeout(WAIT_S):
+            while self.engine.stats()["num_generated_tokens"] < before + num:
+                assert not task.done(), task
+                await asyncio.sleep(0.005)
+        return task
+
+    async def bring(self, model: Any, version: int) -> None:
+        assert await self.engine.update_weights(weights_of(model), version) == version
+        self.model = model
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110 - what it waits for happens in another thread
+            await asyncio.sleep(0.005)
+
+
+async def require_the_trainers(served: Served, what: str) -> None:
+    prompts = [*PROMPTS, [1] * 300]
+    results = await served.generate(prompts)
+    assert all(is_greedy(served.model, prompt, each.token_ids) for prompt, each in zip(prompts, results, strict=True)), what
+    found = differences(served.model, prompts, results)
+    report(what, found)
+    assert found.max() < 1e-3
+    assert {version for each in results for version in each.versions} == {served.engine.get_version()}
+
+
+def written(model: Any, folder: Path, spoilt: str = "") -> WeightsOnDisk:
+    """Two files and an index with checksums; one of the tensors may be another than its checksum says."""
+    tensors = weights_of(model)
+    names = list(tensors)
+    files = {name: f"model-{1 + (names.index(name) >= len(names) // 2)}.safetensors" for name in names}
+    checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
+    for file in sorted(set(files.values())):
+        part = {name: tensors[name] + (name == spoilt) for name in names if files[name] == file}
+        save_file(part, folder / file)
+    (folder / "model.safetensors.index.json").write_bytes(
+        msgspec.json.encode({"metadata": {"crc32": checksums}, "weight_map": files})
+    )
+    return WeightsOnDisk(str(folder))
+
+
+async def broadcast(served: Served, model: Any, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Bring tensors as a trainer of one rank does that is this process, in broadcasts with checksums."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = WeightGroup(torch.device("cpu"))
+    try:
+        await _broadcast_by(group, served, version, tensors)
+    finally:
+        group.close()
+        dist.destroy_process_group()
+    served.model = model
+
+
+async def _broadcast_by(group: WeightGroup, served: Served, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    place = ByCollective(
+        version=version, group_id=f"g{version}", address="127.0.0.1", port=group.open_store("127.0.0.1"), rank=0,
+        world_size=2, timeout_s=WAIT_S,
+    )  # fmt: skip
+    form = WeightFormat(bucket_bytes=150_000, checksum=True)
+
+    def send() -> Any:
+        return publish(tensors, place, form, version=version, is_root=True, group=group)
+
+    taking = asyncio.ensure_future(served.engine.update_weights(msgspec.structs.replace(place, rank=1), version))
+    sent, taken = await asyncio.gather(asyncio.to_thread(send), taking, return_exceptions=True)
+    assert sent == sum(tensor.nbytes for tensor in tensors.values()), sent
+    if isinstance(taken, BaseException):
+        raise taken
