@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import enum
-import itertools
 import secrets
 import shutil
 import tempfile
@@ -27,16 +26,16 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
 from helmsman.api.worker_context import worker_context
 from helmsman.engines import server_http
-from helmsman.engines.server_dialects import Call, Chunk, ServerConfig, dialect_of
+from helmsman.engines.server_dialects import Call, ServerConfig, dialect_of
 from helmsman.engines.server_process import ServerProcess, get
-from helmsman.engines.server_sequences import Part, ServedSequence
+from helmsman.engines.server_requests import ServedRequests
 from helmsman.engines.server_weights import as_folder, forms_of, vocab_size_of
 from helmsman.engines.vllm_fit import Expected
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weights import TornWeightsError
 
-_ENDING_S = 10.0
-"""How long the server has to say that it has ended what a pause ended, before its connections are closed."""
+_UPDATE, _WEIGHTS = "an update", "missing weights"
+"""Who has it that nothing is sent to the server."""
 
 
 class _Awake(enum.Enum):
@@ -90,20 +89,11 @@ class ServerEngine(InferenceEngine):
         """What weights look like that fit the model."""
         self._process: ServerProcess | None = None
         self._client: server_http.ServerClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """On which requests come."""
-        self._model = _Model("")
+        self._requests: ServedRequests | None = None
         self._is_destroyed = False
-        self._version = 0
-        self._sequences: dict[str, ServedSequence] = {}
-        self._parts: set[Part] = set()
-        self._numbers = itertools.count()
-        self._num_generated_tokens = 0
         self._awake = _Awake.ALL
         self._needs_weights = False
         """Whether the server generates nothing until an update."""
-        self._is_updating = False
-        self._changed = asyncio.Condition()
         self._one_update = asyncio.Lock()
         self._exchange = ""
         """A folder of this engine's own, where weights are laid for the server."""
@@ -138,7 +128,7 @@ class ServerEngine(InferenceEngine):
             undo.callback(process.stop)
             headers = {"Authorization": f"Bearer {key}"}
             process.wait_ready(address, self._dialect.health_route, headers, self.config.start_timeout_s)
-            self._model = _model_at(address, headers, self.config.control_timeout_s)
+            model = _model_at(address, headers, self.config.control_timeout_s)
             undo.pop_all()
 
         def lost(reason: str) -> ServerLostError:
@@ -153,6 +143,15 @@ class ServerEngine(InferenceEngine):
             has_ended=lambda: process.has_ended,
             lost=lost,
         )
+        self._requests = ServedRequests(
+            self._client,
+            self._dialect,
+            model=model.id,
+            max_model_len=model.max_model_len,
+            vocab_size=self._vocab_size,
+            has_ended=lambda: process.has_ended,
+            control_timeout_s=self.config.control_timeout_s,
+        )
 
     def destroy(self) -> None:
         """End the server, within ``stop_timeout_s`` and a few seconds. Idempotent.
@@ -161,10 +160,11 @@ class ServerEngine(InferenceEngine):
             TimeoutError: Something of it is left, although it was killed.
         """
         self._is_destroyed = True
-        client, loop = self._client, self._loop
+        client, requests = self._client, self._requests
         try:
-            if client is not None and loop is not None and loop.is_running():
-                asyncio.run_coroutine_threadsafe(self._leave(client), loop).result(self.config.stop_timeout_s)
+            if client is not None and requests is not None and requests.loop is not None and requests.loop.is_running():
+                leaving = asyncio.run_coroutine_threadsafe(self._leave(client, requests), requests.loop)
+                leaving.result(self.config.stop_timeout_s)
         finally:
             self._client = None
             if self._process is not None:
@@ -173,14 +173,14 @@ class ServerEngine(InferenceEngine):
                 self._group.close()
             self._weight_thread.shutdown(wait=False)
 
-    async def _leave(self, client: server_http.ServerClient) -> None:
-        await self.abort()
+    async def _leave(self, client: server_http.ServerClient, requests: ServedRequests) -> None:
+        await requests.abort(None)
         self._client = None
         await client.close()
 
     def get_version(self) -> int:
         """The weight version that is served."""
-        return self._version
+        return self._requests.version if self._requests is not None else 0
 
     def failure(self) -> str | None:
         """See InferenceEngine."""
@@ -200,21 +200,23 @@ class ServerEngine(InferenceEngine):
         text = (await self._running().call("GET", "/metrics", limit_s=self.config.control_timeout_s)).decode()
         names = self._dialect.stats._asdict()
         gauges = {ours: _gauge(text, theirs) for ours, theirs in names.items()}
-        return {**gauges, "num_generated_tokens": self._num_generated_tokens, "version": self._version}
-
-    def _has_ended(self) -> bool:
-        return self._process is not None and self._process.has_ended
+        return {**gauges, "num_generated_tokens": self._served().num_generated_tokens, "version": self._served().version}
 
     def _on_server_end(self) -> None:
         """Have those see it who wait for the server to serve."""
-        if self._loop is not None:
+        if self._requests is not None and self._requests.loop is not None:
             with contextlib.suppress(RuntimeError):  # the worker has stopped its loop already
-                asyncio.run_coroutine_threadsafe(self._notify(), self._loop)
+                asyncio.run_coroutine_threadsafe(self._requests.notify(), self._requests.loop)
 
     def _running(self) -> server_http.ServerClient:
         if self._client is None:
             raise RuntimeError("the server engine is not running; call initialize() first, and nothing after destroy()")
         return self._client
+
+    def _served(self) -> ServedRequests:
+        self._running()
+        assert self._requests is not None
+        return self._requests
 
     async def _tell(self, calls: Sequence[Call]) -> None:
         client = self._running()
@@ -238,7 +240,8 @@ class ServerEngine(InferenceEngine):
             ServerRequestError: It refused the request.
             RuntimeError: The engine is asleep, or does not run.
         """
-        return (await self._generate([request]))[0]
+        self._require_awake()
+        return (await self._served().generate([request]))[0]
 
     async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Continue one prompt several times. One request of vLLM has them all where they have no seeds; otherwise each is a
@@ -256,7 +259,12 @@ class ServerEngine(InferenceEngine):
                     f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
                     "agenerate_samples takes samples of one"
                 )
-        return await self._generate(requests)
+        self._require_awake()
+        return await self._served().generate(requests)
+
+    def _require_awake(self) -> None:
+        if self._awake is not _Awake.ALL:
+            raise RuntimeError(f"a request came while the server is {self._awake.value}; call wake() first")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.
@@ -264,136 +272,7 @@ class ServerEngine(InferenceEngine):
         Returns:
             How many were ended.
         """
-        self._running()
-        found = list(self._sequences) if request_ids is None else request_ids
-        num_ended = sum(self._sequences[id_].end("abort") for id_ in found if id_ in self._sequences)
-        for part in [part for part in self._parts if not part.is_wanted]:
-            part.close()
-        await self._notify()
-        return num_ended
-
-    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        self._running()
-        self._loop = asyncio.get_running_loop()
-        with contextlib.ExitStack() as stack:
-            sequences = [self._admit(request, stack) for request in requests]
-            sampling = [sequence.request.sampling for sequence in sequences]
-            if (
-                len(sequences) > 1
-                and self._dialect.samples_together
-                and all(s == sampling[0] and s.seed is None for s in sampling)
-            ):
-                await self._run_part(sequences)
-            outcomes = await asyncio.gather(*map(self._to_its_end, sequences), return_exceptions=True)
-            for error in outcomes:
-                if error is not None:
-                    raise error
-            return [sequence.result() for sequence in sequences]
-        raise AssertionError("unreachable")
-
-    def _admit(self, request: GenerationRequest, stack: contextlib.ExitStack) -> ServedSequence:
-        prompt, name = request.prompt_ids, f"request {request.request_id!r}"
-        limit, vocab_size, seed = self._model.max_model_len, self._vocab_size, request.sampling.seed
-        if self._awake is not _Awake.ALL:
-            raise RuntimeError(f"{name} came while the server is {self._awake.value}; call wake() first")
-        if request.request_id in self._sequences:
-            raise ValueError(f"{name} is in flight already")
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt; expected at least one token")
-        if limit is not None and len(prompt) >= limit:
-            raise ValueError(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
-                f"max_model_len={limit}"
-            )
-        wrong = next((token for token in prompt if token < 0 or (vocab_size is not None and token >= vocab_size)), None)
-        if wrong is not None:
-            raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {vocab_size}")
-        if seed is not None and not 0 <= seed < 2**64:
-            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
-        sequence = self._sequences[request.request_id] = ServedSequence(request, limit)
-        stack.callback(self._sequences.pop, request.request_id)
-        return sequence
-
-    async def _to_its_end(self, sequence: ServedSequence) -> None:
-        while sequence.stop_reason is None:
-            await self._run_part([sequence])
-
-    async def _run_part(self, sequences: Sequence[ServedSequence]) -> None:
-        """Have the server go on with sequences, until it or an update has ended that."""
-
-        def have_ended() -> bool:
-            return all(sequence.stop_reason is not None for sequence in sequences)
-
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._serves or self._has_ended() or have_ended())
-        if have_ended():
-            return
-        part = Part(sequences, self._version, next(self._numbers))
-        self._parts.add(part)
-        part.reading = asyncio.ensure_future(self._read(part))
-        try:
-            await asyncio.wait([part.reading])
-            if part.reading.cancelled():
-                await self._forget(part)
-            else:
-                part.reading.result()
-        finally:
-            part.close()
-            self._parts.discard(part)
-            await self._notify()
-        for sequence in sequences:
-            sequence.settle()
-
-    async def _read(self, part: Part) -> None:
-        client, first = self._running(), part.sequences[0]
-        call = self._dialect.generation(
-            model=self._model.id,
-            request_id=part.request_id,
-            token_ids=first.token_ids,
-            sampling=first.request.sampling,
-            max_new_tokens=first.num_left,
-            seed=first.seed,
-            num_samples=len(part.sequences),
-        )
-        counts = [0] * len(part.sequences)
-        async with contextlib.aclosing(client.events(call.route, call.body)) as events:
-            async for event in events:
-                try:
-                    chunks = self._dialect.chunks(event, counts)
-                except ValueError as error:
-                    await client.refuse(call.route, 200, str(error), "tokens with their log-probabilities")
-                for chunk in chunks:
-                    self._take(part, chunk)
-                    counts[chunk.sample] += len(chunk.token_ids)
-        if len(part.has_ended) < len(part.sequences):
-            await client.refuse(call.route, 200, "the events ended before the sequences", "a reason for the end of each")
-
-    def _take(self, part: Part, chunk: Chunk) -> None:
-        sequence = part.sequences[chunk.sample]
-        sequence.add(chunk.token_ids, chunk.logprobs, part.version)
-        self._num_generated_tokens += len(chunk.token_ids)
-        if chunk.stop_reason is None:
-            return
-        part.has_ended.add(chunk.sample)
-        if chunk.stop_reason != "abort":
-            sequence.end(chunk.stop_reason)
-        elif not self._is_updating:
-            sequence.settle()
-            sequence.end("abort")  # by the server, for reasons of its own: the caller may go on from here
-
-    async def _forget(self, part: Part) -> None:
-        """Tell the server that nobody reads a part any more, where the end of the connection does not."""
-        if (call := self._dialect.abort(part.request_id)) is not None and self._client is not None:
-            with contextlib.suppress(ServerError, ServerLostError, TimeoutError):  # what was read of it counts all the same
-                await self._tell([call])
-
-    @property
-    def _serves(self) -> bool:
-        return not self._is_updating and not self._needs_weights and self._awake is _Awake.ALL
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        return await self._served().abort(request_ids)
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 
@@ -416,9 +295,10 @@ class ServerEngine(InferenceEngine):
             ConnectionError: The other members of the group for weights are gone or late, or the server is lost.
             OSError: The files cannot be read, or there is no room for them.
         """
-        self._running()
-        async with self._one_update, self._laid_out(weights) as path, self._paused():
+        requests = self._served()
+        async with self._one_update, self._laid_out(weights) as path, self._paused(requests):
             self._needs_weights = True
+            requests.hold(_WEIGHTS)
             try:
                 await self._tell(self._dialect.load(path))
             except ServerLostError:
@@ -428,7 +308,8 @@ class ServerEngine(InferenceEngine):
                     f"the server may have exchanged its weights in part: {type(error).__name__}: {error} Nothing is "
                     "generated by them until an update is completed."
                 ) from error
-            self._needs_weights, self._version = False, version
+            self._needs_weights, requests.version = False, version
+        await requests.let_go(_WEIGHTS)
         return version
 
     @contextlib.asynccontextmanager
@@ -445,19 +326,16 @@ class ServerEngine(InferenceEngine):
             await loop.run_in_executor(self._weight_thread, folder.__exit__, None, None, None)
 
     @contextlib.asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
+    async def _paused(self, requests: ServedRequests) -> AsyncIterator[None]:
         """While the server generates nothing; it goes on afterwards, unless it has no whole weights."""
         if self._awake is not _Awake.ALL:
             yield
             return
-        self._is_updating = True
+        requests.hold(_UPDATE)
+        requests.keep_what_the_server_ends(True)
         try:
             await self._tell(self._dialect.pause())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ENDING_S), self._changed:
-                    await self._changed.wait_for(lambda: not self._parts)
-            for part in list(self._parts):
-                part.close()
+            await requests.until_none_runs()
             yield
         except BaseException:
             if not self._needs_weights:
@@ -467,8 +345,8 @@ class ServerEngine(InferenceEngine):
         else:
             await self._tell(self._dialect.resume())
         finally:
-            self._is_updating = False
-            await self._notify()
+            requests.keep_what_the_server_ends(False)
+            await requests.let_go(_UPDATE)
 
     # --- sleep ------------------------------------------------------------------------------------------------------------
 
@@ -479,15 +357,15 @@ class ServerEngine(InferenceEngine):
             ValueError: Another level than 1 or 2.
             RuntimeError: Requests are in flight, or the server was not started so that it can sleep.
         """
-        self._running()
+        requests = self._served()
         if level not in (1, 2):
             raise ValueError(f"level is {level}; expected 1 (the weights wait on the host) or 2 (they are dropped)")
         if not self.config.sleep:
             raise RuntimeError("this server was not started so that it can sleep; set ServerConfig.sleep")
         async with self._one_update:
-            if self._sequences:
+            if requests.sequences:
                 raise RuntimeError(
-                    f"{len(self._sequences)} requests are in flight; let them end, or abort them, before sleep()"
+                    f"{len(requests.sequences)} requests are in flight; let them end, or abort them, before sleep()"
                 )
             if self._awake is _Awake.NOTHING:
                 return
@@ -495,6 +373,7 @@ class ServerEngine(InferenceEngine):
             await self._tell(self._dialect.sleep(level))
             if level == 2:
                 self._needs_weights = True
+                requests.hold(_WEIGHTS)
 
     async def wake(self, *, weights_only: bool = False) -> None:
         """See InferenceEngine."""
@@ -507,7 +386,6 @@ class ServerEngine(InferenceEngine):
                 self._awake = _Awake.ALL
             elif needs_weights_memory:
                 self._awake = _Awake.WEIGHTS
-            await self._notify()
 
 
 def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> _Model:

@@ -54,6 +54,7 @@ class ServerClient:
         self._retry_s, self._has_ended, self._lost = retry_s, has_ended, lost
         self._library = library()
         self._session: aiohttp.ClientSession | None = None
+        self.is_closed = False
 
     async def call(
         self, method: str, route: str, *, body: Any = None, params: Mapping[str, str] | None = None, limit_s: float
@@ -73,6 +74,8 @@ class ServerClient:
                 f"the inference server at {self._address} did not answer {route} within {limit_s:g} s; it may still do it. "
                 "Raise ServerConfig.control_timeout_s if this takes long by its nature"
             ) from error
+        except ServerLostError:
+            raise  # it is an OSError itself
         except (self._library.ClientError, OSError) as error:
             await self._mourn(route, error)
         return answer
@@ -91,6 +94,8 @@ class ServerClient:
                     for line in lines:
                         if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                             yield data
+        except ServerLostError:
+            raise
         except (self._library.ClientError, OSError) as error:
             await self._mourn(route, error)
 
@@ -125,7 +130,8 @@ class ServerClient:
         )
 
     async def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections, and open none any more. Idempotent."""
+        self.is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()

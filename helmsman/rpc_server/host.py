@@ -263,7 +263,9 @@ class EngineHost:
             named = {**spec.kwargs, **kwargs}
             me = WorkerContext(worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased)
             with within(me):
-                self._engines[name] = self._run_engine_code(request, lambda: _construct(engine_type, spec.rank_info, args, named))
+                self._engines[name] = self._run_engine_code(
+                    request, lambda: _construct(engine_type, spec.rank_info, args, named)
+                )
         finally:
             self._creating.discard(name)
 

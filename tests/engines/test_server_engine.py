@@ -62,7 +62,7 @@ async def server_has(engine: ServerEngine, num_running: int) -> bool:
 
 
 def num_tokens(engine: ServerEngine) -> dict[str, int]:
-    return {name: len(sequence.tokens) for name, sequence in engine._sequences.items()}
+    return {name: len(sequence.tokens) for name, sequence in engine._served().sequences.items()}
 
 
 def seen(engine: ServerEngine, route: str = "") -> Any:

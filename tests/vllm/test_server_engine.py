@@ -67,7 +67,7 @@ class Served:
 
     def have(self, num: int) -> Callable[[], bool]:
         """Whether what is in flight has so many tokens each, and so many requests are."""
-        return lambda: all(len(each.tokens) >= num for each in self.engine._sequences.values())
+        return lambda: all(len(each.tokens) >= num for each in self.engine._served().sequences.values())
 
     def require_the_models(self, what: str) -> None:
         results = self.generate(PROMPTS)
@@ -154,7 +154,7 @@ def test_samples_of_one_request_are_several(served: Served) -> None:
 def test_an_aborted_request_keeps_what_it_has_and_the_server_stops_it(served: Served) -> None:
     request, other = served.request(PROMPTS[0], LONG), served.request(PROMPTS[1], LONG)
     future, second = served.begin(request), served.begin(other)
-    wait_until(lambda: len(served.engine._sequences) == 2 and served.have(8)(), "both have tokens", limit_s=WAIT_S)
+    wait_until(lambda: len(served.engine._served().sequences) == 2 and served.have(8)(), "both have tokens", limit_s=WAIT_S)
     assert served.run(served.engine.abort([request.request_id])) == 1
     result = future.result(WAIT_S)
     assert result.stop_reason == "abort"
@@ -174,7 +174,7 @@ def test_an_update_is_served_and_what_runs_goes_on_by_it(served: Served, form: s
     old, new = served.model, model_of(LLAMA, seed=10 + served.engine.get_version())
     before = served.engine.get_version()
     futures = [served.begin(served.request(prompt, LONG)) for prompt in PROMPTS]
-    wait_until(lambda: len(served.engine._sequences) == 3 and served.have(8)(), "all have tokens", limit_s=WAIT_S)
+    wait_until(lambda: len(served.engine._served().sequences) == 3 and served.have(8)(), "all have tokens", limit_s=WAIT_S)
     tensors = weights_of(new)
     weights: Any = tensors
     if form == "disk":
@@ -226,7 +226,7 @@ def test_the_death_of_vllms_engine_core_is_the_servers(served: Served) -> None:
     family = [psutil.Process(served.engine.server_pid()), *psutil.Process(served.engine.server_pid()).children(recursive=True)]
     assert len(family) >= 2
     future = served.begin(served.request(PROMPTS[0], LONG))
-    wait_until(lambda: served.engine._sequences and served.have(4)(), "it has tokens", limit_s=WAIT_S)
+    wait_until(lambda: served.engine._served().sequences and served.have(4)(), "it has tokens", limit_s=WAIT_S)
     os.kill(next(each.pid for each in family[1:] if "EngineCore" in " ".join(each.cmdline())), signal.SIGKILL)
     with pytest.raises(ServerLostError):
         future.result(WAIT_S)
