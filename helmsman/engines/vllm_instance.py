@@ -284,8 +284,8 @@ class VLLMInstance:
                     "the engine sleeps; wake it, with weights_only=True at least, before its weights are updated"
                 )
             self._gate.clear()
-            await self._stop_decoding()
             try:
+                await self._stop_decoding()
                 await self._transfer.carry(weights, self._on_all_ranks)
             except TornWeightsError as error:
                 self._needs_update = str(error)
@@ -366,7 +366,8 @@ class VLLMInstance:
             self._require_life()
             old = self._adapters.get(name)
             adapter = vllm_versions.lora_request(name, next(self._numbers) + 1, path)
-            await self._call(self._llm.add_lora(adapter))
+            if not await self._call(self._llm.add_lora(adapter)):
+                raise RuntimeError(f"vLLM did not take the adapter {name!r} of {path}; the worker's log says more")
             self._adapters[name] = adapter
             if old is not None:
                 await self._call(self._llm.remove_lora(old.lora_int_id))

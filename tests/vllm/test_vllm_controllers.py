@@ -31,6 +31,8 @@ from helmsman.controller.generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 
+pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
+
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [100], [1, 2, 3, 4, 5, 6]]
 LONG = SamplingParams(temperature=0.0, max_new_tokens=300)

@@ -33,6 +33,8 @@ from tests.vllm.vllm_models import (
 )
 from tests.vllm.vllm_served import GREEDY, PROMPTS, Served, broadcast, require_the_trainers, until, written
 
+pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
+
 LONG = MAX_LEN - 8
 
 

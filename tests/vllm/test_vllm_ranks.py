@@ -15,6 +15,8 @@ from helmsman.engines.weights import TornWeightsError
 from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, differences, folder_of, logprobs_of, model_of, weights_of
 from tests.vllm.vllm_served import PROMPTS, Served, broadcast, require_the_trainers, written
 
+pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

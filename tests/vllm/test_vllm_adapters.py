@@ -1,0 +1,99 @@
+"""LoRA adapters in vLLM, beside the model into which they are merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helmsman.engines.vllm_engine import VLLMEngine
+from tests.vllm.vllm_models import ENGINE, LLAMA, folder_of, model_of, weights_of
+from tests.vllm.vllm_served import Served, require_the_trainers
+
+pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
+
+RANK, ALPHA = 8, 16
+TARGETS = ("q_proj", "v_proj", "down_proj")
+
+
+def _adapter(model: Any, seed: int, folder: Path) -> str:
+    """A folder in PEFT's layout."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in weights_of(model).items():
+        if any(f".{target}." in name for target in TARGETS):
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
+            tensors[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def _merged(config: dict[str, Any], seed: int, adapter: str) -> Any:
+    model = model_of(config, seed)
+    tensors = load_file(f"{adapter}/adapter_model.safetensors")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{path}.lora_A.weight" in tensors:
+                weight += ALPHA / RANK * tensors[f"{path}.lora_B.weight"] @ tensors[f"{path}.lora_A.weight"]
+    return model
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model, folder = model_of(LLAMA, seed=1), tmp_path_factory.mktemp("llama")
+    first = _adapter(model, 1, folder / "first")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        engine = VLLMEngine(
+            model=folder_of(model, folder),
+            max_lora_rank=RANK,
+            max_loras=2,
+            adapters={"first": first},
+            adapter="first",
+            **ENGINE,
+        )
+        engine.initialize()
+        yield Served(engine, _merged(LLAMA, 1, first))
+        engine.destroy()
+
+
+async def test_requests_use_the_adapter_that_was_chosen(served: Served, tmp_path: Path) -> None:
+    await require_the_trainers(served, "adapter of the start")
+    base, merged = model_of(LLAMA, seed=1), served.model
+    second = _adapter(base, 2, tmp_path / "second")
+    await served.engine.load_lora("second", second)
+    await require_the_trainers(served, "another one loaded")
+    for name, model in (("second", _merged(LLAMA, 1, second)), ("", base), ("first", merged)):
+        await served.engine.use_lora(name)
+        served.model = model
+        await require_the_trainers(served, f"adapter {name!r}")
+    with pytest.raises(ValueError, match="use_lora another"):
+        await served.engine.unload_lora("first")
+    await served.engine.unload_lora("second")
+    with pytest.raises(ValueError, match="there is no adapter 'second'; loaded are: first"):
+        await served.engine.use_lora("second")
+
+
+async def test_an_adapter_can_be_replaced_by_one_of_its_name(served: Served, tmp_path: Path) -> None:
+    third = _adapter(model_of(LLAMA, seed=1), 3, tmp_path / "third")
+    await served.engine.load_lora("first", third)
+    served.model = _merged(LLAMA, 1, third)
+    await require_the_trainers(served, "a replaced adapter")
+
+
+async def test_weights_beneath_adapters_are_updated(served: Served, tmp_path: Path) -> None:
+    model = model_of(LLAMA, seed=4)
+    await served.engine.update_weights(weights_of(model), 1)
+    await served.engine.use_lora()
+    served.model = model
+    await require_the_trainers(served, "new weights beneath adapters")
