@@ -11,9 +11,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import enum
+import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +29,7 @@ from helmsman.engines import server_http
 from helmsman.engines.server_dialects import Call, ServerConfig, dialect_of
 from helmsman.engines.server_process import ServerProcess, get
 from helmsman.engines.server_requests import ServedRequests
-from helmsman.engines.server_weights import as_folder, forms_of, vocab_size_of
+from helmsman.engines.server_weights import as_folder, forms_of, make_exchange, vocab_size_of
 from helmsman.engines.vllm_fit import Expected
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weights import TornWeightsError
@@ -97,6 +97,7 @@ class ServerEngine(InferenceEngine):
         self._one_update = asyncio.Lock()
         self._exchange = ""
         """A folder of this engine's own, where weights are laid for the server."""
+        self._locks = contextlib.ExitStack()
         self._group: WeightGroup | None = None
         self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")  # one, as collectives keep their order
 
@@ -114,8 +115,9 @@ class ServerEngine(InferenceEngine):
         self._forms = forms_of(self.config.model)
         key = secrets.token_urlsafe(24)
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
-        self._exchange = tempfile.mkdtemp(prefix="helmsman-weights.", dir=self.config.exchange_folder)
+        self._exchange, lock = make_exchange(self.config.exchange_folder)
         with contextlib.ExitStack() as undo:
+            self._locks.callback(os.close, lock)
             undo.callback(shutil.rmtree, self._exchange, ignore_errors=True)
             self._process = process = ServerProcess(
                 self._dialect.command(self.config, self._host, self._port, key),
@@ -172,6 +174,7 @@ class ServerEngine(InferenceEngine):
             if self._group is not None:
                 self._group.close()
             self._weight_thread.shutdown(wait=False)
+            self._locks.close()
 
     async def _leave(self, client: server_http.ServerClient, requests: ServedRequests) -> None:
         await requests.abort(None)

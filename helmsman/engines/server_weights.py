@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -42,6 +43,31 @@ def forms_of(folder: str) -> list[Expected]:
     except ValueError as error:
         log.warning("weights for %s are loaded without a look whether they fit: %s", folder, error)
         return []
+
+
+_FOLDER = "helmsman-weights."
+
+
+def make_exchange(parent: str) -> tuple[str, int]:
+    """A folder of this process's own below ``parent``, and the descriptor of its lock, which ends with the process.
+
+    Folders whose process has gone are removed: where a worker is killed, its guardian may kill the server's guard, too.
+    """
+    for entry in os.scandir(parent):
+        if entry.name.startswith(_FOLDER) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+            with contextlib.suppress(OSError):  # its process lives, or another has removed it
+                abandoned = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                finally:
+                    os.close(abandoned)
+    unlocked = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=parent)
+    lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    path = os.path.join(parent, os.path.basename(unlocked)[1:])
+    os.rename(unlocked, path)  # from here on others see it
+    return path, lock
 
 
 @contextlib.contextmanager

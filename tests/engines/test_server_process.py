@@ -199,6 +199,22 @@ def test_a_worker_that_is_killed_leaves_no_server(model: str, tmp_path: Path) ->
     assert not os.path.exists(folder)
 
 
+def test_what_a_killed_worker_has_left_is_removed_by_the_next(model: str, tmp_path: Path) -> None:
+    with (
+        engine_of("vllm", model, exchange_folder=str(tmp_path)) as engine,
+        engine_of("vllm", model, exchange_folder=str(tmp_path)) as other,
+    ):
+        abandoned = tmp_path / "helmsman-weights.abandoned"
+        abandoned.mkdir()
+        (abandoned / "model-00000.safetensors").write_bytes(b"half")
+        engine.initialize()
+        assert not abandoned.exists()
+        other.initialize()
+        assert os.path.isdir(engine._exchange)  # its process lives
+        assert os.path.isdir(other._exchange)
+    assert not [entry.name for entry in tmp_path.iterdir() if "weights" in entry.name]
+
+
 def test_a_worker_without_a_port_is_told_to_ask_for_one(model: str) -> None:
     with pytest.raises(RuntimeError, match=r"SchedulingSpec\(port_count=1\)"):
         ServerEngine(model=model)

@@ -34,7 +34,9 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [100], [1, 2, 3, 4, 5, 6]]
 SAMPLE = {"input_ids": [(5 * each) % 128 for each in range(40)]}
 POLICY = SupervisionPolicy(probe_every_s=0.2, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
-WAIT_S = 120.0
+WAIT_S = 180.0
+
+pytestmark = pytest.mark.timeout(400)  # two servers start within one
 
 
 class World:

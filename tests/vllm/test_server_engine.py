@@ -39,8 +39,10 @@ from tests.vllm.vllm_models import (
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100]]
-LONG = msgspec.structs.replace(GREEDY, max_new_tokens=MAX_LEN - 16)
-WAIT_S = 90.0
+LONG = msgspec.structs.replace(GREEDY, max_new_tokens=200)
+WAIT_S = 180.0
+
+pytestmark = pytest.mark.timeout(400)  # a server starts within one
 
 
 class Served:
