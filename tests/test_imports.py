@@ -24,7 +24,7 @@ ALLOWED = {
 LIGHT = {"msgspec", "cloudpickle"}
 """Third-party packages that the contracts may import at module level."""
 
-HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "rich", "reasoning_gym"}
+HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "rich", "reasoning_gym", "aiohttp"}
 
 NEEDS_TORCH = {"helmsman.rpc_server.tensors"}
 """Modules outside engines that import torch at module level, because they are imported only with a tensor in hand."""

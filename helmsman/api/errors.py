@@ -49,11 +49,15 @@ HelmsmanError
 │   ├── InstanceLostError (ConnectionError)  its instance has gone
 │   ├── RequestDeadlineError (TimeoutError)
 │   └── RequestsInFlightError (TimeoutError) they have not ended, or come back, in time
+├── ServerError                           an inference server that an engine runs as a process
+│   ├── ServerStartError                  it did not get ready
+│   └── ServerRequestError                it refused a request, or answered what is no answer
 ├── FaultPlanError (ValueError)           a fault plan that makes no sense
 ├── FaultsUnsupportedError                workers that are no processes of their own
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
 ├── EngineDeadError (ConnectionError)     what an engine runs in other processes has ended
+│   └── ServerLostError                   its inference server has ended, or the connection to it broke
 ├── RewardError                           one score of a RewardPool
 │   ├── RewardTimeoutError (TimeoutError)
 │   ├── RewardLostError                   its worker has gone
@@ -875,6 +879,91 @@ class EngineDeadError(HelmsmanError, ConnectionError):
             "SupervisionPolicy builds such an instance anew.",
             engine=engine,
             reason=reason,
+        )
+
+
+class ServerError(HelmsmanError):
+    """An inference server that an engine runs as a process of its own."""
+
+
+class ServerStartError(ServerError):
+    """An inference server that did not get ready."""
+
+    command: str
+    """Its command line, without the key."""
+    address: str
+    reason: str
+    exit_code: int | None
+    """Negative for a signal; None when it was running."""
+    elapsed_s: float
+    limit_s: float
+    log_tail: str
+
+    def __init__(
+        self,
+        *,
+        command: str,
+        address: str,
+        reason: str,
+        exit_code: int | None,
+        elapsed_s: float,
+        limit_s: float,
+        log_tail: str,
+        step: str,
+    ) -> None:
+        super().__init__(
+            f"the inference server was to be ready at {address} within {limit_s:g} s, and {reason} after {elapsed_s:.1f} s. "
+            f"{step}.\ncommand: {command}\nlast lines of its output:\n{_indented(log_tail.strip() or '(nothing)')}",
+            command=command,
+            address=address,
+            reason=reason,
+            exit_code=exit_code,
+            elapsed_s=elapsed_s,
+            limit_s=limit_s,
+            log_tail=log_tail,
+        )
+
+
+class ServerLostError(EngineDeadError):
+    """An inference server that has ended, or whose connection broke; what it was generating is lost."""
+
+    address: str
+    exit_code: int | None
+    """Negative for a signal; None when it was running."""
+    log_tail: str
+
+    def __init__(self, *, address: str, reason: str, exit_code: int | None, log_tail: str) -> None:
+        HelmsmanError.__init__(
+            self,
+            f"the inference server at {address} was lost: {reason}. What it had begun was not sent again; give the rollout "
+            "controller supervision, so that the instance is built anew, and retries=RetryGeneration() to have its requests "
+            f"continued elsewhere.\nlast lines of its output:\n{_indented(log_tail.strip() or '(nothing)')}",
+            engine="ServerEngine",
+            address=address,
+            reason=reason,
+            exit_code=exit_code,
+            log_tail=log_tail,
+        )
+
+
+class ServerRequestError(ServerError):
+    """A request that an inference server refused, or answered by what is no answer to it."""
+
+    route: str
+    status: int
+    """Of HTTP."""
+    answer: str
+    """What it said, at most its first 2000 characters."""
+
+    def __init__(self, *, address: str, route: str, status: int, answer: str, expected: str, step: str) -> None:
+        answer = answer.strip()[:2000] or "(nothing)"
+        super().__init__(
+            f"the inference server at {address} answered {route} with status {status}; expected {expected}. {step}.\n"
+            f"it said:\n{_indented(answer)}",
+            address=address,
+            route=route,
+            status=status,
+            answer=answer,
         )
 
 

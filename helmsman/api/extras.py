@@ -19,6 +19,7 @@ EXTRA_OF: Mapping[str, str] = MappingProxyType(
         "reasoning_gym": "examples",
         "rich": "examples",
         "matplotlib": "examples",
+        "aiohttp": "server",
         "vllm": "vllm",
     }
 )

@@ -22,6 +22,7 @@ from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, WorkerHealth
 from helmsman.api.topology import RankInfo
+from helmsman.api.worker_context import WorkerContext, within
 from helmsman.api.worker_group import GroupWorker
 from helmsman.rpc_server import inspection, reach
 from helmsman.rpc_server.broadcast import broadcast_arguments, needs_broadcast
@@ -260,7 +261,11 @@ class EngineHost:
             engine_type = self._import(name, spec.target) if isinstance(spec.target, str) else spec.target
             self._seed_libraries()
             named = {**spec.kwargs, **kwargs}
-            self._engines[name] = self._run_engine_code(request, lambda: _construct(engine_type, spec.rank_info, args, named))
+            me = WorkerContext(worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased)
+            with within(me):
+                self._engines[name] = self._run_engine_code(
+                    request, lambda: _construct(engine_type, spec.rank_info, args, named)
+                )
         finally:
             self._creating.discard(name)
 

@@ -54,6 +54,11 @@ class PortLeases:
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}
 
+    @property
+    def leased(self) -> tuple[int, ...]:
+        """In the order in which they were leased."""
+        return tuple(self._held)
+
     def lease(self, count: int) -> list[int]:
         """Lease ``count`` more ports that nobody holds or has bound: below the ephemeral range, or of HELMSMAN_PORT_RANGE.
 

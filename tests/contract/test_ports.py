@@ -9,11 +9,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.api.worker_context import worker_context
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
@@ -40,6 +42,19 @@ class Owner:
         """Close them."""
         for listener in self._listeners:
             listener.close()
+
+
+class Asker:
+    """Asks for its worker when it is made, and later."""
+
+    def __init__(self) -> None:
+        self._context = worker_context()
+
+    def seen(self) -> list[Any]:
+        """Who made it, where, with which ports; and what it is told afterwards."""
+        context = self._context
+        assert context is not None
+        return [context.worker_id, context.node, list(context.ports), worker_context()]
 
 
 @pytest.fixture
@@ -151,3 +166,11 @@ def test_a_command_that_cannot_run_fails_the_start(
         assert "No module named" in str(caught.value), "what the child wrote"
     with pytest.raises(errors.RoleNotFoundError):
         scheduler.get_workers(role)
+
+
+def test_an_engine_is_made_knowing_its_workers_ports(scheduler: Scheduler, role: str) -> None:
+    scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(port_count=2)]))
+    for worker in scheduler.get_workers(role):
+        worker_id, node, ports, later = Engine.create(scheduler, worker.id, Asker).call("seen")
+        assert (worker_id, node, ports) == (worker.id, worker.ip, [int(port) for port in worker.engine_ports])
+        assert later is None

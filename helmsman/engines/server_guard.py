@@ -1,0 +1,138 @@
+"""The parent of an inference server: it ends all that the server has started when the server ends, or its worker does.
+
+A server's children may have changed their group, their session and, by a title of their own, the environment that others can
+read, so that nobody finds them once their parent is gone. This process adopts them (PR_SET_CHILD_SUBREAPER).
+
+Standard library only: this file runs as a script of its own, ``server_guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte
+on its standard input asks for the server's end in order, within LIMIT_S seconds; the end of its input for the end at
+once. It reports the server's process id, and its wait status once nothing of it is left, and removes FOLDER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def watch(command: list[str], report_fd: int, limit_s: float, folder: str) -> None:
+    """Run a command until it ends, or is to end. The guard's whole life."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake_fd = _wake_at_childs_end()
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}", file=sys.stderr, flush=True)
+        _report(report_fd, 0)  # there is no process
+        _end(report_fd, 127 << 8, folder)
+        return
+    _report(report_fd, server.pid)
+    # Its output is the server's alone: who reads it must see its end.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    status = _until_it_ends(server.pid, wake_fd, limit_s)
+    while (remaining := _descendants(os.getpid())) or status is None:
+        for pid in remaining:
+            _signal(pid, signal.SIGKILL)
+        ended = _reap(server.pid)
+        status = ended if status is None else status
+        time.sleep(0.005)
+    _end(report_fd, status, folder)
+
+
+def _end(report_fd: int, status: int, folder: str) -> None:
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    _report(report_fd, status)
+
+
+def _report(report_fd: int, number: int) -> None:
+    try:
+        os.write(report_fd, b"%d\n" % number)
+    except OSError:
+        return  # the worker has gone, and the server follows
+
+
+def _wake_at_childs_end() -> int:
+    """A descriptor that can be read from when a child has ended. Signals for the worker's group end nobody here: the server is
+    asked by its engine, or goes with the worker. Handlers, since what is ignored stays so in the server."""
+    read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    return read_fd
+
+
+def _until_it_ends(server_pid: int, wake_fd: int, limit_s: float) -> int | None:
+    """Wait for the server; returns its wait status, or None when it is to be killed."""
+    watched = [0, wake_fd]
+    deadline: float | None = None
+    while True:
+        status = _reap(server_pid)
+        if status is not None:
+            return status
+        remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if remaining_s == 0.0:
+            return None
+        ready, _, _ = select.select(watched, [], [], remaining_s)
+        if wake_fd in ready:
+            os.read(wake_fd, 4096)
+        if 0 in ready:
+            if not os.read(0, 1):
+                return None  # the worker has gone
+            _signal(server_pid, signal.SIGTERM)
+            deadline = time.monotonic() + limit_s
+
+
+def _reap(server_pid: int) -> int | None:
+    """Take the statuses of all children that have ended, adopted ones too; returns the server's if it is among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == server_pid:
+            found = status
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except OSError:
+                continue  # it has ended meanwhile
+            children.setdefault(parent, []).append(int(entry))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        born = children.get(pending.pop(), [])
+        found += born
+        pending += born
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return  # gone meanwhile, or it has changed its user: not ours to signal
+
+
+if __name__ == "__main__":
+    _fd, _limit_s, _folder, _separator, *_command = sys.argv[1:]
+    os.set_inheritable(int(_fd), False)
+    watch(_command, int(_fd), float(_limit_s), _folder)

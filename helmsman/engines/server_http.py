@@ -1,0 +1,183 @@
+"""HTTP to an inference server: one pool of connections, and what may be sent again.
+
+A request is sent again only when it cannot have begun: the connection was refused, or the server answered 503. Whatever else
+goes wrong is an error, since the server may have worked on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from helmsman.api.errors import ServerLostError, ServerRequestError
+from helmsman.api.extras import needed_by
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_IDLE_S = 2.0
+"""How long an unused connection is kept: less than servers do (uvicorn 5 s), or a request could meet the connection's end."""
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+_HEALTH_S = 5.0
+_MOURNING_S = 2.0
+"""How long a broken connection waits for news of the process that it led to."""
+
+
+class ServerClient:
+    """Sends requests to one server, from one event loop.
+
+    Args:
+        address: 'host:port'.
+        key: of its API.
+        health_route: answers 200 while it can serve.
+        retry_s: how long a request that cannot have begun is sent again.
+        has_ended: whether the server's process has ended.
+        lost: makes the error of a connection that broke, from what happened to it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: str,
+        health_route: str,
+        *,
+        retry_s: float,
+        has_ended: Callable[[], bool],
+        lost: Callable[[str], ServerLostError],
+    ) -> None:
+        self._address, self._key, self._health_route = address, key, health_route
+        self._retry_s, self._has_ended, self._lost = retry_s, has_ended, lost
+        self._library = library()
+        self._session: aiohttp.ClientSession | None = None
+        self.is_closed = False
+
+    async def call(
+        self, method: str, route: str, *, body: Any = None, params: Mapping[str, str] | None = None, limit_s: float
+    ) -> bytes:
+        """Send a request and return the answer.
+
+        Raises:
+            ServerRequestError: Its status is not 200.
+            ServerLostError: The connection broke.
+            TimeoutError: There was no answer within ``limit_s`` seconds.
+        """
+        try:
+            async with asyncio.timeout(limit_s), await self._send(method, route, body, params) as response:
+                answer: bytes = await response.read()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the inference server at {self._address} did not answer {route} within {limit_s:g} s; it may still do it. "
+                "Raise ServerConfig.control_timeout_s if this takes long by its nature"
+            ) from error
+        except ServerLostError:
+            raise  # it is an OSError itself
+        except (self._library.ClientError, OSError) as error:
+            await self._mourn(route, error)
+        return answer
+
+    async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
+        """Post a request and give the data of the events (text/event-stream) that answer it. Who leaves early closes the
+        connection, by which the server knows.
+
+        Raises: as call, without a limit.
+        """
+        try:
+            async with await self._send("POST", route, body, None) as response:
+                buffer = b""
+                async for chunk in response.content.iter_any():
+                    *lines, buffer = (buffer + chunk).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                            yield data
+        except ServerLostError:
+            raise
+        except (self._library.ClientError, OSError) as error:
+            await self._mourn(route, error)
+
+    async def refuse(self, route: str, status: int, answer: str, expected: str) -> NoReturn:
+        """Raise the error of an answer that is none: ServerLostError where it is the server's last."""
+        if self._has_ended() or not await self._is_healthy():
+            await self._mourn(route, self._refused(route, status, answer, expected))
+        raise self._refused(route, status, answer, expected)
+
+    async def _is_healthy(self) -> bool:
+        """A server whose model has died says so for a moment before it ends."""
+        try:
+            async with (
+                asyncio.timeout(_HEALTH_S),
+                self._connected().get(f"http://{self._address}{self._health_route}") as response,
+            ):
+                return response.status == 200
+        except TimeoutError:
+            return True  # SGLang's takes as long as its batches
+        except (self._library.ClientError, OSError):
+            return False
+
+    def _refused(self, route: str, status: int, answer: str, expected: str) -> ServerRequestError:
+        """The error of an answer that is none."""
+        steps = {
+            401: "It has another key than this run's: look for a second server at this address",
+            404: "It has no such route: see docs/architecture.md for the versions that have, and its own flags",
+        }
+        step = steps.get(status, "What it says, and its output in the worker's log, tell why")
+        return ServerRequestError(
+            address=self._address, route=route, status=status, answer=answer, expected=expected, step=step
+        )
+
+    async def close(self) -> None:
+        """Close the connections, and open none any more. Idempotent."""
+        self.is_closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _send(self, method: str, route: str, body: Any, params: Mapping[str, str] | None) -> aiohttp.ClientResponse:
+        """The answer, whose body is not read yet."""
+        deadline = time.monotonic() + self._retry_s
+        pause_s = _LEAST_PAUSE_S
+        data = msgspec.json.encode({} if body is None else body) if method == "POST" else None
+        while True:
+            is_late = time.monotonic() > deadline
+            try:
+                response = await self._connected().request(method, f"http://{self._address}{route}", data=data, params=params)
+            except self._library.ClientConnectorError as error:
+                if is_late or self._has_ended():
+                    await self._mourn(route, error)
+            else:
+                if response.status == 200:
+                    return response
+                answer = (await response.read()).decode(errors="replace")
+                if response.status != 503 or is_late or self._has_ended():
+                    await self.refuse(route, response.status, answer, "200")
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            aiohttp = self._library
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                headers={"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
+                trust_env=False,  # a proxy has no business between a worker and its own server
+            )
+        return self._session
+
+    async def _mourn(self, route: str, error: Exception) -> NoReturn:
+        """Say what a broken connection means, once it is known whether the process has ended."""
+        deadline = time.monotonic() + _MOURNING_S
+        while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110 - it is a thread that learns of it
+            await asyncio.sleep(0.02)
+        raise self._lost(f"{route}: {type(error).__name__}: {error}") from error
+
+
+def library() -> Any:
+    """aiohttp. Raises: BackendNotInstalledError."""
+    with needed_by("ServerEngine", "aiohttp"):
+        import aiohttp
+    return aiohttp

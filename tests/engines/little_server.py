@@ -1,0 +1,319 @@
+"""A small inference server, a process of its own that speaks vLLM's dialect or SGLang's over real sockets.
+
+Its model is a sum: the next token follows from all tokens before it and from the weights, which are the first value of the
+first tensor by name in the folder that it was told to load. So what it generates shows what it was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCAB = 50
+
+
+def next_token(token_ids: list[int], weight: float) -> int:
+    """What follows these tokens."""
+    return int(sum(token_ids) * 7 + len(token_ids) * 3 + weight * 13) % VOCAB
+
+
+def logprob_of(token: int, weight: float) -> float:
+    """Of a token that was generated."""
+    return -0.01 * token - weight
+
+
+def weight_in(folder: str) -> float:
+    """The first value of the first tensor by name, which is float32. Raises: ValueError for what is no number."""
+    found: dict[str, float] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        data = path.read_bytes()
+        (size,) = struct.unpack_from("<Q", data)
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            if name != "__metadata__":
+                found[name] = struct.unpack_from("<f", data, 8 + size + entry["data_offsets"][0])[0]
+    weight = found[min(found)]
+    if math.isnan(weight):
+        raise ValueError("a tensor is torn")
+    return weight
+
+
+class Server:
+    """Its state and its routes."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.weight = weight_in(options.model)
+        self.num_starting = options.busy
+        self.num_refusing = 0
+        self.is_paused = False
+        self.is_asleep = False
+        self.running: dict[str, asyncio.Event] = {}
+        """What ends each generation."""
+        self.seen: list[dict[str, Any]] = []
+        self.peers: set[Any] = set()
+        """Ends of connections by which requests came."""
+
+    async def handle(self, request: Any) -> Any:
+        from aiohttp import web
+
+        route = request.path
+        if route not in ("/health", "/v1/models", "/seen"):
+            self.peers.add(request.transport.get_extra_info("peername"))
+        body = await request.json() if request.can_read_body else None
+        if route == "/seen":
+            return web.json_response({"requests": self.seen, "connections": len(self.peers)})
+        if route == "/health" and self.num_starting:
+            self.num_starting -= 1
+            return web.Response(status=503)
+        if route not in ("/health", "/metrics") and request.headers.get("Authorization") != f"Bearer {self.options.key}":
+            return web.Response(status=401, text="who are you?")
+        if route not in ("/health", "/metrics"):
+            self.seen.append({"route": route, "body": body, "params": dict(request.query)})
+        if route == "/health":
+            return web.Response()
+        if route == "/refuse":
+            self.num_refusing = body["count"]
+            return web.Response()
+        if self.num_refusing and route in ("/v1/completions", "/generate"):
+            self.num_refusing -= 1
+            return web.Response(status=503, text="busy")
+        handler = self.routes().get(route)
+        return web.Response(status=404, text="no such route") if handler is None else await handler(request, body)
+
+    def routes(self) -> dict[str, Any]:
+        common = {"/v1/models": self.models, "/metrics": self.metrics}
+        if self.options.dialect == "vllm":
+            return common | {
+                "/v1/completions": self.completions,
+                "/pause": self.pause,
+                "/resume": self.resume,
+                "/collective_rpc": self.collective_rpc,
+                "/reset_prefix_cache": self.succeed,
+                "/sleep": self.fall_asleep,
+                "/wake_up": self.wake_up,
+            }
+        return common | {
+            "/generate": self.generate,
+            "/abort_request": self.abort_request,
+            "/pause_generation": self.pause,
+            "/continue_generation": self.resume,
+            "/update_weights_from_disk": self.update_weights_from_disk,
+            "/release_memory_occupation": self.fall_asleep,
+            "/resume_memory_occupation": self.wake_up,
+        }
+
+    async def models(self, request: Any, body: Any) -> Any:
+        from aiohttp import web
+
+        return web.json_response({"object": "list", "data": [{"id": "little", "max_model_len": self.options.max_model_len}]})
+
+    async def metrics(self, request: Any, body: Any) -> Any:
+        from aiohttp import web
+
+        names = {
+            "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+            "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
+        }[self.options.dialect]
+        values = (len(self.running), 0, 0.25)
+        lines = [f'{name}{{model_name="little"}} {value}' for name, value in zip(names, values, strict=True)]
+        return web.Response(text="# HELP something\n" + "\n".join(lines) + f'\n{names[0]}_by_lora{{a="b"}} 7\n')
+
+    # --- control ----------------------------------------------------------------------------------------------------------
+
+    async def pause(self, request: Any, body: Any) -> Any:
+        self.is_paused = True
+        for event in self.running.values():
+            event.set()
+        return await self.succeed(request, body)
+
+    async def resume(self, request: Any, body: Any) -> Any:
+        self.is_paused = False
+        return await self.succeed(request, body)
+
+    async def succeed(self, request: Any, body: Any) -> Any:
+        from aiohttp import web
+
+        return web.json_response({"success": True})
+
+    async def fall_asleep(self, request: Any, body: Any) -> Any:
+        self.is_asleep = True
+        return await self.succeed(request, body)
+
+    async def wake_up(self, request: Any, body: Any) -> Any:
+        self.is_asleep = False
+        return await self.succeed(request, body)
+
+    async def collective_rpc(self, request: Any, body: Any) -> Any:
+        from aiohttp import web
+
+        assert body["method"] == "helmsman_load_files"
+        assert self.is_paused or self.options.sleepy
+        try:
+            self.weight = weight_in(*body["args"])
+        except ValueError as error:
+            return web.json_response({"results": [{"error": ["ValueError", str(error)], "torn": True}]})
+        return web.json_response({"results": [{}]})
+
+    async def update_weights_from_disk(self, request: Any, body: Any) -> Any:
+        from aiohttp import web
+
+        assert self.is_paused or self.options.sleepy
+        try:
+            self.weight = weight_in(body["model_path"])
+        except ValueError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def abort_request(self, request: Any, body: Any) -> Any:
+        if body["rid"] in self.running:
+            self.running[body["rid"]].set()
+        return await self.succeed(request, body)
+
+    # --- generation -------------------------------------------------------------------------------------------------------
+
+    async def events(self, request: Any, request_id: str, token_ids: list[int], most: int, stops: list[int]) -> Any:
+        """(number of tokens so far, new token or None, reason or None)"""
+        assert request_id not in self.running, "a request id is used twice"
+        end = self.running[request_id] = asyncio.Event()
+        made = list(token_ids)
+        try:
+            while True:
+                await asyncio.sleep(self.options.step_s)
+                if end.is_set() or self.is_paused:
+                    yield len(made) - len(token_ids), None, "abort"
+                    return
+                token = next_token(made, self.weight)
+                made.append(token)
+                num_made = len(made) - len(token_ids)
+                reason = "stop" if token in stops else "length" if num_made == most else None
+                yield num_made, token, reason
+                if reason is not None:
+                    return
+        finally:
+            del self.running[request_id]
+
+    async def answer(self, request: Any) -> Any:
+        from aiohttp import web
+
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b": a comment that keeps the connection alive\n\n")
+        return response
+
+    async def completions(self, request: Any, body: Any) -> Any:
+        response = await self.answer(request)
+        if body["prompt"] == [49, 49]:
+            await response.write(b'data: {"error": {"message": "this prompt is refused", "code": 400}}\n\n')
+            return response
+        for sample in range(body["n"]):
+            name = f"{id(request)}.{sample}"
+            async for _, token, reason in self.events(
+                request, name, body["prompt"], body["max_tokens"], body["stop_token_ids"]
+            ):
+                tokens = [] if token is None else [token]
+                choice = {
+                    "index": sample,
+                    "text": "",
+                    "token_ids": tokens,
+                    "logprobs": {"token_logprobs": [logprob_of(each, self.weight) for each in tokens]} if tokens else None,
+                    "finish_reason": reason,
+                }
+                if body["prompt"] == [49, 48] and token is not None:
+                    choice["logprobs"] = None
+                await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def generate(self, request: Any, body: Any) -> Any:
+        response = await self.answer(request)
+        params, entries = body["sampling_params"], []
+        stops = params.get("stop_token_ids", [])
+        async for num_made, token, reason in self.events(
+            request, body["rid"], body["input_ids"], params["max_new_tokens"], stops
+        ):
+            new = [] if token is None else [[logprob_of(token, self.weight), token, None]]
+            entries += new
+            meta: dict[str, Any] = {
+                "id": body["rid"],
+                "completion_tokens": num_made,
+                "output_token_logprobs": new if self.options.incremental_streaming_output else entries,
+                "finish_reason": None if reason is None else {"type": reason},
+            }
+            if body["input_ids"] == [49, 49]:
+                meta["finish_reason"] = {"type": "abort", "message": "this prompt is refused", "status_code": 400}
+            await response.write(b"data: " + json.dumps({"output_ids": [], "meta_info": meta}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Until it is told to end."""
+    from aiohttp import web
+
+    server = Server(options)
+
+    app = web.Application()
+    app.router.add_route("*", "/{route:.*}", server.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, options.host, options.port, reuse_address=True).start()
+    print(f"listening on {options.host}:{options.port}", flush=True)
+    await asyncio.sleep(math.inf)
+
+
+async def babble(options: argparse.Namespace) -> None:
+    """Answer what is no HTTP."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x01 what?\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    await (await asyncio.start_server(answer, options.host, options.port)).serve_forever()
+
+
+def main() -> None:
+    """What an engine runs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("dialect", choices=["vllm", "sglang"])
+    parser.add_argument("mode", choices=["serve", "exit", "hang", "babble"])
+    parser.add_argument("--model", "--model-path", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--api-key", dest="key", default=os.environ.get("VLLM_API_KEY", ""))
+    parser.add_argument("--max-model-len", "--context-length", type=int, default=100_000)
+    parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--busy", type=int, default=0, help="answers of 503 before it is ready")
+    parser.add_argument("--family", default="", help="a file for the ids of children that hide")
+    parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
+    parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument("--enable-sleep-mode", "--enable-memory-saver", dest="sleepy", action="store_true")
+    options, _ = parser.parse_known_args()
+    print(f"the little server was told {sys.argv[1:3]}", flush=True)
+    if options.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if options.family:
+        hide = "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
+        made = [
+            subprocess.Popen([sys.executable, "-c", code], env={}, start_new_session=True, stdout=subprocess.PIPE)
+            for code in ("import os, time; print(os.getpid(), flush=True); time.sleep(1000)", hide)
+        ]
+        Path(options.family).write_text(" ".join(child.stdout.readline().decode().strip() for child in made if child.stdout))
+    if options.mode == "exit":
+        sys.exit("there is no room for the model")
+    if options.mode == "hang":
+        signal.pause()
+    asyncio.run(serve(options) if options.mode == "serve" else babble(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Engines of little servers, for tests."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from helmsman.api.worker_context import WorkerContext, within
+from helmsman.engines.server_engine import ServerEngine
+from helmsman.engines.server_weights import write_folder
+from helmsman.rpc_server.ports import PortLeases
+from tests.engines import little_server
+
+DIALECTS = ["vllm", "sglang"]
+PROGRAM = Path(little_server.__file__)
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": little_server.VOCAB,
+    "tie_word_embeddings": False,
+}
+
+
+@functools.cache
+def _shapes() -> dict[str, list[int]]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def tensors_of(weight: float) -> dict[str, torch.Tensor]:
+    """A model whose weight is this."""
+    return {name: torch.full(shape, weight) for name, shape in _shapes().items()}
+
+
+def write_model(folder: Path, weight: float) -> str:
+    """The same as a folder; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_folder([tensors_of(weight)], str(folder))
+    return str(folder)
+
+
+def fields(dialect: str, model: str, *args: str, mode: str = "serve", **others: Any) -> dict[str, Any]:
+    """Of a ServerConfig."""
+    return {
+        "dialect": dialect,
+        "model": model,
+        "command": (sys.executable, str(PROGRAM), dialect, mode),
+        "args": args,
+        "start_timeout_s": 60.0,
+        "stop_timeout_s": 5.0,
+        **others,
+    }
+
+
+@contextmanager
+def engine_of(dialect: str, model: str, *args: str, **others: Any) -> Iterator[ServerEngine]:
+    """An engine with a port of its own, which is not initialised."""
+    leases = PortLeases()
+    ports = tuple(leases.lease(1))
+    try:
+        with within(WorkerContext(worker_id="rollout/0", node="127.0.0.1", ports=ports)):
+            engine = ServerEngine(**fields(dialect, model, *args, **others))
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+    finally:
+        leases.close()
+
+
+def continuation(prompt: list[int], count: int, weight: float) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities of the little server's model."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(little_server.next_token(tokens, weight))
+    made = tokens[len(prompt) :]
+    return made, [little_server.logprob_of(token, weight) for token in made]

@@ -1,0 +1,411 @@
+"""ServerEngine with the little server, in both dialects: real processes and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helmsman.api.errors import ServerLostError, ServerRequestError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
+from helmsman.engines.server_engine import ServerEngine
+from helmsman.engines.weight_transfer import checksum_of
+from helmsman.engines.weights import TornWeightsError
+from tests.engines.little_servers import DIALECTS, continuation, engine_of, tensors_of, write_model
+
+LIMIT_S = 60.0
+ENDLESS = 90_000
+
+
+@pytest.fixture(params=DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def running(dialect: str, folder: Path, *args: str, **others: Any) -> AsyncIterator[ServerEngine]:
+    """An engine whose model has the weight 0."""
+    with engine_of(dialect, write_model(folder / "model-0", 0.0), *args, **others) as engine:
+        await asyncio.to_thread(engine.initialize)
+        try:
+            yield engine
+        finally:
+            await asyncio.to_thread(engine.destroy)
+
+
+def asked(name: str, prompt: list[int], count: int = ENDLESS, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_new_tokens=count, temperature=0.0, **sampling)
+    )
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not (await found if inspect.isawaitable(found := condition()) else found):  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.005)
+
+
+async def server_has(engine: ServerEngine, num_running: int) -> bool:
+    return (await engine.stats())["num_running"] == num_running
+
+
+def num_tokens(engine: ServerEngine) -> dict[str, int]:
+    return {name: len(sequence.tokens) for name, sequence in engine._served().sequences.items()}
+
+
+def seen(engine: ServerEngine, route: str = "") -> Any:
+    """What the server was asked."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{engine._port}/seen", timeout=LIMIT_S) as answer:
+        found = json.load(answer)
+    return [each for each in found["requests"] if each["route"] == route] if route else found
+
+
+def generations(engine: ServerEngine) -> list[dict[str, Any]]:
+    return [*seen(engine, "/v1/completions"), *seen(engine, "/generate")]
+
+
+def require(result: GenerationResult, prompt: list[int], weight: float = 0.0) -> None:
+    tokens, logprobs = continuation(prompt, len(result.token_ids), weight)
+    assert result.token_ids == tokens
+    assert result.logprobs == pytest.approx(logprobs)
+
+
+async def test_many_requests_are_in_flight_over_few_connections_that_are_used_again(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        prompts = {f"r{i}": [i, i + 1] for i in range(12)}
+        for _ in range(3):
+            results = await asyncio.gather(*(engine.agenerate(asked(name, prompt, 10)) for name, prompt in prompts.items()))
+            for result in results:
+                require(result, prompts[result.request_id])
+                assert (result.stop_reason, len(result.token_ids), set(result.versions)) == ("length", 10, {0})
+        stats = await engine.stats()
+        assert stats == {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.25, "num_generated_tokens": 360, "version": 0}
+        assert len(generations(engine)) == 36
+        assert seen(engine)["connections"] <= 12
+
+
+async def test_with_a_stream_of_new_tokens_alone_the_result_is_the_same(tmp_path: Path) -> None:
+    async with running("sglang", tmp_path, "--incremental-streaming-output") as engine:
+        require(await engine.agenerate(asked("a", [1, 2], 30)), [1, 2])
+
+
+async def test_a_stop_token_ends_a_sequence_and_is_part_of_it(dialect: str, tmp_path: Path) -> None:
+    tokens, _ = continuation([1, 2, 3], 5, 0.0)
+    async with running(dialect, tmp_path) as engine:
+        result = await engine.agenerate(asked("a", [1, 2, 3], stop_token_ids=(tokens[2],)))
+    assert (result.token_ids, result.stop_reason) == (tokens[:3], "stop")
+
+
+async def test_a_sequence_ends_at_the_longest_that_the_server_takes(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, max_model_len=20) as engine:
+        result = await engine.agenerate(asked("a", [1, 2, 3], 500))
+        assert (len(result.token_ids), result.stop_reason) == (17, "length")
+        for wrong, reason in (([1] * 20, "leaves no room"), ([], "empty"), ([3, 50], "token 50"), ([-1], "token -1")):
+            with pytest.raises(ValueError, match=reason):
+                await engine.agenerate(asked("b", wrong))
+
+
+async def test_sampling_parameters_reach_the_server(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, top_p=0.9, seed=11, stop_token_ids=(4,))
+        for begun in (0, 1):
+            request = GenerationRequest(request_id="a", prompt_ids=[1, 2], sampling=sampling, num_generated=begun)
+            await engine.agenerate(request)
+        first, second = (each["body"] for each in generations(engine))
+    params = first if dialect == "vllm" else first["sampling_params"]
+    assert (params["temperature"], params["top_k"], params["top_p"], params["ignore_eos"]) == (0.5, 7, 0.9, True)
+    assert params["stop_token_ids"] == [4]
+    seeds = [each["seed"] if dialect == "vllm" else each["sampling_params"]["sampling_seed"] for each in (first, second)]
+    assert seeds[0] == 11
+    assert seeds[1] != 11  # the numbers that it drew its first token by are not drawn again
+    assert 0 <= seeds[1] < 2**63
+
+
+@pytest.mark.parametrize(("seeds", "num_requests"), [((None, None, None), 1), ((5, 6, 7), 3)])
+async def test_samples_of_a_prompt_are_one_request_of_vllm_where_they_have_no_seeds(
+    seeds: tuple[int | None, ...], num_requests: int, tmp_path: Path
+) -> None:
+    async with running("vllm", tmp_path) as engine:
+        requests = [asked(f"a#{index}", [1, 2], 6, seed=seed) for index, seed in enumerate(seeds)]
+        results = await engine.agenerate_samples(requests)
+        assert [result.request_id for result in results] == ["a#0", "a#1", "a#2"]
+        for result in results:
+            require(result, [1, 2])
+        assert len(generations(engine)) == num_requests
+        with pytest.raises(ValueError, match="different prompts"):
+            await engine.agenerate_samples([asked("b", [1]), asked("c", [2])])
+
+
+async def test_an_aborted_request_keeps_what_it_has_and_the_server_stops_it(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        tasks = {name: asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b", "c")}
+        await until(lambda: len(num_tokens(engine)) == 3 and min(num_tokens(engine).values()) > 5)
+        assert await engine.abort(["a", "unknown"]) == 1
+        first = await tasks["a"]
+        assert first.stop_reason == "abort"
+        assert len(first.token_ids) > 5
+        require(first, [1, 2])
+        await until(lambda: server_has(engine, 2))
+        assert not tasks["b"].done()
+        assert await engine.abort() == 2
+        assert {(await tasks[name]).stop_reason for name in ("b", "c")} == {"abort"}
+
+
+async def test_a_request_that_nobody_waits_for_any_more_is_stopped(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if dialect == "vllm":  # sglang's own server notices; the little one is told by an abort alone
+            await until(lambda: server_has(engine, 0))
+        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+
+
+async def test_destroying_an_engine_gives_requests_back(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        await asyncio.to_thread(engine.destroy)
+        assert (await task).stop_reason == "abort"
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.agenerate(asked("b", [1, 2]))
+
+
+# --- what may be sent again ---------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_busy_server_refuses_is_sent_again(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        await engine._running().call("POST", "/refuse", body={"count": 3}, limit_s=LIMIT_S)
+        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+        assert len(generations(engine)) == 4
+
+
+async def test_a_server_that_stays_busy_is_asked_for_a_while(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, retry_s=0.3) as engine:
+        await engine._running().call("POST", "/refuse", body={"count": 1000}, limit_s=LIMIT_S)
+        with pytest.raises(ServerRequestError, match="busy") as raised:
+            await engine.agenerate(asked("a", [1, 2], 5))
+        assert raised.value.status == 503
+
+
+async def test_what_has_begun_is_never_sent_again_when_the_server_dies(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        tasks = [asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b")]
+        await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
+        assert len(generations(engine)) == 2
+        assert engine.failure() is None
+        os.kill(engine.server_pid(), signal.SIGKILL)
+        for task in tasks:
+            with pytest.raises(ServerLostError, match="SIGKILL") as raised:
+                await task
+            assert raised.value.exit_code == -signal.SIGKILL
+            assert "listening on" in raised.value.log_tail
+        assert "SIGKILL" in str(engine.failure())
+        with pytest.raises(ServerLostError):
+            await engine.agenerate(asked("c", [1, 2]))
+
+
+@pytest.mark.parametrize(("dialect", "prompt"), [("vllm", [49, 49]), ("vllm", [49, 48]), ("sglang", [49, 49])])
+async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, prompt: list[int], tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        with pytest.raises(ServerRequestError) as raised:
+            await engine.agenerate(asked("a", prompt, 5))
+        assert ("refused" if prompt == [49, 49] else "log-probabilities") in raised.value.answer
+        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+
+
+async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 0)
+        with pytest.raises(ValueError, match="in flight already"):
+            await engine.agenerate(asked("a", [1, 2]))
+        await engine.abort()
+        await task
+
+
+# --- weights ------------------------------------------------------------------------------------------------------------------
+
+
+def weights_of(form: str, folder: Path, weight: float) -> Any:
+    if form == "disk":
+        return WeightsOnDisk(write_model(folder / f"model-{weight}", weight))
+    tensors = tensors_of(weight)
+    if form == "mapping":
+        return tensors
+    return WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("form", ["disk", "mapping", "memory"])
+async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, form: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        tasks = {name: asyncio.create_task(engine.agenerate(asked(name, prompt))) for name, prompt in PROMPTS.items()}
+        await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
+        assert await engine.update_weights(weights_of(form, tmp_path, 1.0), 3) == 3
+        assert engine.get_version() == 3
+        before = num_tokens(engine)
+        await until(lambda: min(num_tokens(engine)[name] - before[name] for name in before) > 5)
+        await engine.abort()
+        for name, prompt in PROMPTS.items():
+            result = await tasks[name]
+            num_old = result.versions.count(0)
+            assert result.versions == [0] * num_old + [3] * (len(result.versions) - num_old)
+            assert num_old > 5
+            assert len(result.versions) - num_old > 5
+            old_tokens, old_logprobs = continuation(prompt, num_old, 0.0)
+            new_tokens, new_logprobs = continuation([*prompt, *old_tokens], len(result.token_ids) - num_old, 1.0)
+            assert result.token_ids == [*old_tokens, *new_tokens]
+            assert result.logprobs == pytest.approx([*old_logprobs, *new_logprobs])
+        require(await engine.agenerate(asked("c", [3, 4], 5)), [3, 4], 1.0)
+        assert not os.listdir(engine._exchange)  # what was laid there for the server has gone
+
+
+PROMPTS = {"a": [1, 2], "b": [5]}
+
+
+async def test_samples_that_an_update_cuts_go_on_each_by_itself(tmp_path: Path) -> None:
+    async with running("vllm", tmp_path) as engine:
+        task = asyncio.create_task(engine.agenerate_samples([asked("a#0", [1, 2]), asked("a#1", [1, 2])]))
+        await until(lambda: num_tokens(engine).get("a#0", 0) > 5)
+        await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
+        before = num_tokens(engine)
+        await until(lambda: min(num_tokens(engine)[name] - before[name] for name in before) > 5)
+        await engine.abort(["a#0"])
+        await engine.abort(["a#1"])
+        for result in await task:
+            assert result.stop_reason == "abort"
+            assert result.versions == sorted(result.versions)
+            assert result.versions[-1] == 1
+
+
+async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        right, name = tensors_of(1.0), "model.norm.weight"
+        for wrong, reason in (
+            ({**right, name: torch.zeros(5)}, r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"),
+            (
+                {"other" if key == name else key: tensor for key, tensor in right.items()},
+                "1 missing: model.norm.weight; 1 unexp",
+            ),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                await engine.update_weights(wrong, 1)
+        with pytest.raises(ValueError, match="CRC-32"):
+            await engine.update_weights(WeightsInMemory(right, {name: 1}), 1)
+        assert not task.done()
+        await engine.abort()
+        result = await task
+        assert set(result.versions) == {0}
+        require(result, [1, 2])
+        assert not seen(engine, "/pause")
+        assert not seen(engine, "/pause_generation")
+
+
+async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialect: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "torn", math.nan)
+    async with running(dialect, tmp_path) as engine:
+        tasks = {name: asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b")}
+        await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
+        with pytest.raises(TornWeightsError, match="a tensor is torn"):
+            await engine.update_weights(WeightsOnDisk(model), 1)
+        assert engine.get_version() == 0
+        late = asyncio.create_task(engine.agenerate(asked("late", [3])))
+        await until(lambda: "late" in num_tokens(engine))
+        before = num_tokens(engine)
+        assert await engine.abort(["a"]) == 1  # it is given back
+        assert (await tasks["a"]).stop_reason == "abort"
+        num_sent = len(generations(engine))
+        assert await engine.update_weights(weights_of("disk", tmp_path, 2.0), 2) == 2
+        await until(lambda: num_tokens(engine)["b"] > before["b"] + 5 and num_tokens(engine)["late"] > 5)
+        assert num_sent == 2  # nothing was sent in between
+        await engine.abort()
+        result = await late
+        assert set(result.versions) == {2}
+        require(result, [3], 2.0)
+        assert (await tasks["b"]).versions[: before["b"]] == [0] * before["b"]
+
+
+async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialect: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "torn", math.nan)
+    async with running(dialect, tmp_path) as engine:
+        with pytest.raises(TornWeightsError):
+            await engine.update_weights(WeightsOnDisk(model), 1)
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: "a" in num_tokens(engine))
+        os.kill(engine.server_pid(), signal.SIGKILL)
+        with pytest.raises(ServerLostError):
+            await asyncio.wait_for(task, LIMIT_S)
+
+
+# --- sleep --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, sleep=True) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 0)
+        with pytest.raises(RuntimeError, match="in flight"):
+            await engine.sleep()
+        await engine.abort()
+        await task
+        await engine.sleep()
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            await engine.agenerate(asked("b", [1, 2], 5))
+        await engine.wake()
+        require(await engine.agenerate(asked("b", [1, 2], 5)), [1, 2])
+
+        await engine.sleep(level=2)
+        await engine.wake(weights_only=True)
+        with pytest.raises(RuntimeError, match="weights alone"):
+            await engine.agenerate(asked("b", [1, 2], 5))
+        await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
+        await engine.wake()
+        await engine.wake()
+        require(await engine.agenerate(asked("b", [1, 2], 5)), [1, 2], 1.0)
+        asleep, awake = (
+            ("/sleep", "/wake_up") if dialect == "vllm" else ("/release_memory_occupation", "/resume_memory_occupation")
+        )
+        assert len(seen(engine, asleep)) == 2
+        told = [each["params"] or each["body"] for each in seen(engine, awake)]
+        if dialect == "vllm":
+            assert [each["params"]["level"] for each in seen(engine, asleep)] == ["1", "2"]
+            assert told == [{"tags": tag} for tag in ("weights", "kv_cache", "weights", "kv_cache")]
+        else:
+            assert told == [{"tags": ["weights", "kv_cache"]}, {"tags": ["weights"]}, {"tags": ["kv_cache"]}]
+
+
+async def test_after_its_weights_were_dropped_a_server_waits_for_new_ones(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, sleep=True) as engine:
+        await engine.sleep(level=2)
+        await engine.wake()
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 5)))
+        await until(lambda: "a" in num_tokens(engine))
+        assert not generations(engine)
+        await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
+        require(await task, [1, 2], 1.0)
+
+
+async def test_a_server_that_was_not_started_to_sleep_says_so(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        with pytest.raises(RuntimeError, match=r"ServerConfig\.sleep"):
+            await engine.sleep()
+        with pytest.raises(ValueError, match="level is 3"):
+            await engine.sleep(level=3)

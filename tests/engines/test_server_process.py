@@ -1,0 +1,228 @@
+"""The life of a server process: it starts or says why not, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import ServerStartError
+from helmsman.engines.server_engine import ServerEngine
+from helmsman.engines.server_process import ServerProcess
+from tests.engines.little_servers import PROGRAM, engine_of, write_model
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return write_model(tmp_path / "model", 0.0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids_in(path: Path) -> list[int]:
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def start(engine: ServerEngine) -> ServerStartError:
+    """Start what cannot start; returns the error, after which nothing is left."""
+    with pytest.raises(ServerStartError) as raised:
+        engine.initialize()
+    assert engine._process is not None
+    assert engine._process.has_ended
+    assert not is_alive(engine._process.pid)
+    assert not os.path.exists(engine._exchange)
+    return raised.value
+
+
+def test_a_server_that_ends_says_how_and_what_it_wrote(model: str) -> None:
+    with engine_of("vllm", model, mode="exit") as engine:
+        error = start(engine)
+    assert error.exit_code == 1
+    assert "ended with exit code 1" in error.reason
+    assert "there is no room for the model" in error.log_tail
+    assert PROGRAM.name in error.command
+    assert f"--port {engine._port}" in error.command
+    assert error.elapsed_s < error.limit_s == 60.0
+
+
+def test_a_server_that_hangs_is_ended_at_its_deadline(model: str) -> None:
+    with engine_of("vllm", model, mode="hang", start_timeout_s=1.5) as engine:
+        error = start(engine)
+    assert error.exit_code is None
+    assert "was still not ready" in error.reason
+    assert "refused" in error.reason  # it binds no port
+    assert "the little server was told" in error.log_tail
+    assert "start_timeout_s" in str(error)
+
+
+def test_a_server_that_answers_nonsense_is_not_ready(model: str) -> None:
+    with engine_of("vllm", model, mode="babble", start_timeout_s=2.0) as engine:
+        error = start(engine)
+    assert "BadStatusLine" in error.reason
+
+
+def test_a_program_that_is_not_there_is_said(model: str) -> None:
+    with engine_of("vllm", model, command=("/no/such/server",)) as engine:
+        error = start(engine)
+    assert "/no/such/server" in error.log_tail
+    assert error.exit_code not in (0, None)
+
+
+def test_a_server_that_is_busy_at_first_becomes_ready(model: str) -> None:
+    with engine_of("sglang", model, "--busy", "3") as engine:
+        engine.initialize()
+        assert engine.failure() is None
+
+
+def test_the_key_is_not_in_the_error(model: str) -> None:
+    with engine_of("sglang", model, mode="exit") as engine:
+        error = start(engine)
+    assert re.search(r"--api-key '?\*\*\*", error.command)
+
+
+def test_the_end_of_an_engine_ends_all_that_its_server_has_started(model: str, tmp_path: Path) -> None:
+    others = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    try:
+        with engine_of("vllm", model, "--family", str(tmp_path / "family"), "--stubborn", stop_timeout_s=0.5) as engine:
+            engine.initialize()
+            pids = [engine.server_pid(), *pids_in(tmp_path / "family")]
+            assert len(pids) == 3
+            assert all(map(is_alive, pids))
+            folder = engine._exchange
+            assert os.path.isdir(folder)
+            engine.destroy()
+            assert not any(map(is_alive, pids))
+            assert not os.path.exists(folder)
+            engine.destroy()
+        assert others.poll() is None  # nothing else was touched
+    finally:
+        others.kill()
+        others.wait()
+
+
+def test_the_end_of_a_server_ends_what_it_has_started(model: str, tmp_path: Path) -> None:
+    with engine_of("vllm", model, "--family", str(tmp_path / "family")) as engine:
+        engine.initialize()
+        pids = pids_in(tmp_path / "family")
+        os.kill(engine.server_pid(), signal.SIGKILL)
+        until(lambda: engine.failure() is not None)
+        assert not any(map(is_alive, pids))
+        assert "SIGKILL" in str(engine.failure())
+
+
+@pytest.fixture
+def stopped_after() -> Iterator[list[ServerProcess]]:
+    processes: list[ServerProcess] = []
+    yield processes
+    for process in processes:
+        process.stop()
+
+
+def test_the_end_of_a_guard_ends_its_server(stopped_after: list[ServerProcess]) -> None:
+    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(1000)"], {}, stop_timeout_s=1.0)
+    stopped_after.append(process)
+    os.kill(process._guard.pid, signal.SIGKILL)
+    assert process.wait(LIMIT_S)
+    until(lambda: not is_alive(process.pid))
+    assert process.exit_code is None
+    assert "guard was killed" in process.how_it_ended()
+
+
+def test_signals_for_the_workers_group_reach_no_server(stopped_after: list[ServerProcess]) -> None:
+    process = ServerProcess([sys.executable, "-c", "import time; time.sleep(1000)"], {}, stop_timeout_s=1.0)
+    stopped_after.append(process)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(process._guard.pid, number)
+    assert os.getpgid(process.pid) == process.pid
+    assert not process.wait(0.2)
+
+
+def test_what_a_server_ignores_is_its_own(stopped_after: list[ServerProcess]) -> None:
+    code = "import signal; print(*[int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP)], flush=True)"
+    process = ServerProcess([sys.executable, "-c", code], {}, stop_timeout_s=1.0)
+    stopped_after.append(process)
+    assert process.wait(LIMIT_S)
+    assert process.log_tail().strip() == "0 0"
+    assert process.exit_code == 0
+
+
+WORKER = """
+import os, sys, time
+from tests.engines.little_servers import engine_of
+with engine_of("vllm", sys.argv[1], "--family", sys.argv[2], "--stubborn") as engine:
+    engine.initialize()
+    print(engine.server_pid(), engine._process._guard.pid, engine._exchange, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_worker_that_is_killed_leaves_no_server(model: str, tmp_path: Path) -> None:
+    """By its guard alone: this worker has no family that anybody else would end."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, model, str(tmp_path / "family")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert worker.stdout is not None
+        server, guard, folder = worker.stdout.readline().split()
+        pids = [int(server), int(guard), *pids_in(tmp_path / "family")]
+        assert all(map(is_alive, pids))
+    finally:
+        worker.kill()
+        worker.wait()
+    until(lambda: not any(map(is_alive, pids)))
+    assert not os.path.exists(folder)
+
+
+def test_what_a_killed_worker_has_left_is_removed_by_the_next(model: str, tmp_path: Path) -> None:
+    with (
+        engine_of("vllm", model, exchange_folder=str(tmp_path)) as engine,
+        engine_of("vllm", model, exchange_folder=str(tmp_path)) as other,
+    ):
+        abandoned = tmp_path / "helmsman-weights.abandoned"
+        abandoned.mkdir()
+        (abandoned / "model-00000.safetensors").write_bytes(b"half")
+        engine.initialize()
+        assert not abandoned.exists()
+        other.initialize()
+        assert os.path.isdir(engine._exchange)  # its process lives
+        assert os.path.isdir(other._exchange)
+    assert not [entry.name for entry in tmp_path.iterdir() if "weights" in entry.name]
+
+
+def test_a_worker_without_a_port_is_told_to_ask_for_one(model: str) -> None:
+    with pytest.raises(RuntimeError, match=r"SchedulingSpec\(port_count=1\)"):
+        ServerEngine(model=model)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dialect": "tgi"}, {"tensor_parallel_size": 0}, {"start_timeout_s": 0.0}, {"models": "x"}, {"model": 1}]
+)
+def test_fields_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ServerEngine(**{"model": "m", **wrong})
