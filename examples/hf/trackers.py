@@ -87,7 +87,8 @@ class Console:
         for _, key, width, form in self._COLUMNS:
             value = metrics.get(key) if key else float(step)
             cells.append(("-" if value is None else format(value, form)).rjust(width))
-        evaluated = [f"{name.removeprefix('eval/')} {value:.1%}" for name, value in metrics.items() if name.startswith("eval/")]
+        overall = [(name.split("/"), value) for name, value in metrics.items() if name.startswith("eval/")]
+        evaluated = [f"{parts[1]} {value:.1%}" for parts, value in overall if len(parts) == 2]
         self._print("  ".join([*cells, *evaluated]))
 
     def rewind(self, step: int) -> None:
