@@ -51,7 +51,7 @@ def make_jobs(settings: Settings) -> list[Job]:
             cpu=cpus,
             gpu=devices if has_devices else 0,
             mem=mem,
-            port_count=1 if role == "train" else 0,
+            port_count=1,  # for the ranks to meet, or for the instance's server
             env_vars=cluster.env_vars,
             ray_placement_strategy=placement,
         )
@@ -63,7 +63,7 @@ def make_jobs(settings: Settings) -> list[Job]:
         Job(
             role="rollout",
             replicas=cluster.rollout_instances,
-            tasks=[SchedulingSpec(env_vars=cluster.env_vars)]
+            tasks=[SchedulingSpec(env_vars=cluster.env_vars, port_count=1)]
             if is_colocated
             else [spec("rollout", cluster.rollout_devices, cluster.rollout_cpus, cluster.rollout_mem)],
             scheduling_strategy=beside if is_colocated else SchedulingStrategy(),
@@ -116,10 +116,11 @@ def engine_arguments(settings: Settings) -> dict[str, Any]:
     """What the rollout engine is built with; ``rollout.engine_args`` has the last word."""
     rollout, cluster = settings.rollout, settings.cluster
     arguments: dict[str, Any] = {"model": settings.model, "max_model_len": settings.max_model_len, "seed": settings.seed}
-    if rollout.engine == "hf":
+    if rollout.engine in ("hf", "vllm"):
         arguments["max_concurrency"] = rollout.max_in_flight
-    elif rollout.engine in ENGINES and cluster.rollout_devices > 1:
-        arguments["tensor_parallel_size"] = cluster.rollout_devices
+    if rollout.engine in ("vllm", "server"):
+        arguments["tensor_parallel_size"] = cluster.rollout_devices if cluster.devices_per_node else 1
+        arguments["enable_sleep_mode" if rollout.engine == "vllm" else "sleep"] = cluster.takes_turns
     return {**arguments, **rollout.engine_args}
 
 

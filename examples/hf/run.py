@@ -103,8 +103,7 @@ class Run:
         )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
-        is_colocated = settings.cluster.placement == "colocated" and bool(settings.cluster.devices_per_node)
-        self.turns = Turns(trainer, rollout, self.sync.push, are_taken=is_colocated)
+        self.turns = Turns(trainer, rollout, self.sync.push, are_taken=settings.cluster.takes_turns)
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
         self.check = WeightCheck([row.prompt_ids for row in rows], settings.check) if settings.check.weights else None
         self.executor: WorkflowExecutor | None = None

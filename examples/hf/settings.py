@@ -46,6 +46,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     call_timeout_s: float = 3600.0
     """Seconds that one call of a worker may take, a training step or a checkpoint, say."""
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainers and instances have the same devices, and so use them one after the other."""
+        return self.placement == "colocated" and bool(self.devices_per_node)
+
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer: helmsman.engines.train.FSDPTrainEngine."""
