@@ -11,13 +11,14 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input install -qq --constra
 # More arguments: make demo DEMO_ARGS="--steps 10", make test PYTEST_ARGS="-k codec", make bench CASE=calls.local,planner.
 DEMO_ARGS ?=
 CASE ?=
+CHECK ?=
 PYTEST_ARGS ?=
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo test test-vllm bench check lint fast-tests format clean setup
+.PHONY: help demo test test-vllm bench gpu-check check lint fast-tests format clean setup
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -33,6 +34,9 @@ test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 
 bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/out; CASE=name,... for some of it
 	@$(PY) -m benchmarks $(CASE)
+
+gpu-check: $(STAMP) ## what needs an accelerator, run on this machine's, as a table; CHECK=name for some of it
+	@$(PY) -m benchmarks.gpu $(CHECK)
 
 check: lint fast-tests ## format, lint, types, import directions and the fast tests
 

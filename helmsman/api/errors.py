@@ -64,6 +64,7 @@ HelmsmanError
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
 ├── TopologyMismatchError                 workers that see other coordinates than the controller has computed
+├── ParallelLayoutError (ValueError)      sizes of a parallel layout that do not divide
 ├── ResourcesNotMetError                  nodes or devices that a ResourceManager was told of and the cluster does not have
 ├── CodecError                            a payload that cannot be packed or unpacked
 │   ├── NotSerializableError (TypeError)
@@ -1138,6 +1139,19 @@ class TopologyMismatchError(HelmsmanError):
             "parallel groups.\n" + "\n".join([*rows, *more]),
             cluster=cluster,
             differences=differences,
+        )
+
+
+class ParallelLayoutError(HelmsmanError, ValueError):
+    """A model or a world that cannot be divided as the training configuration asks."""
+
+    what: str
+    requested: int
+    observed: str
+
+    def __init__(self, *, what: str, requested: int, observed: str, step: str) -> None:
+        super().__init__(
+            f"{what} asks for {requested}, and there is {observed}. {step}.", what=what, requested=requested, observed=observed
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helmsman.api.columns import Column, Ragged, kind_of
-from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.extras import needed_by
 
 _META = "meta"
 
@@ -83,12 +83,6 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
 
 
 def _library() -> Any:
-    try:
+    with needed_by("Batch's way to and from TensorDict", "tensordict"):
         import tensordict
-    except ModuleNotFoundError as error:
-        if error.name != "tensordict":
-            raise
-        raise BackendNotInstalledError(
-            backend="Batch's way to and from TensorDict", package="tensordict", command="pip install 'helmsman[tensordict]'"
-        ) from error
     return tensordict

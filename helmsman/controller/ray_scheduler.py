@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.extras import needed_by
 from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Leaving, ResultHandle, Timeouts
@@ -33,7 +34,7 @@ from helmsman.rpc_server.environment import absolute_search_path
 
 choose_authentication()
 
-try:
+with needed_by("RayScheduler", "ray"):
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -45,12 +46,6 @@ try:
     from helmsman.controller.ray_transport import ControllerStore, RayTransport
     from helmsman.rpc_server.handles import HandleStore
     from helmsman.rpc_server.ray_server import Granted, Greeting, RayRPCServer
-except ImportError as error:
-    if error.name is not None and error.name.partition(".")[0] != "ray":
-        raise
-    raise errors.BackendNotInstalledError(
-        backend="RayScheduler", package="ray", command="pip install 'helmsman[ray]'"
-    ) from error
 
 __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
 

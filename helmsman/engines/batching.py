@@ -1,7 +1,8 @@
-"""From samples to padded micro-batches under a token budget."""
+"""From samples to micro-batches under a token budget: checked, grouped, and as the padded columns that losses see."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,58 +10,156 @@ import msgspec
 import torch
 
 from helmsman.api.engines import Sample
+from helmsman.engines.packing import TokenRows, pack, pad
+
+Columns = Mapping[str, torch.Tensor]
+"""The entries of one sample, on the host."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True):
-    """Some samples of a batch, padded on the right to one length."""
+    """Some samples of a batch: what a loss sees of them, and what the model does."""
 
     indices: tuple[int, ...]
-    """Which samples these are, one per row."""
+    """Which samples these are, one per row of the columns."""
     lengths: tuple[int, ...]
     """Their lengths before padding."""
     columns: dict[str, torch.Tensor]
-    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T) or (B,), on the host."""
+    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T) or (B,), on the host;
+    padded on the right to one length."""
     num_loss_tokens: int
     """True entries of ``loss_mask``."""
+    rows: TokenRows
+    """The same tokens as the model gets them."""
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The columns on a device."""
         return {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
 
 
-def make_micro_batches(samples: Sequence[Sample], *, max_tokens: int, vocab_size: int) -> list[MicroBatch]:
-    """Sort samples by length and cut them into micro-batches of at most ``max_tokens`` entries, padding included.
+class Batching(msgspec.Struct, frozen=True, kw_only=True):
+    """How samples become micro-batches; the same on every rank."""
 
-    A causal model needs no attention mask for padding on the right: no real token sees it, and ``loss_mask`` leaves it out.
+    max_tokens: int
+    """Budget of one micro-batch, padding included; a longer sample gets a micro-batch of its own."""
+    vocab_size: int
+    """Token ids are below this."""
+    packing: bool = False
+    """Whether the model gets the samples end to end in one row, or one row each, padded."""
+    multiple: int = 1
+    """The model's rows are padded to a multiple of this, since so many ranks share them."""
+
+
+def make_micro_batches(
+    samples: Sequence[Sample], *, max_tokens: int, vocab_size: int, packing: bool = False
+) -> list[MicroBatch]:
+    """Check samples, group them under the budget and make the micro-batches; see check_samples for what is raised."""
+    batching = Batching(max_tokens=max_tokens, vocab_size=vocab_size, packing=packing)
+    checked = check_samples(samples, vocab_size)
+    return [make_micro_batch(group, checked, batching) for group in group_samples(checked, batching)]
+
+
+def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
+    """The entries of each sample as tensors.
 
     Args:
         samples: As ``helmsman.api.engines.Sample``, all with the same entries. Without ``loss_mask`` every token
             but the first counts.
-        max_tokens: Budget of rows times padded length; a longer sample gets a micro-batch of its own.
         vocab_size: Token ids are below this.
 
     Raises:
         ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
             entry of another length.
     """
-    rows = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
-    for index, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            raise ValueError(f"sample {index} has the entries {sorted(row)}, but sample 0 has {sorted(rows[0])}")
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
+    checked: list[Columns] = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
+    for index, columns in enumerate(checked):
+        if columns.keys() != checked[0].keys():
+            raise ValueError(f"sample {index} has the entries {sorted(columns)}, but sample 0 has {sorted(checked[0])}")
+    return checked
+
+
+def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int = 0) -> list[list[int]]:
+    """Which samples go together, longest first, as few groups as the budget allows; ``at_least`` so many where it can be.
+
+    Packed, the number of tokens in the groups is about the same, so that ranks with the same number of groups keep step.
+    """
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    if not batching.packing:
+        return _under_padded_budget(order, lengths, batching.max_tokens)
+    groups = _first_fit(order, lengths, batching.max_tokens)
+    return _balanced(order, lengths, min(max(at_least, len(groups)), len(lengths)), batching.max_tokens) or groups
+
+
+def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batching: Batching) -> MicroBatch:
+    """The micro-batch of these samples, given all of them."""
+    chosen = [samples[index] for index in indices]
+    columns = {
+        name: torch.nn.utils.rnn.pad_sequence([sample[name] for sample in chosen], batch_first=True)
+        if first.ndim
+        else torch.stack([sample[name] for sample in chosen])
+        for name, first in chosen[0].items()
+    }
+    return MicroBatch(
+        indices=tuple(indices),
+        lengths=tuple(len(sample["input_ids"]) for sample in chosen),
+        columns=columns,
+        num_loss_tokens=int(columns["loss_mask"].sum()),
+        rows=(pack if batching.packing else pad)([sample["input_ids"] for sample in chosen], batching.multiple),
+    )
+
+
+def empty_micro_batch(batching: Batching) -> MicroBatch:
+    """A stand-in for a rank that has fewer micro-batches than the others and must still take part in their collectives."""
+    tokens = torch.zeros(2, dtype=torch.int64)
+    stand_in = {"input_ids": tokens, "loss_mask": torch.zeros(2, dtype=torch.bool)}
+    made = make_micro_batch([0], [stand_in], batching)
+    return msgspec.structs.replace(made, indices=(), lengths=())
+
+
+def fingerprint(samples: Sequence[Columns]) -> int:
+    """A number by which ranks that must have the same samples find out that they have not."""
+    found = 0
+    for sample in samples:
+        found = zlib.crc32(sample["input_ids"].contiguous().numpy().tobytes(), found)
+        found = zlib.crc32(sample["loss_mask"].numpy().tobytes(), found)
+    return found
+
+
+def _under_padded_budget(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for index in order:
-        if groups and (len(groups[-1]) + 1) * len(rows[groups[-1][0]]["input_ids"]) <= max_tokens:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
             groups[-1].append(index)
         else:
             groups.append([index])
-    return [_pad(group, [rows[index] for index in group]) for group in groups]
+    return groups
 
 
-def empty_micro_batch() -> MicroBatch:
-    """A stand-in for a rank that has fewer micro-batches than the others and must still take part in their collectives."""
-    columns = {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "loss_mask": torch.zeros(1, 2, dtype=torch.bool)}
-    return MicroBatch(indices=(), lengths=(), columns=columns, num_loss_tokens=0)
+def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973)."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        place = next((place for place, free in enumerate(room) if lengths[index] <= free), None)
+        if place is None:
+            groups.append([])
+            room.append(max_tokens)
+            place = len(groups) - 1
+        groups[place].append(index)
+        room[place] -= lengths[index]
+    return groups
+
+
+def _balanced(order: Sequence[int], lengths: Sequence[int], num: int, max_tokens: int) -> list[list[int]] | None:
+    """So many groups of about equally many tokens; None where that would break the budget."""
+    groups: list[list[int]] = [[] for _ in range(num)]
+    tokens = [0] * num
+    for index in order:
+        place = min(range(num), key=lambda place: (tokens[place], len(groups[place])))
+        groups[place].append(index)
+        tokens[place] += lengths[index]
+    too_long = any(total > max_tokens and len(group) > 1 for total, group in zip(tokens, groups, strict=True))
+    return None if too_long else groups
 
 
 def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
@@ -92,18 +191,3 @@ def _to_tensor(index: int, name: str, value: Any) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError) as exc:
         raise ValueError(f"sample {index}: {name!r} (a {type(value).__name__}) is not numeric: {exc}") from exc
     return tensor.float() if tensor.dtype.is_floating_point else tensor
-
-
-def _pad(indices: Sequence[int], rows: Sequence[Mapping[str, torch.Tensor]]) -> MicroBatch:
-    columns = {
-        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
-        if first.ndim
-        else torch.stack([row[name] for row in rows])
-        for name, first in rows[0].items()
-    }
-    return MicroBatch(
-        indices=tuple(indices),
-        lengths=tuple(len(row["input_ids"]) for row in rows),
-        columns=columns,
-        num_loss_tokens=int(columns["loss_mask"].sum()),
-    )

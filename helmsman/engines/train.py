@@ -7,6 +7,7 @@ results do not depend on the number of ranks or micro-batches, up to rounding.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,13 +16,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
-from helmsman.engines.batching import MicroBatch, empty_micro_batch, make_micro_batches
+from helmsman.engines.batching import (
+    Batching,
+    Columns,
+    MicroBatch,
+    check_samples,
+    empty_micro_batch,
+    fingerprint,
+    group_samples,
+    make_micro_batch,
+)
 from helmsman.engines.checkpoint import Progress, full_state_dict, load_checkpoint, save_checkpoint
 from helmsman.engines.distributed import (
     environment_int,
@@ -31,52 +40,19 @@ from helmsman.engines.distributed import (
     leave_process_group,
     local_device_index,
 )
+from helmsman.engines.gradients import clip_gradients
 from helmsman.engines.losses import resolve_loss
 from helmsman.engines.model import (
     build_model,
     checkpoint_layers,
-    decoder_layers,
-    full_tensor,
     named_tensors,
     resolve_dtype,
-    token_logprobs,
+    target_logprobs,
 )
+from helmsman.engines.parallel import Layout, ParallelMesh, shard_model
+from helmsman.engines.train_config import TrainConfig
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import publish
-
-
-class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a train engine trains, and how."""
-
-    model: str | dict[str, Any]
-    """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
-    lr: float = 1e-5
-    """Learning rate after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's moments (arXiv:1711.05101)."""
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
-    num_warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly; it is constant afterwards."""
-    max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this global 2-norm; None leaves them as they are."""
-    max_tokens_per_micro_batch: int = 16384
-    """Budget of one forward pass in tokens per rank, padding included."""
-    compute_dtype: str = "auto"
-    """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the
-    host. Parameters, gradient reduction and optimizer state are float32 in any case."""
-    seed: int = 0
-    """Seed of drawn weights; the same on every rank."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations (arXiv:1604.06174)."""
-    reshard_after_forward: bool = True
-    """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of keeping them (ZeRO-2)."""
-    rendezvous_timeout_s: float = 300.0
-    """How long the ranks wait for each other at the start."""
-    collective_timeout_s: float = 1800.0
-    """How long a collective waits for the slowest rank."""
 
 
 class FSDPTrainEngine(TrainEngine):
@@ -94,6 +70,7 @@ class FSDPTrainEngine(TrainEngine):
             raise ValueError(f"give either a TrainConfig or its fields, not both (fields: {', '.join(fields)})")
         self.config = config if config is not None else msgspec.convert(fields, TrainConfig)
         self._owns_group = False
+        self._mesh: ParallelMesh | None = None
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._progress = Progress(version=0, num_steps=0)
@@ -117,17 +94,23 @@ class FSDPTrainEngine(TrainEngine):
             self.create_process_group()
         self._device = current_platform.device(local_device_index())
         self._weight_group = WeightGroup(self._device)
+        self._mesh = ParallelMesh(self._layout(), current_platform.device_type)
         with failing_together("building the model"):
             model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
             if self.config.gradient_checkpointing:
                 checkpoint_layers(model)
-        mesh = init_device_mesh(current_platform.device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
         policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
-        for layer in decoder_layers(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.config.reshard_after_forward)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard_model(model, self._mesh, policy, reshard_after_forward=self.config.reshard_after_forward)
         self._model = model.to(self._device)
+        config: Any = model.config
+        self._batching = Batching(
+            max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=int(config.get_text_config().vocab_size)
+        )
         self._optimizer = self._make_optimizer()
+
+    def _built_mesh(self) -> ParallelMesh:
+        assert self._mesh is not None
+        return self._mesh
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(
@@ -170,10 +153,8 @@ class FSDPTrainEngine(TrainEngine):
         model, optimizer = self._built_model().train(), self._built_optimizer()
         optimizer.zero_grad(set_to_none=True)
         stats = self._accumulate(samples, loss_fn, loss_kwargs)
-        limit = self.config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf") if limit is None else limit)
-        grad_norm = float(full_tensor(norm))
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        grad_norm = clip_gradients(model.parameters(), self.config.max_grad_norm)
+        if not math.isfinite(grad_norm):
             optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
                 f"the gradient's norm is {grad_norm} at step {self._progress.num_steps}; no step was taken"
@@ -199,15 +180,15 @@ class FSDPTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         with failing_together("preparing the batch"):
             loss = resolve_loss(loss_fn)
-            micro_batches = self._make_micro_batches(samples)
-        micro_batches, num_tokens = self._align(micro_batches)
+            checked = check_samples(samples, self._batching.vocab_size)
+        micro_batches, num_tokens = self._make_micro_batches(checked)
         if num_tokens == 0:
             raise ValueError("no token of the global batch counts: every loss_mask is empty")
         sums: dict[str, torch.Tensor] = {}
         error: Exception | None = None
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
-            logprobs = self._logprobs(columns["input_ids"])
+            logprobs = self._logprobs(micro_batch)
             loss_sum = logprobs.sum() * 0.0
             if micro_batch.indices and error is None:
                 try:
@@ -218,40 +199,52 @@ class FSDPTrainEngine(TrainEngine):
                     for name, value in {"loss": loss_sum, **stats}.items():
                         sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
             if torch.is_grad_enabled():
-                # FSDP averages gradients over the ranks; the loss is a sum over them, divided by the tokens of all.
-                (loss_sum * (dist.get_world_size() / num_tokens)).backward()
+                # FSDP averages gradients over its ranks; the loss is a sum over them, divided by the tokens of all.
+                (loss_sum * (self._built_mesh().data.size() / num_tokens)).backward()
         with failing_together("the loss"):
             if error is not None:
                 raise error
         totals: dict[str, float] = {}
-        for rank_sums in gather_objects({name: float(value) for name, value in sums.items()}):
+        own = {name: float(value) for name, value in sums.items()}
+        for rank_sums in gather_objects(own)[:: self._layout().model_size]:
             for name, value in rank_sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         return {**{name: value / num_tokens for name, value in totals.items()}, "num_tokens": float(num_tokens)}
 
-    def _make_micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        config: Any = self._built_model().config
-        vocab_size = int(config.get_text_config().vocab_size)
-        return make_micro_batches(samples, max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=vocab_size)
-
-    def _align(self, micro_batches: list[MicroBatch]) -> tuple[list[MicroBatch], int]:
+    def _make_micro_batches(self, samples: Sequence[Columns]) -> tuple[list[MicroBatch], int]:
         """As many micro-batches as the rank with the most has, and the global number of loss tokens. A collective."""
-        counts = gather_objects((len(micro_batches), sum(batch.num_loss_tokens for batch in micro_batches)))
-        missing = max(num for num, _ in counts) - len(micro_batches)
-        return micro_batches + [empty_micro_batch()] * missing, sum(tokens for _, tokens in counts)
+        groups = group_samples(samples, self._batching)
+        num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
+        shares = gather_objects((len(groups), num_tokens, fingerprint(samples)))
+        model_size = self._layout().model_size
+        strangers = [rank for rank, share in enumerate(shares) if share != shares[rank - rank % model_size]]
+        if strangers:
+            raise ValueError(
+                f"rank(s) {strangers} got other samples than the head of their model-parallel group; all ranks of one "
+                "data-parallel coordinate are given the same"
+            )
+        most = max(num for num, _, _ in shares)
+        groups = group_samples(samples, self._batching, at_least=most)
+        micro_batches = [make_micro_batch(group, samples, self._batching) for group in groups]
+        micro_batches += [empty_micro_batch(self._batching)] * (most - len(groups))
+        return micro_batches, sum(num_tokens for _, num_tokens, _ in shares[::model_size])
 
-    def _logprobs(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return token_logprobs(self._built_model()(input_ids=input_ids, use_cache=False).logits, input_ids)
+    def _logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """(B, T) float32: log-probability of every token of the columns given those before it; 0 at the first."""
+        rows = micro_batch.rows
+        input_ids, next_ids = (ids.to(self._device, non_blocking=True) for ids in (rows.input_ids, rows.next_ids))
+        logits = self._built_model()(input_ids=input_ids, use_cache=False).logits
+        return rows.per_prediction(target_logprobs(logits, next_ids))
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
         self._built_model().eval()
         with failing_together("preparing the batch"):
-            micro_batches = self._make_micro_batches(samples)
+            checked = check_samples(samples, self._batching.vocab_size)
         results = [torch.empty(0)] * len(samples)
-        for micro_batch in self._align(micro_batches)[0]:
-            logprobs = self._logprobs(micro_batch.to(self._device)["input_ids"]).cpu()
+        for micro_batch in self._make_micro_batches(checked)[0]:
+            logprobs = self._logprobs(micro_batch).cpu()
             for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
                 results[index] = row[:length].clone()
         return results
@@ -317,10 +310,26 @@ class FSDPTrainEngine(TrainEngine):
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's coordinate along the data-parallel axis, which is the only one."""
-        return dist.get_rank() if dist.is_initialized() else environment_int("RANK", 0)
+        """This rank's coordinate along the data-parallel axis."""
+        return self._layout().data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
         """Ranks along the data-parallel axis."""
-        return dist.get_world_size() if dist.is_initialized() else environment_int("WORLD_SIZE", 1)
+        return self._layout().data_size
+
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup | None:
+        """The tensor- and context-parallel ranks of one data-parallel coordinate; None when this rank is alone in it, and
+        before initialize."""
+        return None if self._mesh is None else self._mesh.model_group
+
+    def _layout(self) -> Layout:
+        is_there = dist.is_initialized()
+        return Layout.of(
+            rank=dist.get_rank() if is_there else environment_int("RANK", 0),
+            world_size=dist.get_world_size() if is_there else environment_int("WORLD_SIZE", 1),
+            tensor_size=self.config.tensor_parallel_size,
+            context_size=self.config.context_parallel_size,
+            num_replicas=self.config.data_parallel_replicas,
+        )

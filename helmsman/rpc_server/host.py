@@ -17,6 +17,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, WorkerHealth
 from helmsman.api.topology import RankInfo
@@ -267,7 +268,8 @@ class EngineHost:
         try:
             if not module_name:
                 raise ImportError("it has no module part")
-            return getattr(importlib.import_module(module_name), attribute)
+            with needed_by(path):
+                return getattr(importlib.import_module(module_name), attribute)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if not isinstance(error, (ImportError, AttributeError)):

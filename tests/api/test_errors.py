@@ -362,6 +362,13 @@ ROWS = [
         "Make the sizes and mesh of worker_config those of their parallel groups",
     ),
     Row(
+        errors.ParallelLayoutError(
+            what="tensor_parallel_size", requested=3, observed="a world of 4 ranks", step="Set it to 1, 2 or 4"
+        ),
+        ("tensor_parallel_size asks for 3", "a world of 4 ranks"),
+        "Set it to 1, 2 or 4",
+    ),
+    Row(
         errors.ResourcesNotMetError(
             requested="2 nodes with 8 devices each",
             observed="node-a: 8 GPU\nnode-b: 4 GPU",

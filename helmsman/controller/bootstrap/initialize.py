@@ -9,7 +9,7 @@ from types import TracebackType
 
 import msgspec
 
-from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.extras import needed_by
 from helmsman.controller.cluster_snapshot import NodeState
 from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray, has_started_its_cluster
 from helmsman.controller.loop import submit
@@ -67,15 +67,11 @@ def initialize(
         BackendNotInstalledError.
     """
     choose_authentication()
-    try:
+    with needed_by("initialize", "ray"):
         import ray
 
         from helmsman.controller import ray_state
         from helmsman.controller.ray_address import choose_address
-    except ImportError as error:
-        if error.name is not None and error.name.partition(".")[0] != "ray":
-            raise
-        raise BackendNotInstalledError(backend="initialize", package="ray", command="pip install 'helmsman[ray]'") from error
     address = choose_address(None)
     if address is not None:
         run_id = secrets.token_hex(6)

@@ -1,0 +1,1 @@
+"""What needs an accelerator, checked and measured on one: make gpu-check"""

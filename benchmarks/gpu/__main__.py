@@ -1,0 +1,91 @@
+"""Run every check that needs an accelerator and print a table: python -m benchmarks.gpu [--rehearse [N]] [check ...]"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import benchmarks.gpu.rollouts
+import benchmarks.gpu.training  # noqa: F401 - they declare checks
+from benchmarks.gpu.harness import CHECKS, Machine, Outcome, perform
+
+OUT = Path(__file__).parents[1] / "out" / "gpu.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when no check failed; 1 when one did; 2 when there is no device, or no check of that name."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("checks", nargs="*", help="names, or leading parts of names; all when none")
+    parser.add_argument(
+        "--rehearse", type=int, nargs="?", const=2, metavar="N", help="take the CPU for N devices (2), with tiny models"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="where the table goes, in Markdown")
+    options = parser.parse_args(arguments)
+    names = [name for name in CHECKS if not options.checks or name.startswith(tuple(options.checks))]
+    if not names:
+        print(f"there is no check {', '.join(options.checks)}; there are {', '.join(CHECKS)}", file=sys.stderr)
+        return 2
+    machine = Machine(rehearse=options.rehearse)
+    if not machine.num_devices:
+        print(
+            "this machine has no accelerator that Helmsman sees (`helmsman doctor` says what it looks at); "
+            "--rehearse runs the checks on the CPU, with tiny models",
+            file=sys.stderr,
+        )
+        return 2
+    print(about(machine), flush=True)
+    outcomes = []
+    for name in names:
+        outcomes.append(perform(name, machine))
+        print(line(outcomes[-1]), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(f"{about(machine)}\n\n{HEADER}\n" + "".join(f"{line(each)}\n" for each in outcomes))
+    failed = [each.name for each in outcomes if each.result == "failed"]
+    print(f"\n{sum(each.result == 'ok' for each in outcomes)} of {len(outcomes)} checks ok; the table is in {options.out}")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+HEADER = "| check | result | s | figures |\n|---|---|---|---|"
+
+
+def line(outcome: Outcome) -> str:
+    """A row of the table."""
+    figures = "; ".join(f"{what} {figure}" for what, figure in outcome.figures.items()) or outcome.reason.replace("|", "/")
+    return f"| {outcome.name} | {outcome.result} | {outcome.seconds:.0f} | {figures} |"
+
+
+def about(machine: Machine) -> str:
+    """When, on what and with which versions."""
+    versions = [f"Python {platform.python_version()}"]
+    for package in ("torch", "torch_npu", "transformers", "vllm", "ray", "helmsman"):
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    devices = "a rehearsal on the CPU" if machine.is_rehearsal else f"{machine.num_devices} devices: {_devices()}"
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {devices}; {', '.join(versions)}"
+
+
+def _devices() -> str:
+    for command in (
+        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
+        ["npu-smi", "info", "-l"],
+    ):
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return " / ".join(sorted({part.strip() for part in told.splitlines() if part.strip()}))
+    return "of a kind that tells no name"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Checks, what they run on, and what they give."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from helmsman import LocalScheduler, SchedulingSpec
+
+
+class DevicesMissingError(Exception):
+    """What a check needs is not on this machine; the message says what."""
+
+
+class Machine:
+    """The devices of this machine, and workers on them by a LocalScheduler.
+
+    Args:
+        rehearse: take the CPU for so many devices.
+    """
+
+    def __init__(self, *, rehearse: int | None = None) -> None:
+        self._pretended = rehearse
+        with self.scheduler() as scheduler:
+            self.num_devices = scheduler.n_gpus_per_node
+        self.model: dict[str, Any] = {
+            "model_type": "qwen2",
+            "vocab_size": 512 if self.is_rehearsal else 32_000,
+            "hidden_size": 64 if self.is_rehearsal else 1024,
+            "intermediate_size": 128 if self.is_rehearsal else 4096,
+            "num_hidden_layers": 2 if self.is_rehearsal else 16,
+            "num_attention_heads": 4 if self.is_rehearsal else 16,
+            "num_key_value_heads": 2 if self.is_rehearsal else 8,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.1,
+        }
+        """0.4 billion parameters; in a rehearsal next to none."""
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the devices are the CPU."""
+        return self._pretended is not None
+
+    def spec(self, devices: int = 1, *, on_host: bool = False) -> SchedulingSpec:
+        """A worker's share."""
+        env_vars = {"HELMSMAN_PLATFORM": "cpu"} if on_host or self.is_rehearsal else {}
+        return SchedulingSpec(cpu=0.5, gpu=0 if on_host else devices, env_vars=env_vars)
+
+    def require(self, num_devices: int, why: str) -> None:
+        """Raises: DevicesMissingError with fewer devices."""
+        if self.num_devices < num_devices:
+            raise DevicesMissingError(f"{why} needs {num_devices} devices; this machine has {self.num_devices}")
+
+    @contextlib.contextmanager
+    def scheduler(self) -> Any:
+        """A scheduler of a check's own."""
+        logs = Path(tempfile.mkdtemp(prefix="helmsman-gpu-check-"))
+        with LocalScheduler(log_dir=logs, num_gpus=self._pretended) as scheduler:
+            yield scheduler
+
+
+Check = Callable[[Machine], dict[str, str]]
+"""Returns figures by what they are of; raises AssertionError, or whatever went wrong."""
+CHECKS: dict[str, Check] = {}
+
+
+def check(name: str) -> Callable[[Check], Check]:
+    """Declare a check by this name."""
+
+    def declare(function: Check) -> Check:
+        CHECKS[name] = function
+        return function
+
+    return declare
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a check."""
+
+    name: str
+    result: str
+    """'ok', 'failed' or 'not run'."""
+    seconds: float
+    figures: dict[str, str] = {}
+    reason: str = ""
+
+
+def perform(name: str, machine: Machine) -> Outcome:
+    """Run one check."""
+    started = time.monotonic()
+    try:
+        figures = CHECKS[name](machine)
+    except DevicesMissingError as reason:
+        return Outcome(name=name, result="not run", seconds=time.monotonic() - started, reason=str(reason))
+    except Exception as error:  # noqa: BLE001 - one failed check shall not cost the figures of the others
+        traceback.print_exc()
+        told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return Outcome(name=name, result="failed", seconds=time.monotonic() - started, reason=told)
+    return Outcome(name=name, result="ok", seconds=time.monotonic() - started, figures=figures)

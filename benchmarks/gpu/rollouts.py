@@ -1,0 +1,110 @@
+"""Rollouts and weights."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.harness import Machine, check
+from benchmarks.gpu.training import samples_of, training
+from helmsman import (
+    Job,
+    LocalScheduler,
+    RolloutController,
+    SamplingParams,
+    SchedulingStrategy,
+    ViaCollective,
+    ViaDisk,
+    ViaMemory,
+    WeightSync,
+)
+
+HF = "helmsman.engines.rollout.HFRolloutEngine"
+
+
+@contextlib.contextmanager
+def rolling(
+    machine: Machine, scheduler: LocalScheduler, instances: int, engine: str = HF, devices: int = 1, **config: Any
+) -> Iterator[RolloutController]:
+    """Rollout instances that are ready; on the train workers' own devices where there are no others."""
+    beside = machine.num_devices == 1 and bool(scheduler.status())
+    strategy = SchedulingStrategy(type="colocation", target="train", fork=True) if beside else SchedulingStrategy()
+    job = Job(role="rollout", replicas=instances, tasks=[machine.spec(devices)], scheduling_strategy=strategy)
+    known: dict[str, Any] = {"model": machine.model, "max_model_len": 512, "max_concurrency": 64, **config}
+    rollout = RolloutController(scheduler, engine, job, engine_kwargs=known)
+    rollout.initialize()
+    try:
+        yield rollout
+    finally:
+        rollout.close()
+
+
+def prompts_of(machine: Machine, count: int) -> list[list[int]]:
+    """Random prompts."""
+    return [list(sample["input_ids"]) for sample in samples_of(count, 64, machine.model["vocab_size"], 1)]
+
+
+def difference(trainer: Any, rollout: RolloutController, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """Largest and mean absolute difference of log-probabilities of the same sampled tokens, rollout against trainer."""
+    results = rollout.generate(prompts, SamplingParams(max_new_tokens=new_tokens, seed=1))
+    samples = [{"input_ids": prompt + result.token_ids} for prompt, result in zip(prompts, results, strict=True)]
+    differences = [
+        abs(float(theirs) - ours)
+        for prompt, result, row in zip(prompts, results, trainer.forward(samples), strict=True)
+        for ours, theirs in zip(result.logprobs, row[len(prompt) :], strict=True)
+    ]
+    return max(differences), sum(differences) / len(differences)
+
+
+@check("rollouts.speed")
+def speed(machine: Machine) -> dict[str, str]:
+    """Tokens per second of one HFRolloutEngine in bfloat16."""
+    prompts, new_tokens = prompts_of(machine, 64), 8 if machine.is_rehearsal else 128
+    with machine.scheduler() as scheduler, rolling(machine, scheduler, 1, dtype="bfloat16") as rollout:
+        rollout.generate(prompts[:4], SamplingParams(max_new_tokens=4))
+        started = time.monotonic()
+        results = rollout.generate(prompts, SamplingParams(max_new_tokens=new_tokens))
+        rate = sum(len(result.token_ids) for result in results) / (time.monotonic() - started)
+    return {"requests": "64", "tokens/s": f"{rate:,.0f}"}
+
+
+@check("rollouts.logprobs")
+def logprobs(machine: Machine) -> dict[str, str]:
+    """Log-probabilities of the rollout engine and of the trainer on the same tokens, in float32."""
+    with (
+        machine.scheduler() as scheduler,
+        training(machine, scheduler, 1, compute_dtype="float32") as trainer,
+        rolling(machine, scheduler, 1, dtype="float32") as rollout,
+    ):
+        largest, mean = difference(trainer, rollout, prompts_of(machine, 16), 8)
+    assert largest < 1e-3, largest
+    return {"largest difference": f"{largest:.1e}", "mean": f"{mean:.1e}"}
+
+
+@check("weights.three_ways")
+def three_ways(machine: Machine) -> dict[str, str]:
+    """A sync after a step by each way: the time, and that the instance then says what the trainer says."""
+    figures = {}
+    prompts, batch = prompts_of(machine, 8), samples_of(4, 64, machine.model["vocab_size"], 2)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        machine.scheduler() as scheduler,
+        training(machine, scheduler, 1, compute_dtype="float32") as trainer,
+        rolling(machine, scheduler, 1, dtype="float32") as rollout,
+    ):
+        for name, way in {"memory": ViaMemory(), "collective": ViaCollective(), "disk": ViaDisk(folder)}.items():
+            if name == "collective" and machine.num_devices == 1:
+                figures[name] = "needs two devices"  # NCCL takes no two ranks on one
+                continue
+            sync = WeightSync(trainer, rollout, way)
+            sync.push()  # connects, and maps memory
+            trainer.train_batch(batch, "sft")
+            before, _ = difference(trainer, rollout, prompts, 4)
+            report = sync.push()
+            largest, _ = difference(trainer, rollout, prompts, 4)
+            assert largest < 1e-3 < before, (name, largest, before)
+            figures[name] = f"{report.num_bytes / 2**20:.0f} MiB in {1e3 * report.seconds:.0f} ms, difference {largest:.1e}"
+    return figures

@@ -1,0 +1,144 @@
+"""Devices and training."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.harness import Machine, check
+from helmsman import Job, LocalScheduler, TrainController
+
+TRAIN = "helmsman.engines.train.FSDPTrainEngine"
+NUM_STEPS = 5
+
+
+class Probe:
+    """Says which device a worker has, and uses it."""
+
+    def device(self) -> dict[str, Any]:
+        """Its kind, the ids it may see, its identity, and whether a product computed there is right."""
+        import torch
+
+        from helmsman.api.platforms import current_platform
+
+        device = current_platform.device(0)
+        current_platform.set_device(0)
+        left, right = (torch.arange(64 * 64, device=device).reshape(64, 64).float().remainder(7) for _ in range(2))
+        product = (left @ right).double().cpu()
+        properties = torch.cuda.get_device_properties(0) if device.type == "cuda" else None
+        return {
+            "kind": device.type,
+            "count": current_platform.device_count(),
+            "visible": os.environ.get(current_platform.visibility_env_var, "") if current_platform.visibility_env_var else "",
+            "identity": str(getattr(properties, "uuid", "")),
+            "is_right": bool(torch.equal(product, (left.double() @ right.double()).cpu())),
+        }
+
+
+@check("devices.binding")
+def binding(machine: Machine) -> dict[str, str]:
+    """Each worker sees its own device and no other, and the driver none."""
+    count = machine.num_devices
+    with machine.scheduler() as scheduler:
+        workers = scheduler.create_workers(Job(role="probe", replicas=count, tasks=[machine.spec()]))
+        for worker in workers:
+            asyncio.run(scheduler.create_engine(worker, Probe))
+        found = [scheduler.call_engine(worker, "device", None, timeout=120.0) for worker in workers]
+    assert all(each["is_right"] for each in found), found
+    if not machine.is_rehearsal:
+        assert all(each["count"] == 1 and each["kind"] != "cpu" for each in found), found
+        assert len({each["visible"] for each in found}) == count, found
+    return {
+        "workers": str(count),
+        "kind": found[0]["kind"],
+        "visible ids": ", ".join(each["visible"] or "all" for each in found),
+    }
+
+
+def samples_of(count: int, longest: int, vocab: int, seed: int) -> list[dict[str, Any]]:
+    """Random sequences of skewed lengths."""
+    rng = random.Random(seed)
+    lengths = [max(8, min(longest, int(rng.lognormvariate(math.log(longest / 4), 0.8)))) for _ in range(count)]
+    return [{"input_ids": [rng.randrange(vocab) for _ in range(length)]} for length in lengths]
+
+
+@contextlib.contextmanager
+def training(machine: Machine, scheduler: LocalScheduler, ranks: int, *, on_host: bool = False, **config: Any) -> Iterator[Any]:
+    """A training job that is ready."""
+    parallel = config.get("tensor_parallel_size", 1) * config.get("context_parallel_size", 1)
+    job = Job(role="train", replicas=ranks, tasks=[machine.spec(on_host=on_host)])
+    engine: dict[str, Any] = {"model": machine.model, "lr": 1e-3, **config}
+    trainer = TrainController(scheduler, TRAIN, job, engine_kwargs=engine, model_parallel_size=parallel)
+    trainer.initialize()
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def losses_of(machine: Machine, ranks: int, *, on_host: bool = False, **config: Any) -> list[float]:
+    """Of some steps on the same batches, whatever the ranks."""
+    longest = 64
+    with machine.scheduler() as scheduler, training(machine, scheduler, ranks, on_host=on_host, **config) as trainer:
+        return [
+            float(trainer.train_batch(samples_of(8, longest, machine.model["vocab_size"], seed), "sft")["loss"])
+            for seed in range(NUM_STEPS)
+        ]
+
+
+def _largest_difference(left: list[float], right: list[float]) -> float:
+    return max(abs(one - other) / abs(other) for one, other in zip(left, right, strict=True))
+
+
+@check("training.same_losses_as_the_host")
+def same_losses(machine: Machine) -> dict[str, str]:
+    """Losses on the devices, in float32 and in bfloat16, against one rank on the host in float32."""
+    floor = losses_of(machine, 1, on_host=True, compute_dtype="float32")
+    exact = _largest_difference(losses_of(machine, machine.num_devices, compute_dtype="float32"), floor)
+    half = _largest_difference(losses_of(machine, machine.num_devices, compute_dtype="bfloat16"), floor)
+    assert exact < 1e-3, (exact, floor)
+    assert half < 3e-2, (half, floor)
+    return {
+        "ranks": str(machine.num_devices),
+        "largest relative difference in float32": f"{exact:.1e}",
+        "in bfloat16": f"{half:.1e}",
+    }
+
+
+class MemoryProbe:
+    """A second engine in a train worker, for the figures of its device."""
+
+    def peak(self) -> int:
+        """Bytes."""
+        from helmsman.api.platforms import current_platform
+
+        return current_platform.memory_stats().peak_allocated_bytes
+
+
+@check("training.speed_and_memory")
+def speed(machine: Machine) -> dict[str, str]:
+    """Tokens per second and peak memory of a step in bfloat16: as it is, and with each layer recomputed."""
+    figures = {}
+    longest = 64 if machine.is_rehearsal else 2048
+    batch = samples_of(8 if machine.is_rehearsal else 64, longest, machine.model["vocab_size"], 0)
+    tokens = sum(len(sample["input_ids"]) for sample in batch)
+    for name, config in {"plain": {}, "recomputed": {"gradient_checkpointing": True}}.items():
+        with (
+            machine.scheduler() as scheduler,
+            training(machine, scheduler, machine.num_devices, compute_dtype="bfloat16", **config) as trainer,
+        ):
+            asyncio.run(scheduler.create_engine("train/0", MemoryProbe, "memory"))
+            trainer.train_batch(batch, "sft")
+            started = time.monotonic()
+            for _ in range(3):
+                trainer.train_batch(batch, "sft")
+            rate = 3 * tokens / (time.monotonic() - started)
+            peak = scheduler.call_engine("train/0", "peak", "memory")
+        figures[name] = f"{rate:,.0f} tokens/s, peak {peak / 2**30:.1f} GiB"
+    return figures

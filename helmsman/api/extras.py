@@ -1,0 +1,46 @@
+"""Optional packages, and the command that installs each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from helmsman.api.errors import BackendNotInstalledError
+
+EXTRA_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "ray": "ray",
+        "torch": "torch",
+        "transformers": "torch",
+        "safetensors": "torch",
+        "numpy": "torch",
+        "tensordict": "tensordict",
+        "reasoning_gym": "examples",
+        "rich": "examples",
+        "matplotlib": "examples",
+        "vllm": "vllm",
+    }
+)
+"""Name by which a package is imported -> the extra of Helmsman that brings it; pyproject.toml says the same."""
+
+
+def install_command(package: str) -> str:
+    """The command that brings a package of EXTRA_OF."""
+    return f"pip install 'helmsman[{EXTRA_OF[package]}]'"
+
+
+@contextlib.contextmanager
+def needed_by(what: str, *packages: str) -> Iterator[None]:
+    """A block that imports optional packages for ``what``.
+
+    Raises: BackendNotInstalledError where one of ``packages`` (none given: any of EXTRA_OF) is missing; other errors as they
+    are.
+    """
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in (packages or EXTRA_OF) or isinstance(error, BackendNotInstalledError):
+            raise
+        raise BackendNotInstalledError(backend=what, package=package, command=install_command(package)) from error

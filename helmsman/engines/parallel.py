@@ -1,0 +1,127 @@
+"""Where each rank of a training job stands: a mesh of replicas x shards x tensor-parallel ranks, and who shares a batch.
+
+Ranks are numbered with tensor parallelism innermost, then context parallelism, then data parallelism, so that the ranks that
+talk most are neighbours:
+
+    rank = (data_parallel_rank * context_parallel_size + context_rank) * tensor_parallel_size + tensor_rank
+
+Parameters are sharded over the data-parallel and the context-parallel ranks alike: each of them sees tokens of its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from helmsman.api.errors import ParallelLayoutError
+from helmsman.engines.model import decoder_layers
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's coordinates; plain numbers, which are known before the ranks have met."""
+
+    rank: int
+    world_size: int
+    tensor_size: int
+    context_size: int
+    num_replicas: int
+
+    @classmethod
+    def of(cls, *, rank: int, world_size: int, tensor_size: int, context_size: int, num_replicas: int) -> Layout:
+        """The coordinates of a rank.
+
+        Raises: ParallelLayoutError where the sizes do not make up the world.
+        """
+        sizes = {
+            "tensor_parallel_size": tensor_size,
+            "context_parallel_size": context_size,
+            "data_parallel_replicas": num_replicas,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ParallelLayoutError(
+                    what=name, requested=size, observed="a number of ranks", step=f"Set {name} to 1 or more"
+                )
+        product = tensor_size * context_size * num_replicas
+        if world_size % product:
+            raise ParallelLayoutError(
+                what=" x ".join(f"{name} {size}" for name, size in sizes.items()),
+                requested=product,
+                observed=f"a world of {world_size} ranks",
+                step=f"Start a multiple of {product} ranks, or choose sizes whose product divides {world_size}",
+            )
+        return cls(
+            rank=rank, world_size=world_size, tensor_size=tensor_size, context_size=context_size, num_replicas=num_replicas
+        )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that share one data-parallel coordinate, and so the samples."""
+        return self.tensor_size * self.context_size
+
+    @property
+    def data_rank(self) -> int:
+        """Coordinate along the data-parallel axis."""
+        return self.rank // self.model_size
+
+    @property
+    def data_size(self) -> int:
+        """Ranks along the data-parallel axis."""
+        return self.world_size // self.model_size
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which a copy of the parameters is sharded, tensor parallelism aside."""
+        return self.world_size // self.tensor_size // self.num_replicas
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank is the first of those that share its samples, and speaks for them."""
+        return self.rank % self.model_size == 0
+
+
+class ParallelMesh:
+    """The process groups of a layout. Made by all ranks together, once the default group is there."""
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        self.layout = layout
+        sizes = {"replicate": layout.num_replicas, "shard": layout.shard_size, "tensor": layout.tensor_size}
+        # FSDP needs its axis even if it has one rank.
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.data: DeviceMesh = mesh["replicate", "shard"] if "replicate" in axes else mesh["shard"]
+        """What FSDP shards over, and replicates over."""
+        self.tensor: DeviceMesh | None = mesh["tensor"] if "tensor" in axes else None
+        ranks, inner, group = range(layout.world_size), layout.tensor_size, layout.model_size
+        self.model_group = _group_of([list(ranks[start : start + group]) for start in ranks[::group]])
+        """The ranks that share this one's samples; None when it is alone."""
+        self.context_group = _group_of([list(ranks[start : start + group : inner]) for start in _firsts(layout)])
+        """The ranks that have the other parts of its sequences; None when it has all of them."""
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of the sequences this rank has."""
+        return 0 if self.context_group is None else dist.get_rank(self.context_group)
+
+
+def _firsts(layout: Layout) -> list[int]:
+    """The first rank of each context-parallel group."""
+    return [start + offset for start in range(0, layout.world_size, layout.model_size) for offset in range(layout.tensor_size)]
+
+
+def _group_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    if len(groups[0]) == 1:
+        return None
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    return group
+
+
+def shard_model(model: nn.Module, mesh: ParallelMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
+    """Keep only this rank's shard of each parameter, layer by layer, so that no device holds more than one whole layer."""
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh.data, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh.data, mp_policy=policy)

@@ -1,0 +1,51 @@
+"""What a train engine trains, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a train engine trains, and how."""
+
+    model: str | dict[str, Any]
+    """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    lr: float = 1e-5
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments (arXiv:1711.05101)."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    num_warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly; it is constant afterwards."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global 2-norm; None leaves them as they are."""
+    max_tokens_per_micro_batch: int = 16384
+    """Budget of one forward pass in tokens per data-parallel rank, padding included; its context-parallel ranks share them."""
+    compute_dtype: str = "auto"
+    """Type of the forward and backward pass, such as ``bfloat16``; ``auto`` is bfloat16 on devices, float32 on the
+    host. Parameters, gradient reduction and optimizer state are float32 in any case."""
+    seed: int = 0
+    """Seed of drawn weights; the same on every rank."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations (arXiv:1604.06174)."""
+    reshard_after_forward: bool = True
+    """Free each layer's gathered parameters between forward and backward (ZeRO-3) instead of keeping them (ZeRO-2)."""
+    tensor_parallel_size: int = 1
+    """Ranks that share every layer's matrices and every token (arXiv:1909.08053); neighbours, which belong on one node."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of a sequence and, inside attention, its heads (arXiv:2309.14509)."""
+    data_parallel_replicas: int = 1
+    """Copies of the sharded model: 2 shards the parameters over one half of the data-parallel ranks, and again over the other.
+    Parameters are gathered among fewer ranks, and take more memory."""
+    packing: bool | None = None
+    """Whether the samples of a micro-batch are one row without padding, with positions that begin anew at each; None does so
+    where the model allows it."""
+    rendezvous_timeout_s: float = 300.0
+    """How long the ranks wait for each other at the start."""
+    collective_timeout_s: float = 1800.0
+    """How long a collective waits for the slowest rank."""
