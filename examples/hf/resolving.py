@@ -27,7 +27,7 @@ _LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
             *("steps", "prompts_per_step", "samples_per_prompt", "cluster.num_nodes", "cluster.train_workers"),
-            *("cluster.rollout_instances", "cluster.rollout_devices", "train.minibatches", "train.model_parallel_size"),
+            *("cluster.rollout_instances", "cluster.rollout_devices", "train.minibatches"),
             *("rollout.max_new_tokens", "rollout.max_in_flight", "rollout.oversample", "data.max_prompt_tokens"),
             *("algorithm.max_filtered_batches", "sync.bucket_mb", "check.prompts", "check.max_new_tokens"),
             *("evaluation.max_new_tokens", "checkpoints.every", "checkpoints.keep"),
@@ -69,10 +69,11 @@ def resolve(settings: Settings) -> Settings:
 
 def _check_cluster(settings: Settings) -> None:
     cluster, rollout = settings.cluster, settings.rollout
-    if cluster.train_workers % settings.train.model_parallel_size:
+    shared_by = settings.train.model_parallel_size
+    if shared_by < 1 or cluster.train_workers % shared_by:
         raise ValueError(
-            f"train.model_parallel_size is {settings.train.model_parallel_size}, which does not divide cluster.train_workers, "
-            f"{cluster.train_workers}"
+            f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, which does not divide "
+            f"cluster.train_workers, {cluster.train_workers}"
         )
     if cluster.placement == "colocated":
         if rollout.staleness:

@@ -17,6 +17,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from examples.hf.prompts import Row
 from examples.hf.settings import Reward, name_of
 from helmsman import Job, RewardPool, Scheduler, SchedulingSpec
 from helmsman.api.errors import BackendNotInstalledError, RewardLostError, RewardTimeoutError
+from helmsman.api.extras import install_command
 
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source", "extra_info": "row"}
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -95,6 +97,7 @@ class MathVerify:
 
     def __init__(self) -> None:
         require_math_verify()
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its limits are off
 
     def __call__(self, completion: str, answer: Any) -> float:
         from math_verify import parse, verify
@@ -109,7 +112,7 @@ def require_math_verify() -> None:
     """Raises: BackendNotInstalledError."""
     if importlib.util.find_spec("math_verify") is None:
         raise BackendNotInstalledError(
-            backend="the reward 'math'", package="math-verify", command="pip install 'helmsman[math]'"
+            backend="the reward 'math'", package="math-verify", command=install_command("math_verify")
         )
 
 

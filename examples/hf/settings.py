@@ -63,10 +63,14 @@ class Train(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Share of the rate that is left at the last step of a schedule that falls."""
     minibatches: int = 1
     """Optimizer steps that are taken on each batch, each on its part."""
-    model_parallel_size: int = 1
-    """Ranks that share one part of the batch: the product of the engine's tensor and context parallel sizes."""
     engine: dict[str, Any] = {}
-    """Further fields of TrainConfig, such as max_tokens_per_micro_batch, num_warmup_steps or gradient_checkpointing."""
+    """Further fields of helmsman.engines.train_config.TrainConfig, such as max_tokens_per_micro_batch, num_warmup_steps,
+    gradient_checkpointing, tensor_parallel_size or context_parallel_size."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one part of the batch."""
+        return int(self.engine.get("tensor_parallel_size", 1)) * int(self.engine.get("context_parallel_size", 1))
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,7 +211,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_new_tokens: int = 16
     """Tokens of each answer."""
     tolerance: float = 1e-3
-    """Largest difference of a log-probability. 1e-3 is for float32; in bfloat16 it takes about 0.1."""
+    """Largest difference of a log-probability. 1e-3 is for float32; lower precision needs more."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ import msgspec
 from examples.common.record import write_atomically, write_json
 from examples.hf.settings import Settings
 from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.extras import install_command
 
 Metrics = Mapping[str, float]
 
@@ -106,7 +107,7 @@ class TensorBoard:
     """Scalars in the folder ``tensorboard`` of the run."""
 
     def __init__(self, folder: Path) -> None:
-        _require("tensorboard", "tensorboard")
+        _require("tensorboard")
         self._folder = folder
         self._writer = self._open(None)
 
@@ -138,7 +139,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, out: Path, settings: Settings) -> None:
-        _require("wandb", "wandb")
+        _require("wandb")
         import wandb
 
         path = out / "wandb.json"
@@ -163,8 +164,11 @@ class WeightsAndBiases:
         """See Tracker. Steps that are done again are there twice; the later one is the one that counts."""
 
     def close(self) -> None:
-        """See Tracker."""
+        """See Tracker. Its process ends, too."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
 
 
 class Trackers:
@@ -207,11 +211,9 @@ def require_trackers(settings: Settings) -> None:
     """Raise BackendNotInstalledError for one whose package is missing, before anything is started."""
     for name in settings.tracking.to:
         if name != "console":
-            _require(name, name)
+            _require(name)
 
 
-def _require(tracker: str, package: str) -> None:
+def _require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise BackendNotInstalledError(
-            backend=f"the tracker {tracker!r}", package=package, command="pip install 'helmsman[tracking]'"
-        )
+        raise BackendNotInstalledError(backend=f"the tracker {package!r}", package=package, command=install_command(package))

@@ -87,7 +87,7 @@ class WeightCheck:
                         f"{worker} does not compute what the trainer does after the update to weight version {version}: token "
                         f"{at} of a greedy answer ({each.token_ids[at]}) has the log-probability {theirs:.6f} there and "
                         f"{ours:.6f} in the trainer, {apart[-1]:.2e} apart; check.tolerance is {self._settings.tolerance:g}. "
-                        "In bfloat16 raise it to about 0.1; else look at the engine's update_weights."
+                        "Lower precision needs more; else look at the engine's update_weights."
                     )
         return Differences(
             weight_version=version,

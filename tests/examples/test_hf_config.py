@@ -100,7 +100,7 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
     [
         (("steps", "0"), "steps is 0; expected 1 or more"),
         (("samples_per_prompt", "1"), "samples_per_prompt is 1"),
-        (("train.model_parallel_size", "3"), "does not divide cluster.train_workers, 2"),
+        (("train.engine.tensor_parallel_size", "3"), "of 3, which does not divide cluster.train_workers, 2"),
         (("train.minibatches", "3"), "does not divide prompts_per_step, 4"),
         (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; each is 1 to evaluation.samples, 1"),
         (("evaluation.reward", "nothing"), "evaluation.reward is 'nothing'; the rewards are exact"),
