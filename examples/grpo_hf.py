@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -25,10 +23,10 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
 
-from examples.common.curve import draw_curve
 from examples.common.interrupts import Interrupted, interruptible
-from examples.common.record import Record, Summary, clear, only_run_in, write_json
+from examples.common.record import clear, only_run_in, write_json
 from examples.hf import config
+from examples.hf.ending import finish
 from examples.hf.prompts import ChatTokenizer, Dataset, load_dataset
 from examples.hf.rewards import Scorer, make_caller
 from examples.hf.roles import make_jobs, make_rollout, make_trainer, start_scheduler
@@ -42,8 +40,6 @@ from helmsman.api.errors import BackendNotInstalledError
 FILES = ("checks.jsonl", "wandb.json")
 FOLDERS = ("evaluations", "model", "tensorboard", "wandb", "weights")
 """What a run leaves besides what examples/common/record.py names."""
-_OF_TRAINING = ("optimizer", "helmsman.json", "draws.json")
-"""Beginnings of the names of what a checkpoint has besides the model."""
 _FIXED = ("model", "data", "seed", "samples_per_prompt")
 """What must be as in the run that is resumed, since it decides what was drawn before."""
 
@@ -113,64 +109,7 @@ def run(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer, *, only_
         this = Run(settings, dataset, tokenizer, trainer, rollout, reference, scorer, trackers)
         with contextlib.closing(this):
             this.train()
-    finish(settings, metrics, started)
-
-
-def finish(settings: Settings, metrics: MetricsFile, started: float) -> None:
-    """Export the model, and write summary and curve."""
-    out, rows = Path(settings.out), metrics.read()
-    if settings.checkpoints.export:
-        print(f"model:   {export(out, settings.checkpoints.keep)}")
-    accuracies = {int(row["step"]): row["eval/greedy_accuracy"] for row in rows if "eval/greedy_accuracy" in row}
-    trained = [row for row in rows if "tokens_per_second" in row]
-    first, last = accuracies.get(0, 0.0), accuracies[max(accuracies)] if accuracies else 0.0
-    summary = Summary(
-        task=Path(settings.data.train).stem,
-        accuracy_before=first,
-        accuracy_after_sft=first,
-        accuracy_after_grpo=last,
-        num_held_out=settings.data.num_held_out,
-        sft_steps=0,
-        grpo_steps=settings.steps,
-        seconds=round(time.monotonic() - started, 1),
-        tokens_per_s=round(sum(row["tokens_per_second"] for row in trained) / max(1, len(trained)), 1),
-        scheduler=settings.cluster.scheduler,
-        train_workers=settings.cluster.train_workers,
-        rollout_workers=settings.cluster.rollout_instances,
-        seed=settings.seed,
-    )
-    write_json(out / "summary.json", summary)
-    print(f"summary: {out / 'summary.json'}\nmetrics: {out / 'metrics.jsonl'}")
-    records = [
-        Record(
-            step=int(row["step"]),
-            phase="grpo" if row["step"] else "eval",
-            reward=row.get("reward/mean"),
-            held_out_accuracy=row.get("eval/greedy_accuracy"),
-        )
-        for row in rows
-    ]
-    if 0 in accuracies and all(0 <= (record.reward or 0) <= 1 for record in records):  # what the picture has room for
-        with contextlib.suppress(ModuleNotFoundError):  # matplotlib is there with the extra `examples`
-            draw_curve(records, out / "curve.png", summary)
-            print(f"curve:   {out / 'curve.png'}")
-
-
-def export(out: Path, num_kept: int) -> Path:
-    """The model of the last checkpoint as a folder of its own, without what only training needs. Files are linked, not copied,
-    where the file system can."""
-    found = Checkpoints(out / "checkpoints", num_kept).latest()
-    assert found is not None
-    target = out / "model"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for path in found[1].iterdir():
-        if path.is_file() and not path.name.startswith(_OF_TRAINING):
-            try:
-                os.link(path, target / path.name)
-            except OSError:
-                shutil.copy2(path, target / path.name)
-    return target
+    finish(settings, dataset, metrics.read(), seconds=time.monotonic() - started)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[tuple[str, str]]]:

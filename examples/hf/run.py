@@ -193,14 +193,14 @@ class Run:
         """Put what the trainer and the reference make of the answers into the samples, as far as it is asked for."""
         settings, tokens = self.settings, [{"input_ids": sample["input_ids"]} for sample in samples]
         metrics: dict[str, float] = {}
-        by_trainer = settings.algorithm.old_logprobs == "trainer"
-        if settings.tracking.logprob_diff or by_trainer:
+        old = settings.algorithm.old_logprobs
+        if settings.tracking.logprob_diff or old != "rollout":
             with self.clock.phase("logprobs"):
                 own = self.trainer.forward(tokens)
             metrics = logprob_differences(groups, own, version)
-            if by_trainer:
+            if old != "rollout":
                 for sample, logprobs in zip(samples, own, strict=True):
-                    sample["logprobs"] = logprobs
+                    sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
         if self.reference is not None:
             with self.clock.phase("reference"):
                 for sample, logprobs in zip(samples, self.reference.forward(tokens), strict=True):

@@ -174,10 +174,11 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Taken from the reward of an answer of full length."""
     kl_coef: float = 0.0
     """Weight of the KL divergence to the model of the start, which is kept frozen beside the trainer when this is not 0."""
-    old_logprobs: Literal["rollout", "trainer"] = "rollout"
-    """Whose log-probabilities the ratio is to: those with which tokens were drawn, or the trainer's of before the step."""
+    old_logprobs: Literal["rollout", "trainer", "both"] = "rollout"
+    """Whose log-probabilities the ratio is to: those with which tokens were drawn, or the trainer's of before the step. With
+    ``both`` the samples have the trainer's as ``prox_logprobs``, for a loss that reads both, such as decoupled PPO."""
     loss: str = "grpo"
-    """Name or import path of the loss."""
+    """Name or import path of the loss, which is given clip_low, clip_high, and kl_coef where it is not 0."""
     loss_args: dict[str, Any] = {}
     """Further arguments of the loss."""
 
