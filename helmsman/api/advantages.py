@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+from helmsman.api.reward_shaping import chosen_tokens, plain
+
 Aggregation = Literal["token", "sequence", "constant"]
 
 
@@ -84,3 +86,85 @@ def sequence_weights(num_tokens: Sequence[int], aggregation: Aggregation, *, max
             raise ValueError("aggregation 'constant' needs max_tokens, the most tokens that a sequence can generate")
         return [total / (num_sequences * max_tokens)] * num_sequences
     raise ValueError(f"aggregation is {aggregation!r}; expected 'token', 'sequence' or 'constant'")
+
+
+def gae(
+    rewards: Sequence[Sequence[float]],
+    values: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[bool]],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    truncated: Sequence[bool] | None = None,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Generalised advantage estimation over a batch: arXiv:1506.02438 eq. 11, 12 and 16.
+
+    The steps of an episode are the tokens of its mask, one after another, however many others (of a tool, of the next turn's
+    prompt) stand between them. The state before the token t is all tokens up to t - 1, so its value is ``values[t - 1]``.
+
+    Args:
+        rewards: Of each sample, (T,), aligned with its tokens; helmsman.api.reward_shaping.token_rewards makes them.
+        values: Of each sample, (T,), as ``forward`` of a train engine with a value head gives them.
+        masks: ``loss_mask`` of each sample, (T,). Entry 0 is left out.
+        gamma: Discount per step.
+        lam: Weight of longer estimates: 1 is the return less the value, 0 the error of one step.
+        truncated: Whether each episode was cut off, so that it ends in a state whose value counts (that of its last token)
+            instead of 0; None: none was.
+
+    Returns:
+        Advantages and returns (advantage + value, what the critic learns) of each sample, (T,), 0 outside of its mask.
+
+    Raises:
+        ValueError: The lengths do not fit.
+    """
+    count = len(masks)
+    if not len(rewards) == len(values) == count or (truncated is not None and len(truncated) != count):
+        raise ValueError(f"{len(rewards)} rows of rewards, {len(values)} of values, {count} masks; expected one per sample")
+    all_advantages, all_returns = [], []
+    for index in range(count):
+        row, value, mask = plain(rewards[index]), plain(values[index]), plain(masks[index])
+        if not len(row) == len(value) == len(mask):
+            raise ValueError(f"sample {index}: {len(row)} rewards and {len(value)} values for {len(mask)} tokens")
+        advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+        chosen = chosen_tokens(mask)
+        next_value = value[chosen[-1]] if chosen and truncated is not None and truncated[index] else 0.0
+        advantage = 0.0
+        for token in reversed(chosen):
+            before = value[token - 1]
+            advantage = row[token] + gamma * next_value - before + gamma * lam * advantage
+            advantages[token], returns[token] = advantage, advantage + before
+            next_value = before
+        all_advantages.append(advantages)
+        all_returns.append(returns)
+    return all_advantages, all_returns
+
+
+def whiten(
+    rows: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]], *, shift_mean: bool = True, epsilon: float = 1e-8
+) -> list[list[float]]:
+    """Advantages of a batch with the mean 0 and the standard deviation 1 over its masked tokens.
+
+    Source: arXiv:2006.05990, choice C67, which is per mini-batch there; here it is of the whole batch, and does not depend on
+    how that is split afterwards.
+
+    Args:
+        rows: Of each sample, (T,).
+        masks: ``loss_mask`` of each sample, (T,). Entry 0 is left out.
+        shift_mean: Whether to shift the mean to 0; else it stays as it is.
+        epsilon: Added to the variance, which is the unbiased one (n - 1).
+
+    Returns:
+        Rows like those given, 0 outside of the masks.
+    """
+    rows, places = [plain(row) for row in rows], [chosen_tokens(plain(mask)) for mask in masks]
+    numbers = [row[token] for row, chosen in zip(rows, places, strict=True) for token in chosen]
+    if len(numbers) < 2:
+        raise ValueError(f"the masks have {len(numbers)} token(s); a standard deviation needs 2 or more")
+    mean = statistics.fmean(numbers)
+    scale = (statistics.variance(numbers, mean) + epsilon) ** -0.5
+    offset = 0.0 if shift_mean else mean
+    whitened = [[0.0] * len(row) for row in rows]
+    for row, chosen, result in zip(rows, places, whitened, strict=True):
+        for token in chosen:
+            result[token] = (row[token] - mean) * scale + offset
+    return whitened

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
 
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import WeightFormat, Weights, WeightsInMemory, WeightsOnDisk, WeightTarget
@@ -21,14 +23,51 @@ Sample: TypeAlias = Mapping[str, Any]
 """One training sequence. ``input_ids`` (T,) int, a list, numpy array or tensor, is required; every other entry is per token
 (T,) or a scalar. Per-token entries are aligned with ``input_ids``: entry t belongs to token t, so ``loss_mask[t]`` says
 whether the prediction *of* token t counts, and ``logprobs[t]`` is the log-probability of token t given those before it (entry
-0 is unused)."""
+0 is unused). A scalar ``pair`` keeps two samples together, see helmsman.api.pairs."""
 
 LossFn: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
-"""``loss_fn(logprobs, batch, **kwargs) -> (loss_sum, stats)``, a pure function. ``logprobs`` (B, T) float32 is the
-log-probability of each token under the current weights; ``batch`` holds the padded columns of the samples, each (B, T) or
-(B,), and ``loss_mask`` (B, T) bool. ``loss_sum`` is the *sum* over the masked tokens; the engine divides by the number of
-masked tokens in the global batch, over all micro-batches and data-parallel ranks, which is why results do not depend on how
-the batch was split. ``stats`` are sums, averaged the same way."""
+"""``loss_fn(outputs, batch, **kwargs) -> (loss_sum, stats)``, a pure function.
+
+``outputs`` (B, T) float32 is what the model says of each token under the current weights: its log-probability given those
+before it (entry 0 of each row is 0), or from a value head the value of the tokens up to it, *this one included*. ``batch``
+holds the padded columns of the samples, each (B, T) or (B,), and ``loss_mask`` (B, T) bool. What stands outside of the mask may
+be anything, NaN included, and must not reach the loss or its gradient.
+
+``loss_sum`` is the *sum* over the masked tokens; the engine divides by the number of masked tokens in the global batch, over
+all micro-batches and data-parallel ranks, which is why results do not depend on how the batch was split. ``stats`` are sums,
+averaged the same way. What else a loss asks of the engine it says by ``loss_traits``."""
+
+Head: TypeAlias = Literal["lm", "value"]
+"""What stands on top of a model: ``lm`` predicts the next token; ``value`` gives a number per token (critic, reward model)."""
+
+
+class LossTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loss asks of the engine that calls it."""
+
+    head: Head | None = None
+    """The head whose outputs it reads; a train engine with the other one refuses it. None: not checked."""
+    paired: bool = False
+    """Rows 2j and 2j + 1 of ``batch`` are the two samples of one pair, the preferred one first (see helmsman.api.pairs), and
+    sums are divided by the pairs of the global batch instead of its tokens."""
+    needs_entropy: bool | str = False
+    """``batch`` gets ``entropy`` (B, T) float32, differentiable: entry t is the entropy in nats of the distribution that token
+    t was drawn from, at temperature 1. A string: only where the argument of this name is given and not 0, since it costs a
+    second pass over the logits."""
+
+
+_Loss = TypeVar("_Loss", bound="LossFn")
+
+
+def loss_traits(
+    *, head: Head | None = None, paired: bool = False, needs_entropy: bool | str = False
+) -> Callable[[_Loss], _Loss]:
+    """Decorator of a loss that asks something of the engine: it becomes the function's attribute ``traits``, a LossTraits."""
+
+    def mark(loss: _Loss) -> _Loss:
+        loss.traits = LossTraits(head=head, paired=paired, needs_entropy=needs_entropy)  # type: ignore[attr-defined]
+        return loss
+
+    return mark
 
 
 class TrainEngine(abc.ABC):
@@ -56,7 +95,10 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
+        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0.
+
+        From a value head: values, of which entry t is that of the tokens up to t, this one included.
+        """
 
     @abc.abstractmethod
     def export_weights(self) -> dict[str, torch.Tensor] | None:

@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from helmsman.api.pairs import sample_units
+
 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Cut samples into ``num_parts`` shares of about equally many tokens.
@@ -32,6 +34,17 @@ def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     for share in shares:
         share.sort()
     return shares
+
+
+def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[list[int]]:
+    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always into the same share.
+
+    Raises: as sample_lengths and sample_units.
+    """
+    lengths = sample_lengths(samples)
+    units = sample_units(samples)
+    shares = split_by_tokens([sum(lengths[index] for index in unit) for unit in units], num_parts)
+    return [sorted(index for number in share for index in units[number]) for share in shares]
 
 
 def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:

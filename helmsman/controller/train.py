@@ -25,7 +25,7 @@ from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller.base import Call
 from helmsman.controller.group import is_communication_error, release
 from helmsman.controller.loop import run_async, run_sync
-from helmsman.controller.partition import sample_lengths, split_by_tokens
+from helmsman.controller.partition import split_samples
 from helmsman.controller.rank_environment import rank_environment
 from helmsman.controller.role import RoleController
 
@@ -140,13 +140,13 @@ class TrainController(RoleController):
         loss_kwargs: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> dict[str, float]:
-        shares = split_by_tokens(sample_lengths(samples), self.data_parallel_size)
+        shares = split_samples(samples, self.data_parallel_size)
         results = await self._call_shares(method, samples, shares, (loss_fn, loss_kwargs), timeout)
         statistics: dict[str, float] = results[0]
         return statistics
 
     async def _forward(self, samples: Sequence[Sample], timeout: float | None) -> list[Any]:
-        shares = split_by_tokens(sample_lengths(samples), self.data_parallel_size)
+        shares = split_samples(samples, self.data_parallel_size)
         results = await self._call_shares("forward", samples, shares, (), timeout)
         ordered: list[Any] = [None] * len(samples)
         for head, share in enumerate(shares):

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from helmsman.api.engines import Sample
+from helmsman.api.pairs import sample_units
 from helmsman.engines.packing import TokenRows, pack, pad
 
 Columns = Mapping[str, torch.Tensor]
@@ -40,7 +41,7 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
     """How samples become micro-batches; the same on every rank."""
 
     max_tokens: int
-    """Budget of one micro-batch, padding included; a longer sample gets a micro-batch of its own."""
+    """Budget of one micro-batch, padding included; a longer sample, or pair, gets a micro-batch of its own."""
     vocab_size: int
     """Token ids are below this."""
     packing: bool = False
@@ -68,26 +69,32 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
 
     Raises:
         ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
-            entry of another length.
+            entry of another length; or ``pair`` is not that of two samples.
     """
     checked: list[Columns] = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
     for index, columns in enumerate(checked):
         if columns.keys() != checked[0].keys():
             raise ValueError(f"sample {index} has the entries {sorted(columns)}, but sample 0 has {sorted(checked[0])}")
+    sample_units(checked)
     return checked
 
 
 def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int = 0) -> list[list[int]]:
     """Which samples go together, longest first, as few groups as the budget allows; ``at_least`` so many where it can be.
 
-    Packed, the number of tokens in the groups is about the same, so that ranks with the same number of groups keep step.
+    Packed, the number of tokens in the groups is about the same, so that ranks with the same number of groups keep step. The
+    two samples of a pair (helmsman.api.pairs) are neighbours in one group, in the order of the batch.
     """
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    if not batching.packing:
-        return _under_padded_budget(order, lengths, batching.max_tokens)
-    groups = _first_fit(order, lengths, batching.max_tokens)
-    return _balanced(order, lengths, min(max(at_least, len(groups)), len(lengths)), batching.max_tokens) or groups
+    units = sample_units(samples)
+    lengths = [[len(samples[index]["input_ids"]) for index in unit] for unit in units]
+    sizes = [sum(each) if batching.packing else len(each) * max(each) for each in lengths]
+    order = sorted(range(len(units)), key=lambda number: -sizes[number])
+    if batching.packing:
+        groups = _first_fit(order, sizes, batching.max_tokens)
+        groups = _balanced(order, sizes, min(max(at_least, len(groups)), len(units)), batching.max_tokens) or groups
+    else:
+        groups = _under_padded_budget(order, sizes, batching.max_tokens)
+    return [[index for number in group for index in units[number]] for group in groups]
 
 
 def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batching: Batching) -> MicroBatch:

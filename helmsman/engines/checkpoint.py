@@ -1,6 +1,6 @@
 """Checkpoints of a sharded model: a Hugging Face folder plus the optimizer's state, all or nothing.
 
-    <path>/config.json, model.safetensors   as AutoModelForCausalLM.from_pretrained reads them
+    <path>/config.json, model.safetensors   as transformers reads them (heads.py)
     <path>/optimizer.pt                     full (unsharded) optimizer state by parameter name; absent before the first step
     <path>/helmsman.json                    weight version and number of optimizer steps
 
@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import AutoModelForCausalLM
 
 from helmsman.engines.distributed import failing_together
 from helmsman.engines.files import replace_folder
+from helmsman.engines.heads import check_saved_head, head_of, skeleton
 from helmsman.engines.model import build_model, full_tensor, named_tensors, without_progress_bars
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -92,10 +92,8 @@ def _write(
     try:
         os.chmod(temporary, 0o755)
         # A skeleton without FSDP's wrapping and without storage writes the layout, names and tied weights of transformers.
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(model.config)
         with without_progress_bars():
-            skeleton.save_pretrained(temporary, state_dict=weights)
+            skeleton(model).save_pretrained(temporary, state_dict=weights)
         if source is not None:
             for entry in os.scandir(source):
                 if entry.is_file() and entry.name.startswith(_TOKENIZER_PREFIXES):
@@ -128,7 +126,8 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
             optimizer_path = os.path.join(path, _OPTIMIZER_FILE)
             if found.num_steps and not os.path.isfile(optimizer_path):
                 raise ValueError(f"{path!r} is of {found.num_steps} optimizer steps and has no {_OPTIMIZER_FILE}")
-            weights = build_model(path, seed=0, dtype=torch.float32).state_dict()
+            check_saved_head(path, head_of(model), exact=True)
+            weights = build_model(path, seed=0, dtype=torch.float32, head=head_of(model)).state_dict()
             _check_shapes(path, model, weights)
             if os.path.isfile(optimizer_path):
                 states = torch.load(optimizer_path, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""Building a Hugging Face causal language model, and the log-probabilities of tokens under it.
+"""Building a Hugging Face model, and the log-probabilities of tokens under it.
 
 Every rank of a training job and every rollout instance builds its model here, from the same description and seed, so
 that all of them start from the same weights before the first transfer.
@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from helmsman.api.engines import Head
 from helmsman.api.platforms import current_platform
+from helmsman.engines.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head, give_values
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -53,36 +55,49 @@ _drawing = threading.Lock()
 """Held while weights are drawn, from a random state that engines in threads of one process (inline) share."""
 
 
-def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype) -> nn.Module:
-    """Build a causal language model on the host.
+def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype, head: Head = "lm") -> nn.Module:
+    """Build a causal model on the host.
 
     Args:
         model: A local folder in the Hugging Face layout (weights are read), or the entries of its configuration, such as
             ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
-        seed: Seed of the drawn weights. The global random state is left as it was.
+        seed: Seed of the drawn weights, and of a value head that the folder does not have. The global random state is left
+            as it was.
         dtype: Floating-point type of the parameters.
+        head: ``lm`` for a model whose outputs have ``logits``; ``value`` for one that returns values (B, T) float32.
 
     Returns:
         A ``transformers`` model in evaluation mode.
 
     Raises:
-        ValueError: The folder or the model type does not exist.
+        ValueError: The folder or the model type does not exist, or the folder's model has a value head where none is wanted.
     """
+    auto_class, entries = AUTO_CLASSES[head], CONFIG_ENTRIES[head]
     if isinstance(model, str):
         if not os.path.isdir(model):
             raise ValueError(
                 f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
             )
-        with without_progress_bars():
-            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
-        return loaded.eval()
-    if "model_type" not in model:
-        raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
-    config = AutoConfig.for_model(**model)
+        check_saved_head(model, head)
+        with without_progress_bars(), _seeded(seed):
+            built: nn.Module = auto_class.from_pretrained(model, dtype=dtype, local_files_only=True, **entries)
+    else:
+        if "model_type" not in model:
+            raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
+        config = AutoConfig.for_model(**model, **entries)
+        with _seeded(seed):
+            built = auto_class.from_config(config, dtype=dtype)
+    if head == "value":
+        give_values(built)
+    return built.eval()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw weights from a seed, and leave the global random state as it was."""
     with _drawing, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        drawn: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return drawn.eval()
+        yield
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,10 +14,11 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.engines.model import decoder_layers
+from helmsman.engines.parallel_plan import TensorPlan
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +121,31 @@ def _group_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
     return group
 
 
-def shard_model(model: nn.Module, mesh: ParallelMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
-    """Keep only this rank's shard of each parameter, layer by layer, so that no device holds more than one whole layer."""
-    for layer in decoder_layers(model):
+def shard_model(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    plan: TensorPlan | None,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool,
+) -> None:
+    """Keep only this rank's part of each parameter: that of the plan, and of that what FSDP leaves it.
+
+    Layer by layer, so that no device holds more than one whole layer, and what belongs to none.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = decoder_layers(model)
+    for layer in layers:
+        if plan is not None and mesh.tensor is not None:
+            plan.apply(layer, names[id(layer)], mesh.tensor)
         fully_shard(layer, mesh=mesh.data, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    if plan is not None and mesh.tensor is not None:
+        plan.apply(model, "", mesh.tensor, but_for=layers)
     fully_shard(model, mesh=mesh.data, mp_policy=policy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a pass without a backward pass has left gathered, which is neither loaded into nor stepped on then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,4 +1,4 @@
-"""The train engine: any Hugging Face causal language model, sharded with FSDP2 over the ranks of its job.
+"""The train engine: any Hugging Face causal model, to predict tokens or values, sharded with FSDP2 over the ranks of its job.
 
 Fully sharded data parallelism: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277. Every rank holds a shard of each
 parameter and sees its own share of the batch. Losses are normalised over the global batch before the backward pass, so
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.engines.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
 from helmsman.engines.batching import (
     Batching,
     Columns,
@@ -40,8 +41,9 @@ from helmsman.engines.distributed import (
     leave_process_group,
     local_device_index,
 )
+from helmsman.engines.entropies import distribution_entropies
 from helmsman.engines.gradients import clip_gradients
-from helmsman.engines.losses import resolve_loss
+from helmsman.engines.losses import LossCall, prepare_loss
 from helmsman.engines.model import (
     build_model,
     checkpoint_layers,
@@ -49,8 +51,10 @@ from helmsman.engines.model import (
     resolve_dtype,
     target_logprobs,
 )
-from helmsman.engines.parallel import Layout, ParallelMesh, shard_model
+from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model
+from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
+from helmsman.engines.vocabulary import sharded_target_logprobs
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import publish
 
@@ -96,17 +100,37 @@ class FSDPTrainEngine(TrainEngine):
         self._weight_group = WeightGroup(self._device)
         self._mesh = ParallelMesh(self._layout(), current_platform.device_type)
         with failing_together("building the model"):
-            model = build_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
-            if self.config.gradient_checkpointing:
-                checkpoint_layers(model)
+            dtype = resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
+            model = build_model(self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head)
+            model.requires_grad_(not self.config.frozen)
+            plan = self._prepare(model)
         policy = MixedPrecisionPolicy(param_dtype=resolve_dtype(self.config.compute_dtype), reduce_dtype=torch.float32)
-        shard_model(model, self._mesh, policy, reshard_after_forward=self.config.reshard_after_forward)
+        shard_model(model, self._mesh, plan, policy, reshard_after_forward=self.config.reshard_after_forward)
         self._model = model.to(self._device)
+        self._optimizer = None if self.config.frozen else self._make_optimizer()
+
+    def _prepare(self, model: nn.Module) -> TensorPlan | None:
+        """Check that the model can be divided as configured, and change what has to be changed before it is sharded."""
         config: Any = model.config
+        tensor_size, context_size = self.config.tensor_parallel_size, self.config.context_parallel_size
+        plan = TensorPlan(model, tensor_size) if tensor_size > 1 else None
+        packing = not why_not_rows(model) if self.config.packing is None else self.config.packing
+        if context_size > 1:
+            use_row_attention(model, f"context_parallel_size {context_size}")
+            check_heads(config.get_text_config(), tensor_size, context_size)
+        elif packing:
+            use_row_attention(model, "packing")
+        if self.config.gradient_checkpointing:
+            checkpoint_layers(model)
+        self._uses_row_attention = packing or context_size > 1
+        self._has_sharded_logits = plan is not None and plan.has_sharded_logits
         self._batching = Batching(
-            max_tokens=self.config.max_tokens_per_micro_batch, vocab_size=int(config.get_text_config().vocab_size)
+            max_tokens=self.config.max_tokens_per_micro_batch,
+            vocab_size=int(config.get_text_config().vocab_size),
+            packing=packing,
+            multiple=context_size,
         )
-        self._optimizer = self._make_optimizer()
+        return plan
 
     def _built_mesh(self) -> ParallelMesh:
         assert self._mesh is not None
@@ -127,9 +151,17 @@ class FSDPTrainEngine(TrainEngine):
         return self._model
 
     def _built_optimizer(self) -> torch.optim.AdamW:
-        self._built_model()
+        self._check_trainable()
         assert self._optimizer is not None
         return self._optimizer
+
+    def _check_trainable(self) -> None:
+        self._built_model()
+        if self.config.frozen:
+            raise RuntimeError(
+                "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no optimizer to save or to load; "
+                "build it anew with the folder of other weights as its model"
+            )
 
     def train_batch(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
@@ -138,16 +170,18 @@ class FSDPTrainEngine(TrainEngine):
 
         Args:
             samples: As ``helmsman.api.engines.Sample``.
-            loss_fn: ``"sft"``, ``"grpo"``, an import path, or a function.
+            loss_fn: A name in ``helmsman.engines.losses.LOSSES``, an import path, or a function.
             loss_kwargs: Further arguments of the loss.
 
         Returns:
-            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens of the global batch;
-            ``num_tokens`` of them; ``grad_norm`` before clipping; ``lr``.
+            The same on every rank: ``loss`` and the loss's own statistics, averaged over the tokens of the global batch (over
+            its pairs, if the loss compares pairs); ``num_tokens`` (and ``num_pairs``) of them; ``grad_norm`` before
+            clipping; ``lr``.
 
         Raises:
-            ValueError: A sample is malformed, or no token of the global batch counts.
-            RuntimeError: Another rank failed; so is what the loss raised on one rank an error of all, and no step is taken.
+            ValueError: A sample is malformed, no token of the global batch counts, or the loss asks for another head.
+            RuntimeError: The engine is frozen; or another rank failed, and no step is taken: what the loss raises on one rank
+                is an error of all.
             FloatingPointError: The gradient is not finite; weights and optimizer are as before.
         """
         model, optimizer = self._built_model().train(), self._built_optimizer()
@@ -173,34 +207,39 @@ class FSDPTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         """As train_batch, without gradients and without a step."""
         self._built_model().eval()
-        return self._accumulate(samples, loss_fn, loss_kwargs)
+        try:
+            return self._accumulate(samples, loss_fn, loss_kwargs)
+        finally:
+            reshard(self._built_model())
 
     def _accumulate(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None
     ) -> dict[str, float]:
         with failing_together("preparing the batch"):
-            loss = resolve_loss(loss_fn)
+            loss = prepare_loss(loss_fn, loss_kwargs, samples, self.config.head)
             checked = check_samples(samples, self._batching.vocab_size)
-        micro_batches, num_tokens = self._make_micro_batches(checked)
+        micro_batches, num_tokens, num_samples = self._make_micro_batches(checked)
         if num_tokens == 0:
             raise ValueError("no token of the global batch counts: every loss_mask is empty")
+        counts = {"num_tokens": num_tokens, **({"num_pairs": num_samples // 2} if loss.traits.paired else {})}
+        num_units = counts.get("num_pairs", num_tokens)
         sums: dict[str, torch.Tensor] = {}
         error: Exception | None = None
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
-            logprobs = self._logprobs(micro_batch)
-            loss_sum = logprobs.sum() * 0.0
+            outputs = self._outputs(micro_batch, columns, loss)
+            loss_sum = outputs.sum() * 0.0
             if micro_batch.indices and error is None:
                 try:
-                    loss_sum, stats = loss(logprobs, columns, **(loss_kwargs or {}))
+                    loss_sum, stats = loss(outputs, columns)
                 except Exception as exc:  # noqa: BLE001  raised below, once the other ranks' collectives have been served
                     error = exc
                 else:
                     for name, value in {"loss": loss_sum, **stats}.items():
                         sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
             if torch.is_grad_enabled():
-                # FSDP averages gradients over its ranks; the loss is a sum over them, divided by the tokens of all.
-                (loss_sum * (self._built_mesh().data.size() / num_tokens)).backward()
+                # FSDP averages gradients over its ranks; the loss is a sum over them, divided by the tokens (or pairs) of all.
+                (loss_sum * (self._built_mesh().data.size() / num_units)).backward()
         with failing_together("the loss"):
             if error is not None:
                 raise error
@@ -209,13 +248,14 @@ class FSDPTrainEngine(TrainEngine):
         for rank_sums in gather_objects(own)[:: self._layout().model_size]:
             for name, value in rank_sums.items():
                 totals[name] = totals.get(name, 0.0) + value
-        return {**{name: value / num_tokens for name, value in totals.items()}, "num_tokens": float(num_tokens)}
+        averages = {name: value / num_units for name, value in totals.items()}
+        return {**averages, **{name: float(count) for name, count in counts.items()}}
 
-    def _make_micro_batches(self, samples: Sequence[Columns]) -> tuple[list[MicroBatch], int]:
-        """As many micro-batches as the rank with the most has, and the global number of loss tokens. A collective."""
+    def _make_micro_batches(self, samples: Sequence[Columns]) -> tuple[list[MicroBatch], int, int]:
+        """As many micro-batches as the rank with the most has; the global numbers of loss tokens and samples. A collective."""
         groups = group_samples(samples, self._batching)
         num_tokens = sum(int(sample["loss_mask"].sum()) for sample in samples)
-        shares = gather_objects((len(groups), num_tokens, fingerprint(samples)))
+        shares = gather_objects((len(groups), num_tokens, len(samples), fingerprint(samples)))
         model_size = self._layout().model_size
         strangers = [rank for rank, share in enumerate(shares) if share != shares[rank - rank % model_size]]
         if strangers:
@@ -223,30 +263,60 @@ class FSDPTrainEngine(TrainEngine):
                 f"rank(s) {strangers} got other samples than the head of their model-parallel group; all ranks of one "
                 "data-parallel coordinate are given the same"
             )
-        most = max(num for num, _, _ in shares)
+        most = max(share[0] for share in shares)
         groups = group_samples(samples, self._batching, at_least=most)
         micro_batches = [make_micro_batch(group, samples, self._batching) for group in groups]
         micro_batches += [empty_micro_batch(self._batching)] * (most - len(groups))
-        return micro_batches, sum(num_tokens for _, num_tokens, _ in shares[::model_size])
+        heads = shares[::model_size]
+        return micro_batches, sum(share[1] for share in heads), sum(share[2] for share in heads)
 
-    def _logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """(B, T) float32: log-probability of every token of the columns given those before it; 0 at the first."""
-        rows = micro_batch.rows
-        input_ids, next_ids = (ids.to(self._device, non_blocking=True) for ids in (rows.input_ids, rows.next_ids))
-        logits = self._built_model()(input_ids=input_ids, use_cache=False).logits
-        return rows.per_prediction(target_logprobs(logits, next_ids))
+    def _outputs(
+        self, micro_batch: MicroBatch, columns: dict[str, torch.Tensor] | None = None, loss: LossCall | None = None
+    ) -> torch.Tensor:
+        """(B, T) float32: log-probability of every token of the columns given those before it, 0 at the first; or its value.
+
+        The columns get what else the loss needs.
+        """
+        rows, mesh = micro_batch.rows, self._built_mesh()
+        input_ids, position_ids, next_ids = (
+            ids.chunk(mesh.layout.context_size, dim=1)[mesh.context_rank].to(self._device, non_blocking=True)
+            for ids in (rows.input_ids, rows.position_ids, rows.next_ids)
+        )
+        arguments: dict[str, Any] = {}
+        if self._uses_row_attention:
+            arguments = {
+                "position_ids": position_ids,
+                "helmsman_rows": RowShape(rows.segments, mesh.context_group, self._device),
+            }
+        outputs = self._built_model()(input_ids=input_ids, use_cache=False, **arguments)
+        if self.config.head == "value":
+            return rows.per_token(self._whole_rows(outputs))
+        logits, group = outputs.logits, None
+        if self._has_sharded_logits:
+            assert mesh.tensor is not None
+            logits, group = logits.to_local(), mesh.tensor.get_group()
+        if columns is not None and loss is not None and loss.needs_entropy:
+            columns["entropy"] = rows.per_prediction(self._whole_rows(distribution_entropies(logits, group)))
+        picked = target_logprobs(logits, next_ids) if group is None else sharded_target_logprobs(logits, next_ids, group)
+        return rows.per_prediction(self._whole_rows(picked))
+
+    def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
+        """What the model says of all tokens of its rows, from this context-parallel rank's part of them."""
+        group = self._built_mesh().context_group
+        return parts if group is None else gather_tokens(parts, group)
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of the samples; entry 0 is 0."""
+        """Log-probabilities (entry 0 is 0) or values of each sample's tokens, (T,) float32 on the host, in their order."""
         self._built_model().eval()
         with failing_together("preparing the batch"):
             checked = check_samples(samples, self._batching.vocab_size)
         results = [torch.empty(0)] * len(samples)
         for micro_batch in self._make_micro_batches(checked)[0]:
-            logprobs = self._logprobs(micro_batch).cpu()
-            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, logprobs, strict=False):
+            outputs = self._outputs(micro_batch).cpu()
+            for index, length, row in zip(micro_batch.indices, micro_batch.lengths, outputs, strict=False):
                 results[index] = row[:length].clone()
+        reshard(self._built_model())
         return results
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
@@ -279,6 +349,7 @@ class FSDPTrainEngine(TrainEngine):
 
     def load(self, path: str) -> None:
         """Read what save wrote, by any number of ranks: weights, optimizer, version and step count. A collective."""
+        self._check_trainable()
         optimizer = self._make_optimizer()
         self._progress = load_checkpoint(os.fspath(path), self._built_model(), optimizer)
         self._optimizer = optimizer

@@ -6,12 +6,20 @@ from typing import Any
 
 import msgspec
 
+from helmsman.api.engines import Head
+
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a train engine trains, and how."""
 
     model: str | dict[str, Any]
     """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
+    head: Head = "lm"
+    """``lm`` trains a policy; ``value`` a critic or a reward model, which gives a number for each token. Its linear layer is
+    drawn from ``seed`` when ``model`` has none, and is saved as ``transformers`` saves sequence classification."""
+    frozen: bool = False
+    """The engine only forwards and evaluates, such as a reference or a reward model: there is no optimizer, parameters are kept
+    in ``compute_dtype``, and train_batch, save and load are refused."""
     lr: float = 1e-5
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+import torch
 
-from helmsman.api.advantages import group_advantages, sequence_weights
+from helmsman.api.advantages import gae, group_advantages, sequence_weights, whiten
 
 HALF = math.sqrt(0.5)
 
@@ -62,3 +64,72 @@ def test_sequence_weights_needs_the_constant() -> None:
         sequence_weights([1], "constant")
     with pytest.raises(ValueError, match="expected 'token'"):
         sequence_weights([1], "median")  # type: ignore[arg-type]
+
+
+def test_gae_of_a_hand_worked_episode() -> None:
+    # Tokens 1 to 3 are chosen; values of the states before them are 1, 2, 3 (entries 0 to 2), gamma 0.5, lambda 0.5.
+    # t=3: 4 + 0 - 3 = 1;  t=2: 0 + 0.5 * 3 - 2 = -0.5, plus 0.25 * 1 = -0.25;  t=1: 1 + 0.5 * 2 - 1 = 1, plus 0.25 * -0.25.
+    advantages, returns = gae([[9, 1, 0, 4]], [[1, 2, 3, 8]], [[True, True, True, True]], gamma=0.5, lam=0.5)
+    assert advantages == [[0, 0.9375, -0.25, 1]]
+    assert returns == [[0, 1.9375, 1.75, 4]]
+
+
+def test_gae_of_an_episode_that_was_cut_off_counts_the_value_of_its_end() -> None:
+    # 4 + 0.5 * 8 - 3
+    advantages, _ = gae([[0, 4]], [[3, 8]], [[False, True]], gamma=0.5, truncated=[True])
+    assert advantages == [[0, 5]]
+
+
+def test_gae_steps_over_tokens_that_the_policy_did_not_choose() -> None:
+    # Of two turns: tokens 1 and 4. Before token 4 the value is 6, which is what token 1 leads to.
+    rewards, values, masks = [[0, 1, 0, 0, 2]], [[3, 0, 0, 6, 0]], [[False, True, False, False, True]]
+    advantages, returns = gae(rewards, values, masks, lam=0.5)
+    assert advantages == [[0, 1 + 6 - 3 + 0.5 * (2 - 6), 0, 0, 2 - 6]]
+    assert returns == [[0, 5, 0, 0, 2]]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.5, 0.7)])
+def test_gae_is_the_weighted_sum_of_the_paper(gamma: float, lam: float) -> None:
+    """arXiv:1506.02438 eq. 16 as it is written: a double sum over the errors of one step."""
+    random = np.random.default_rng(1)
+    lengths = [1, 2, 7, 12]
+    rewards, values = ([random.normal(size=length) for length in lengths] for _ in range(2))
+    masks = [random.random(length) < 0.7 for length in lengths]
+    advantages, returns = gae(rewards, values, masks, gamma=gamma, lam=lam)
+    for row, reward, value, mask in zip(advantages, rewards, values, masks, strict=True):
+        steps = [t for t in range(1, len(mask)) if mask[t]]
+        states = [value[t - 1] for t in steps] + [0.0]
+        errors = [reward[t] + gamma * states[i + 1] - states[i] for i, t in enumerate(steps)]
+        expected = np.zeros(len(mask))
+        for i, t in enumerate(steps):
+            expected[t] = sum((gamma * lam) ** k * error for k, error in enumerate(errors[i:]))
+        np.testing.assert_allclose(row, expected, atol=1e-12)
+    if lam == 1.0:  # eq. 18: with lambda 1 what the critic learns is the discounted sum of rewards
+        steps = [t for t in range(1, lengths[-1]) if masks[-1][t]]
+        assert returns[-1][steps[0]] == pytest.approx(sum(gamma**k * rewards[-1][t] for k, t in enumerate(steps)))
+
+
+def test_gae_takes_tensors_and_gives_numbers() -> None:
+    tensors = [torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.0]), torch.tensor([False, True])]
+    assert gae(*([tensor] for tensor in tensors)) == ([[0.0, 0.5]], [[0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[0, 1]], [[0, 1], [0, 1]], [[True, True]]), "1 rows of rewards, 2 of values, 1 masks"),
+        (([[0, 1]], [[0]], [[True, True]]), "sample 0: 2 rewards and 1 values for 2 tokens"),
+    ],
+)
+def test_gae_says_what_does_not_fit(arguments: tuple[list[list[float]], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gae(*arguments)  # type: ignore[arg-type]
+
+
+def test_whitened_advantages_have_the_mean_zero_and_the_deviation_one() -> None:
+    # 1, 2 and 3 count: mean 2, unbiased variance 1.
+    rows, masks = [[50, 1, 70], [9, 3, 2]], [[True, True, False], [False, True, True]]
+    assert whiten(rows, masks) == [[0, pytest.approx(-1), 0], [0, pytest.approx(1), pytest.approx(0)]]
+    assert whiten(rows, masks, shift_mean=False) == [[0, pytest.approx(1), 0], [0, pytest.approx(3), pytest.approx(2)]]
+    with pytest.raises(ValueError, match="1 token"):
+        whiten([[1, 2]], [[True, True]])

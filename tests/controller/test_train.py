@@ -29,7 +29,7 @@ from helmsman.api.plan import Node
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Worker
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.group import is_communication_error
-from helmsman.controller.partition import sample_lengths, split_by_tokens
+from helmsman.controller.partition import sample_lengths, split_by_tokens, split_samples
 from helmsman.controller.rollout import RolloutController
 from helmsman.controller.train import TrainController, rank_environment
 from tests.controller.engines import CountingRollout, RecordingTrainer
@@ -546,3 +546,20 @@ def test_the_controllers_load_neither_torch_nor_ray() -> None:
         "print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+def test_pairs_stay_in_one_share(num_parts: int) -> None:
+    order = [0, 3, 1, 2, 3, 0, 2, 1]
+    samples = [{"input_ids": [1] * (index + 1), "pair": number} for index, number in enumerate(order)]
+    shares = split_samples(samples, num_parts)
+    assert sorted(index for share in shares for index in share) == list(range(8))
+    for share in shares:
+        assert share == sorted(share)
+        numbers = [order[index] for index in share]
+        assert all(numbers.count(number) == 2 for number in numbers)
+
+
+def test_a_batch_with_half_a_pair_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match=r"pair 1 has 1 sample\(s\) \(2\)"):
+        split_samples([{"input_ids": [1], "pair": number} for number in (0, 0, 1)], 2)

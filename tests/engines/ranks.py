@@ -8,7 +8,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-TIMEOUT_S = 90.0
+import torch
+
+TIMEOUT_S = 300.0
 
 
 def free_port() -> int:
@@ -31,5 +33,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 
 
 def _with_environment(function: Callable[..., Any], environment: dict[str, str], args: tuple[Any, ...]) -> Any:
-    os.environ.update(environment, OMP_NUM_THREADS="1", HELMSMAN_PLATFORM="cpu")
+    os.environ.update(environment, HELMSMAN_PLATFORM="cpu")
+    torch.set_num_threads(1)
     return function(*args)

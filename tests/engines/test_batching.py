@@ -59,3 +59,23 @@ def test_columns_keep_their_kind() -> None:
 def test_a_malformed_sample_is_named(sample: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100, vocab_size=50)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 30, 1000])
+def test_pairs_are_neighbours_in_one_micro_batch_and_keep_their_order(max_tokens: int) -> None:
+    order, lengths = [5, 8, 5, 2, 8, 2], [3, 9, 4, 2, 1, 6]
+    samples = [{"input_ids": [1] * length, "pair": number} for length, number in zip(lengths, order, strict=True)]
+    batches = make_micro_batches(samples, max_tokens=max_tokens, vocab_size=2)
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(6))
+    for batch in batches:
+        rows = batch.columns["input_ids"]
+        assert len(batch.indices) == 2 or rows.numel() <= max_tokens
+        for first, second in zip(batch.indices[::2], batch.indices[1::2], strict=True):
+            assert order[first] == order[second]
+            assert first < second
+        assert torch.equal(batch.columns["pair"][0::2], batch.columns["pair"][1::2])
+
+
+def test_a_pair_without_its_second_sample_is_named() -> None:
+    with pytest.raises(ValueError, match=r"pair 4 has 1 sample\(s\) \(0\)"):
+        make_micro_batches([{"input_ids": [1], "pair": 4}], max_tokens=10, vocab_size=2)

@@ -63,7 +63,7 @@ def test_the_step_is_that_of_plain_torch(engines: list[FSDPTrainEngine]) -> None
     engine = make(engines, model=LLAMA, max_tokens_per_micro_batch=20, max_grad_norm=0.5, weight_decay=0.1)
     weights = engine.export_weights()
     assert weights is not None
-    reference = AutoModelForCausalLM.from_config(engine._built_model().config)
+    reference = AutoModelForCausalLM.from_config(engine._built_model().config, attn_implementation="sdpa")
     reference.load_state_dict(weights)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_forward_gives_log_probabilities_in_the_order_of_the_samples(
     engine = make(engines, model=model, max_tokens_per_micro_batch=24)
     weights = engine.export_weights()
     assert weights is not None
-    reference = AutoModelForCausalLM.from_config(engine._built_model().config).eval()
+    reference = AutoModelForCausalLM.from_config(engine._built_model().config, attn_implementation="sdpa").eval()
     reference.load_state_dict(weights, strict=False)
     for sample, logprobs in zip(SAMPLES, engine.forward(SAMPLES), strict=True):
         tokens = torch.tensor(sample["input_ids"])

@@ -1,0 +1,263 @@
+"""Attention for rows that are packed, or shared by context-parallel ranks, behind the attention interface of ``transformers``.
+
+Context parallelism is DeepSpeed-Ulysses, arXiv:2309.14509: each rank has a part of the tokens everywhere but inside attention.
+There an all-to-all exchange gives it all tokens of a part of the heads, and another one undoes it. It needs nothing but
+all-to-all of a backend, and each head is computed as on one rank.
+
+Packed rows are computed segment by segment: by torch's variable-length flash attention where there is one (CUDA, half
+precision), else each segment by scaled_dot_product_attention, which every platform has. Either costs the sum of the squared
+lengths, where a mask over the whole row would cost the square of their sum.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from helmsman.api.errors import ParallelLayoutError
+
+IMPLEMENTATION = "helmsman"
+"""Name under which transformers' attention interface has it."""
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""What transformers' attention functions may be asked for and this one cannot give."""
+
+
+class RowShape:
+    """What attention has to know of the rows; goes as a keyword argument of the model to each of its layers.
+
+    Args:
+        segments: lengths of the sequences that lie end to end in the one row; None where each row is one sequence.
+        group: the ranks that share the rows; None for one.
+        device: where the model is.
+    """
+
+    def __init__(self, segments: tuple[int, ...] | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.segments = segments
+        self.group = group
+        if segments is not None:
+            ends = list(itertools.accumulate(segments, initial=0))
+            self.ends = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def use_row_attention(model: nn.Module, needed_for: str) -> None:
+    """Have a model of transformers attend by row_attention. Raises: ValueError where it cannot, with ``needed_for``."""
+    reason = why_not_rows(model)
+    if reason:
+        raise ValueError(f"{needed_for} cannot be had with {type(model).__name__}: {reason}")
+    AttentionInterface.register(IMPLEMENTATION, row_attention)
+    model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+
+
+def why_not_rows(model: nn.Module) -> str:
+    """Why a model's tokens cannot be packed, or shared by ranks; empty where they can be."""
+    config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(model, "_is_stateful", False):
+        return f"it has layers of other kinds than attention over a sequence ({', '.join(sorted(kinds)) or 'a state'})"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "transformers does not let its attention be replaced (_supports_attention_backend)"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "its attention scores are capped, which no fused kernel of torch does"
+    return ""
+
+
+def check_heads(config: Any, tensor_size: int, context_size: int) -> None:
+    """Each context-parallel rank gets as many heads. Raises: ParallelLayoutError where they do not divide."""
+    num_heads = config.num_attention_heads
+    if num_heads % (tensor_size * context_size):
+        per_rank = num_heads // tensor_size
+        valid = [size for size in range(1, context_size) if per_rank % size == 0]
+        raise ParallelLayoutError(
+            what="context_parallel_size",
+            requested=context_size,
+            observed=f"num_attention_heads {num_heads}, {per_rank} on each tensor-parallel rank, which it does not divide",
+            step=f"Set context_parallel_size to {' or '.join(map(str, valid))}",
+        )
+
+
+def row_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    helmsman_rows: RowShape | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention; (B, H, N, D) in, (B, N, H, D) out, as transformers has it."""
+    if helmsman_rows is None:
+        raise ValueError(
+            f"{type(module).__name__} was not told how the rows lie: the model keeps keyword arguments from its attention. Set "
+            "packing to False and context_parallel_size to 1"
+        )
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if unsupported or attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} asks its attention for {', '.join(unsupported) or 'a mask of its own'}, which packed and "
+            "context-parallel rows do not have. Set packing to False and context_parallel_size to 1"
+        )
+    group = helmsman_rows.group
+    if group is not None:
+        size = dist.get_world_size(group)
+        key, value = (_repeat_heads(each, query.shape[1], size) for each in (key, value))
+        query, key, value = (_heads_for_tokens(each, group) for each in (query, key, value))
+    mixed = _mix(query, key, value, helmsman_rows, dropout, scaling, sliding_window)
+    if group is not None:
+        mixed = _tokens_for_heads(mixed, group)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _mix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: RowShape,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    if rows.segments is None:
+        return _one_sequence(query, key, value, dropout, scaling, window)
+    if not dropout and _has_flash(query):
+        return _flash(query, key, value, rows, scaling, window)
+    queries, keys, values = (each.split(list(rows.segments), dim=2) for each in (query, key, value))
+    pieces = zip(queries, keys, values, strict=True)
+    return torch.cat([_one_sequence(q, k, v, dropout, scaling, window) for q, k, v in pieces], dim=2)
+
+
+def _one_sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    length = query.shape[2]
+    mask = None
+    if window is not None and window < length:
+        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)[None]
+        mask = (distance >= 0) & (distance < window)
+    num_groups = query.shape[1] // key.shape[1]
+    if num_groups > 1 and mask is not None:  # with a mask, torch has no fused kernel for grouped heads
+        key, value = (each.repeat_interleave(num_groups, dim=1) for each in (key, value))
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _has_flash(query: torch.Tensor) -> bool:
+    """Whether torch has variable-length attention for these tensors: from 2.10 on, on CUDA, in half precision."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] > 256:
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    parameters = inspect.signature(varlen_attn).parameters
+    return "window_size" in parameters and "enable_gqa" in parameters
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowShape, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert rows.segments is not None
+    longest = max(rows.segments)
+    query, key, value = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
+    mixed = varlen_attn(
+        query,
+        key,
+        value,
+        rows.ends,
+        rows.ends,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(mixed, torch.Tensor)
+    return mixed.transpose(0, 1)[None]
+
+
+# --- context parallelism ------------------------------------------------------------------------------------------------------
+
+
+def _repeat_heads(states: torch.Tensor, num_query_heads: int, size: int) -> torch.Tensor:
+    """Key or value heads often enough for each rank to get as many: whole groups stay with their query heads."""
+    num_heads = states.shape[1]
+    groups = num_query_heads // num_heads
+    enough = size // math.gcd(size, num_heads)
+    return states.repeat_interleave(enough if groups % enough == 0 else groups, dim=1) if enough > 1 else states
+
+
+class _Exchange(torch.autograd.Function):
+    """(P, ...) to each rank of a group its part, and from each one part; its own inverse, and so its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        received = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
+        return received, None
+
+
+def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    exchanged: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def _heads_for_tokens(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(B, H, N / P, D), a part of the tokens of all heads, to (B, H / P, N, D), all tokens of a part of the heads."""
+    parts = torch.stack(states.chunk(dist.get_world_size(group), dim=1))
+    return torch.cat(list(_exchange(parts, group).unbind()), dim=2)
+
+
+def _tokens_for_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The way back."""
+    parts = torch.stack(states.chunk(dist.get_world_size(group), dim=2))
+    return torch.cat(list(_exchange(parts, group).unbind()), dim=1)
+
+
+class _Gather(torch.autograd.Function):
+    """Parts of the last axis, end to end. All ranks make the same of them, so that each has the whole gradient of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return grad.chunk(dist.get_world_size(ctx.group), dim=-1)[dist.get_rank(ctx.group)], None
+
+
+def gather_tokens(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(R, N) of all ranks, from (R, N / P) of each. Differentiable where all ranks compute the same loss. A collective."""
+    gathered: torch.Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
+    return gathered

@@ -1,0 +1,114 @@
+"""Losses as pure functions, as ``helmsman.api.engines.LossFn`` describes them; docs/training.md has them in a table."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from helmsman.api.engines import Head, LossFn, LossTraits, Sample
+from helmsman.api.pairs import PAIR
+from helmsman.engines.losses.columns import LossResult
+from helmsman.engines.losses.policy import cispo_loss, decoupled_ppo_loss, grpo_loss, gspo_loss
+from helmsman.engines.losses.preference import dpo_loss, reward_model_loss
+from helmsman.engines.losses.regularizers import kl_estimate
+from helmsman.engines.losses.supervised import sft_loss
+from helmsman.engines.losses.values import value_loss
+
+__all__ = [
+    "LOSSES",
+    "LossCall",
+    "cispo_loss",
+    "decoupled_ppo_loss",
+    "dpo_loss",
+    "grpo_loss",
+    "gspo_loss",
+    "kl_estimate",
+    "prepare_loss",
+    "resolve_loss",
+    "reward_model_loss",
+    "sft_loss",
+    "value_loss",
+]
+
+LOSSES: dict[str, Callable[..., LossResult]] = {
+    "sft": sft_loss,
+    "grpo": grpo_loss,
+    "ppo": grpo_loss,
+    "decoupled_ppo": decoupled_ppo_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "value": value_loss,
+    "dpo": dpo_loss,
+    "reward_model": reward_model_loss,
+}
+"""Losses by the short name that train_batch takes. ``ppo`` is ``grpo``: what differs is where advantages come from."""
+
+
+class LossCall(msgspec.Struct, frozen=True):
+    """A loss with its arguments, and what it asks of the engine."""
+
+    function: LossFn
+    kwargs: dict[str, Any]
+    traits: LossTraits
+
+    def __call__(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> LossResult:
+        """The sum of the loss over a micro-batch, and those of its statistics."""
+        return self.function(outputs, batch, **self.kwargs)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the batch must have ``entropy``."""
+        asked = self.traits.needs_entropy
+        return bool(self.kwargs.get(asked)) if isinstance(asked, str) else asked
+
+
+def prepare_loss(loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: Sequence[Sample], head: Head) -> LossCall:
+    """Resolve a loss, and check that it can be called for these samples by an engine with this head.
+
+    Raises:
+        ValueError: There is no such loss, it reads the outputs of another head, or it compares pairs and the samples are none.
+    """
+    function, arguments = resolve_loss(loss), dict(kwargs or {})
+    while isinstance(function, functools.partial) and not function.args:
+        partial: functools.partial[Any] = function
+        function, arguments = partial.func, {**partial.keywords, **arguments}
+    traits = getattr(function, "traits", LossTraits())
+    call = LossCall(function=function, kwargs=arguments, traits=traits)
+    name = loss if isinstance(loss, str) else getattr(function, "__name__", repr(function))
+    if traits.head not in (None, head):
+        raise ValueError(
+            f"loss {name!r} is for a model with the head {traits.head!r}; this engine's TrainConfig.head is {head!r}"
+        )
+    if call.needs_entropy and head != "lm":
+        raise ValueError(f"loss {name!r} needs entropies, which a model with the head {head!r} does not have")
+    if traits.paired and samples and PAIR not in samples[0]:
+        raise ValueError(
+            f"loss {name!r} compares pairs and needs the column {PAIR!r} in every sample, which helmsman.api.pairs.pair_samples"
+            f" gives; the samples have {', '.join(sorted(samples[0]))}"
+        )
+    return call
+
+
+def resolve_loss(loss: LossFn | str) -> LossFn:
+    """A loss from itself, its short name, or its import path ``package.module.function``.
+
+    Raises:
+        ValueError: There is no such loss.
+    """
+    if not isinstance(loss, str):
+        return loss
+    if loss in LOSSES:
+        return LOSSES[loss]
+    module, _, name = loss.rpartition(".")
+    try:
+        found: LossFn = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ValueError(
+            f"there is no loss {loss!r}; give {', '.join(LOSSES)}, 'package.module.function' or a function"
+        ) from exc
+    return found

@@ -1,0 +1,47 @@
+"""Reading a batch's columns so that nothing outside of the loss mask reaches a loss or its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+Columns: TypeAlias = Mapping[str, torch.Tensor]
+LossResult: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def require(loss: str, batch: Columns, needed: Sequence[str]) -> None:
+    """Raise ValueError when a batch lacks a column that a loss needs.
+
+    Args:
+        loss: Name of the loss, for the message.
+        batch: The columns.
+        needed: Names of the columns.
+    """
+    missing = [name for name in needed if name not in batch]
+    if missing:
+        raise ValueError(
+            f"{loss} needs the column(s) {', '.join(missing)} in every sample; it reads {', '.join(needed)}, and the batch has "
+            f"{', '.join(sorted(batch))}"
+        )
+
+
+def masked(column: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A column (B, T) or (B,) as (B, T) in float32, 0 outside of the mask: NaN or infinity there has no gradient either."""
+    per_token = column[:, None].expand_as(mask) if column.ndim == 1 else column
+    return per_token.float().masked_fill(~mask, 0.0)
+
+
+def weighted_sum(per_token: torch.Tensor, batch: Columns) -> torch.Tensor:
+    """The sum of a loss (B, T), finite everywhere, over the masked tokens, each times its ``loss_weights`` if there are any."""
+    mask = batch["loss_mask"]
+    weights = batch.get("loss_weights")
+    if weights is not None:
+        per_token = per_token * masked(weights, mask)
+    return (per_token * mask).sum()
+
+
+def masked_sum(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum over the masked tokens of something finite, for statistics."""
+    return (per_token.detach() * mask).sum()

@@ -1,0 +1,238 @@
+"""Policy losses: the clipped objective of PPO and its relatives, with advantages from groups (GRPO) or a critic (PPO).
+
+All read ``advantages`` and ``logprobs`` (those of the policy that generated the tokens), and take the same regularizers. Sums
+are over tokens, which is DAPO's normalisation (arXiv:2503.14476, eq. 8); the mean per sequence of GRPO and GSPO and the
+constant of Dr. GRPO come as ``loss_weights``, which ``helmsman.api.advantages.sequence_weights`` computes for a whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+
+from helmsman.api.engines import loss_traits
+from helmsman.engines.losses.columns import Columns, LossResult, masked, masked_sum, require
+from helmsman.engines.losses.regularizers import KlEstimator, add_regularizers, kl_estimate
+
+ImportanceMode: TypeAlias = Literal["truncate", "mask"]
+
+
+@loss_traits(head="lm", needs_entropy="entropy_coef")
+def grpo_loss(
+    logprobs: torch.Tensor,
+    batch: Columns,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_coef: float = 0.0,
+) -> LossResult:
+    """The clipped objective of PPO: minus the smaller of ``ratio * A`` and ``clip(ratio) * A``.
+
+    Sources: PPO, arXiv:1707.06347 eq. 7 (the clip) and 9 (entropy); GRPO, arXiv:2402.03300 eq. 3 and 4 (advantages of groups,
+    KL to the reference); DAPO, arXiv:2503.14476 eq. 8 and 10 (token-level sum, clip-higher with ``clip_high=0.28``); Dr. GRPO,
+    arXiv:2503.20783 (``normalize_std=False`` of group_advantages, ``loss_weights``); dual clip, arXiv:1912.09729 eq. 5.
+
+    Args:
+        logprobs: (B, T) float32 under the current weights.
+        batch: ``loss_mask`` (B, T) bool; ``logprobs`` (B, T), those of the policy that generated the tokens; ``advantages``
+            (B,) or (B, T); with ``kl_coef`` also ``ref_logprobs`` (B, T); ``loss_weights`` (B,) or (B, T) is optional.
+        clip_low: The probability ratio counts down to 1 - clip_low.
+        clip_high: The probability ratio counts up to 1 + clip_high.
+        dual_clip: Above this ratio, more than 1 + clip_high, tokens of negative advantage have no gradient; None: they do.
+        kl_coef: Weight of the KL divergence to the reference policy.
+        kl_estimator: ``k1``, ``k2`` or ``k3``, see kl_estimate.
+        entropy_coef: Weight of the entropy of the policy.
+
+    Returns:
+        The loss summed over tokens, and sums of: ``ratio``; ``clip_fraction``, tokens whose gradient the clip removed;
+        ``policy_kl``, the k3 estimate of KL(behaviour || current); ``ref_kl`` and ``entropy`` where they are used.
+
+    Raises:
+        ValueError: The batch lacks a column, or there is no such estimator.
+    """
+    require("grpo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
+    mask = batch["loss_mask"]
+    log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
+    objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, dual_clip)
+    return add_regularizers(
+        "grpo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
+    )
+
+
+@loss_traits(head="lm", needs_entropy="entropy_coef")
+def decoupled_ppo_loss(
+    logprobs: torch.Tensor,
+    batch: Columns,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    importance_cap: float | None = 5.0,
+    importance_mode: ImportanceMode = "mask",
+    kl_coef: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_coef: float = 0.0,
+) -> LossResult:
+    """PPO whose clip is around a proximal policy, weighted by how likely that policy finds the tokens of the behaviour policy.
+
+    AReaL, arXiv:2505.24298 eq. 5, after arXiv:2110.00641: with samples from several old versions the trust region is that of
+    the weights before this batch's updates, for which the trainer computes ``prox_logprobs`` by ``forward``. With on-policy
+    samples and the same two columns it is truncated importance sampling against the mismatch between the rollout engine's
+    probabilities and the trainer's (TIS, F. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl):
+    ``importance_mode="truncate"``, ``importance_cap=2``.
+
+    Args:
+        logprobs: (B, T) float32 under the current weights.
+        batch: As grpo_loss, and ``prox_logprobs`` (B, T), those of the proximal policy; ``logprobs`` are the rollout engine's.
+        clip_low: As grpo_loss, of the ratio of current to proximal policy.
+        clip_high: As grpo_loss.
+        dual_clip: As grpo_loss.
+        importance_cap: Most that the weight, proximal over behaviour probability, may be; None: anything.
+        importance_mode: What becomes of a token whose weight is above the cap: ``mask`` leaves it out (as AReaL does, whose
+            cap is 5), ``truncate`` gives it the cap.
+        kl_coef: As grpo_loss. The importance weight does not apply to it.
+        kl_estimator: As grpo_loss.
+        entropy_coef: As grpo_loss. The importance weight does not apply to it.
+
+    Returns:
+        As grpo_loss, where ``ratio``, ``clip_fraction`` and ``policy_kl`` are against the proximal policy; and the sums of
+        ``importance_weight`` as it was used, and ``importance_capped``, tokens above the cap.
+
+    Raises:
+        ValueError: The batch lacks a column, or there is no such estimator or mode.
+    """
+    needed = ("logprobs", "prox_logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ()))
+    require("decoupled_ppo_loss", batch, needed)
+    mask = batch["loss_mask"]
+    proximal = masked(batch["prox_logprobs"], mask)
+    advantages = masked(batch["advantages"], mask)
+    objective, stats = _clipped(masked(logprobs, mask) - proximal, advantages, mask, clip_low, clip_high, dual_clip)
+    weight = (proximal - masked(batch["logprobs"], mask)).exp()
+    if importance_mode not in ("truncate", "mask"):
+        raise ValueError(f"there is no importance_mode {importance_mode!r}; expected 'truncate' or 'mask'")
+    if importance_cap is not None:
+        above = weight > importance_cap
+        stats["importance_capped"] = masked_sum(above, mask)
+        weight = weight.masked_fill(above, importance_cap if importance_mode == "truncate" else 0.0)
+    stats["importance_weight"] = masked_sum(weight, mask)
+    return add_regularizers(
+        "decoupled_ppo_loss",
+        objective * weight,
+        stats,
+        logprobs,
+        batch,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        entropy_coef=entropy_coef,
+    )
+
+
+@loss_traits(head="lm", needs_entropy="entropy_coef")
+def gspo_loss(
+    logprobs: torch.Tensor,
+    batch: Columns,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    kl_coef: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_coef: float = 0.0,
+) -> LossResult:
+    """Group sequence policy optimisation: one ratio per sequence, the geometric mean of those of its tokens.
+
+    GSPO, arXiv:2507.18071 eq. 5 and 7; the clips are those of its section 5.1. The mean over sequences of eq. 5 needs
+    ``loss_weights`` from ``sequence_weights(..., "sequence")``; without them, long sequences count for more.
+
+    Args:
+        logprobs: (B, T) float32 under the current weights.
+        batch: As grpo_loss; ``advantages`` are one per sequence.
+        clip_low: The ratio counts down to 1 - clip_low.
+        clip_high: The ratio counts up to 1 + clip_high.
+        kl_coef: As grpo_loss.
+        kl_estimator: As grpo_loss.
+        entropy_coef: As grpo_loss.
+
+    Returns:
+        As grpo_loss; ``ratio`` and ``policy_kl`` are those of sequences, counted once for each of their tokens.
+
+    Raises:
+        ValueError: The batch lacks a column, or there is no such estimator.
+    """
+    require("gspo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
+    mask = batch["loss_mask"]
+    token_log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
+    log_ratio = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    log_ratio = log_ratio.expand_as(token_log_ratio)
+    objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, None)
+    return add_regularizers(
+        "gspo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
+    )
+
+
+@loss_traits(head="lm", needs_entropy="entropy_coef")
+def cispo_loss(
+    logprobs: torch.Tensor,
+    batch: Columns,
+    ratio_cap: float = 5.0,
+    kl_coef: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
+    entropy_coef: float = 0.0,
+) -> LossResult:
+    """Policy gradient whose importance weights are capped instead of the updates: every token keeps a gradient.
+
+    CISPO of MiniMax-M1, arXiv:2506.13585 eq. 4 and 5, with the upper bound alone, as there; the cap is that which
+    arXiv:2510.13786 recommends.
+
+    Args:
+        logprobs: (B, T) float32 under the current weights.
+        batch: As grpo_loss.
+        ratio_cap: Most that the probability ratio, of which no gradient is taken, counts.
+        kl_coef: As grpo_loss.
+        kl_estimator: As grpo_loss.
+        entropy_coef: As grpo_loss.
+
+    Returns:
+        As grpo_loss; ``clip_fraction`` counts tokens whose ratio is above the cap.
+
+    Raises:
+        ValueError: The batch lacks a column, or there is no such estimator.
+    """
+    require("cispo_loss", batch, ("logprobs", "advantages", *(("ref_logprobs",) if kl_coef else ())))
+    mask = batch["loss_mask"]
+    current = masked(logprobs, mask)
+    log_ratio = (current - masked(batch["logprobs"], mask)).detach()
+    ratio = log_ratio.exp()
+    objective = -ratio.clamp(max=ratio_cap) * masked(batch["advantages"], mask) * current
+    stats = _ratio_stats(log_ratio, ratio > ratio_cap, mask)
+    return add_regularizers(
+        "cispo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
+    )
+
+
+def _clipped(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> LossResult:
+    """The clipped loss (B, T) of each token, and its statistics."""
+    ratio = log_ratio.exp()
+    plain = ratio * advantages
+    objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        if dual_clip <= 1 + clip_high:
+            raise ValueError(f"dual_clip is {dual_clip}; expected more than 1 + clip_high, which is {1 + clip_high}")
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return -objective, _ratio_stats(log_ratio, objective != plain, mask)
+
+
+def _ratio_stats(log_ratio: torch.Tensor, is_clipped: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {
+            "ratio": masked_sum(log_ratio.exp(), mask),
+            "clip_fraction": masked_sum(is_clipped, mask).float(),
+            "policy_kl": masked_sum(kl_estimate(-log_ratio), mask),
+        }

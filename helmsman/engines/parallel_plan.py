@@ -1,0 +1,158 @@
+"""Tensor parallelism of a ``transformers`` model: the plan that it declares, in the styles of torch.
+
+Megatron-LM, arXiv:1909.08053: the matrices of a layer are cut by columns, then by rows, so that each rank computes some heads
+and some of the hidden units, and one sum over the ranks ends each half of the layer. A model of transformers says which matrix
+is cut how (``base_model_tp_plan`` of its configuration, ``_tp_plan`` of its class); nothing here knows a model by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from helmsman.api.errors import ParallelLayoutError
+
+_COLUMN_STYLES = {"colwise", "colwise_gather_output", "colwise_rep"}
+_ROW_STYLES = {"rowwise", "rowwise_split_input", "rowwise_rep"}
+_EMBEDDING_STYLES = {"embedding_rowwise"}
+_NORM_STYLES = {"replicated_with_grad_allreduce"}
+
+
+class TensorPlan:
+    """How each module of one model is cut over so many tensor-parallel ranks.
+
+    Raises: ValueError for a model that declares no plan, or one that is not supported; ParallelLayoutError where sizes of the
+        model do not divide.
+    """
+
+    def __init__(self, model: nn.Module, size: int) -> None:
+        config: Any = model.config
+        self._name = f"{type(model).__name__} ({config.model_type})"
+        declared: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+        if not any(style in _COLUMN_STYLES for style in declared.values()):
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and {self._name} declares no plan for it in transformers. Set "
+                "tensor_parallel_size to 1; FSDP and context parallelism need no plan"
+            )
+        self._styles = {name: style for name, module in model.named_modules() if (style := _declared(declared, name))}
+        self._choose_vocabulary(model)
+        self._check(model, config.get_text_config(), size)
+        self.has_sharded_logits = self._styles.get(self._output_name) in _COLUMN_STYLES
+        """Whether each rank's logits are of its own part of the vocabulary."""
+
+    def apply(self, module: nn.Module, name: str, mesh: DeviceMesh, but_for: Sequence[nn.Module] = ()) -> None:
+        """Cut the matrices of a module of the model, by its name there, but for those inside of others that have been cut."""
+        others = {id(inner) for other in but_for for inner in other.modules()}
+        # What is tied stays tied: each style puts a new parameter in the place of the old one.
+        tied = self._is_tied and not name
+        for inner_name, inner in list(module.named_modules(prefix=name)):
+            if inner_name in self._styles and id(inner) not in others:
+                # All ranks have built the same weights, so that none is sent.
+                parallelize_module(inner, mesh, self._style(inner_name), src_data_rank=None)
+                if isinstance(inner, nn.Embedding):
+                    _keep_padding_fixed(inner)
+        if tied and self._embedding_name in self._styles:
+            output, embeddings = (module.get_submodule(each) for each in (self._output_name, self._embedding_name))
+            output.weight = embeddings.weight
+
+    def _style(self, name: str) -> ParallelStyle:
+        style = self._styles[name]
+        if style in _EMBEDDING_STYLES:
+            return RowwiseParallel(input_layouts=Replicate())
+        if style in _ROW_STYLES:
+            return RowwiseParallel(input_layouts=Shard(-1) if style == "rowwise" else Replicate())
+        if style in _NORM_STYLES:
+            # Each rank norms its own heads, so that its weights' gradients are parts of a sum. That is all this is used for:
+            # which axis the heads are on makes no difference.
+            return SequenceParallel(sequence_dim=1, use_local_output=True)
+        if name == self._output_name:  # as a DTensor, since FSDP warns of a model that returns a view
+            return ColwiseParallel(use_local_output=False)
+        return ColwiseParallel(output_layouts=Shard(-1) if style == "colwise" else Replicate())
+
+    def _choose_vocabulary(self, model: nn.Module) -> None:
+        """Cut the embeddings as the logits are; both stay whole where the embeddings' class does more than to look up."""
+        embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        self._embedding_name, self._output_name = _name_of(model, embeddings), _name_of(model, output)
+        self._is_tied = output is not None and output.weight is embeddings.weight
+        if type(embeddings) is nn.Embedding and self._styles.get(self._output_name) in _COLUMN_STYLES:
+            self._styles[self._embedding_name] = "embedding_rowwise"
+            return
+        self._styles.pop(self._embedding_name, None)
+        if self._is_tied:
+            self._styles.pop(self._output_name, None)
+
+    def _check(self, model: nn.Module, config: Any, size: int) -> None:
+        known = _COLUMN_STYLES | _ROW_STYLES | _EMBEDDING_STYLES | _NORM_STYLES
+        unknown = sorted({f"{style!r} at {name}" for name, style in self._styles.items() if style not in known})
+        odd = [name for name in self._styles if not isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding))]
+        odd = [name for name in odd if self._styles[name] not in _NORM_STYLES]
+        if unknown or odd:
+            found = unknown or [
+                f"{self._styles[name]!r} at {name}, a {type(model.get_submodule(name)).__name__}" for name in odd
+            ]
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and the plan of {self._name} asks for what is not supported: "
+                f"{', '.join(found[:4])}. Set tensor_parallel_size to 1"
+            )
+        self._check_heads(config, size)
+        for name, style in self._styles.items():
+            if style in _NORM_STYLES:
+                continue
+            dim = 1 if style in _ROW_STYLES else 0
+            length = int(model.get_parameter(f"{name}.weight").shape[dim])
+            if length % size:
+                what = "rows" if dim == 0 else "columns"
+                raise self._uneven(size, f"a matrix {name} of {length} {what}", length)
+
+    def _check_heads(self, config: Any, size: int) -> None:
+        for field in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+            number = getattr(config, field, None)
+            if number is not None and number % size:
+                raise self._uneven(size, f"{field} {number}", number)
+
+    def _uneven(self, size: int, observed: str, number: int) -> ParallelLayoutError:
+        valid = [other for other in range(1, size) if number % other == 0]
+        return ParallelLayoutError(
+            what=f"tensor_parallel_size of {self._name}",
+            requested=size,
+            observed=f"{observed}, which it does not divide",
+            step=f"Set tensor_parallel_size to {' or '.join(map(str, valid))}",
+        )
+
+
+def _declared(plan: Mapping[str, str], name: str) -> str | None:
+    return next((style for pattern, style in plan.items() if re.fullmatch(_as_expression(pattern), name)), None)
+
+
+def _as_expression(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*", r"\d+")
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str:
+    return next((name for name, module in model.named_modules() if module is wanted), "")
+
+
+def _keep_padding_fixed(embedding: nn.Embedding) -> None:
+    """No gradient for the padding token's embedding, as when it is whole; a shard would take its row for another's."""
+    padding, embedding.padding_idx = embedding.padding_idx, None
+    if padding is None:
+        return
+
+    def detach_padding(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        ids = args[0].to_local() if hasattr(args[0], "to_local") else args[0]
+        return output.detach().where((ids == padding)[..., None], output)
+
+    embedding.register_forward_hook(detach_padding)

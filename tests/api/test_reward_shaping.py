@@ -1,0 +1,71 @@
+"""Rewards against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from helmsman.api.reward_shaping import AdaptiveKl, overlong_filter, soft_overlong_punishment, token_rewards
+
+MASK = [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "first", "second"),
+    [("k1", 0.5, -1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) + 0.5 - 1, math.exp(1) - 1 - 1)],
+)
+def test_the_score_is_the_last_tokens_and_the_divergence_every_ones(estimator: str, first: float, second: float) -> None:
+    rewards, divergence = token_rewards(
+        [3.0],
+        [MASK],
+        [[9, -1.0, 9, -2.0]],
+        [[0, -1.5, 0, -1.0]],
+        kl_coef=0.1,
+        estimator=estimator,  # type: ignore[arg-type]
+    )
+    assert rewards == [[0, pytest.approx(-0.1 * first), 0, pytest.approx(3 - 0.1 * second)]]
+    assert divergence == pytest.approx(first + second)
+
+
+def test_without_a_divergence_no_log_probabilities_are_needed() -> None:
+    assert token_rewards([3.0, 4.0], [MASK, [True, False]]) == ([[0, 0, 0, 3], [0, 0]], 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "message"),
+    [
+        (([1.0], [MASK]), {"kl_coef": 0.1}, "needs logprobs and ref_logprobs"),
+        (([1.0], [MASK, MASK]), {}, "1 scores for 2 samples"),
+        (([1.0], [MASK], [[0.0] * 4], [[0.0] * 3]), {"kl_coef": 0.1}, "sample 0: 4 logprobs and 3 ref_logprobs for 4 tokens"),
+        (([1.0], [MASK]), {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
+    ],
+)
+def test_rewards_say_what_does_not_fit(arguments: tuple[object, ...], kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_rewards(*arguments, **kwargs)  # type: ignore[arg-type]
+
+
+def test_the_weight_follows_the_divergence_by_at_most_a_fiftieth() -> None:
+    control = AdaptiveKl(1.0, target=6.0)
+    assert control.update(60.0) == pytest.approx(1.02)  # the error 9 counts as 0.2, times the gain 0.1
+    assert control.update(0.0) == pytest.approx(1.02 * 0.98)
+    assert control.update(6.6) == pytest.approx(1.02 * 0.98 * 1.01)  # an error of 0.1
+    assert control.coef == control.update(6.0)
+    with pytest.raises(ValueError, match="above 0"):
+        AdaptiveKl(0.0, target=6.0)
+
+
+def test_long_answers_are_punished_more_and_more() -> None:
+    # 0 up to 8, -1 from 12 on, a quarter per token between.
+    found = [soft_overlong_punishment(length, max_tokens=12, cache_tokens=4) for length in (0, 8, 9, 11, 12, 40)]
+    assert found == [0, 0, -0.25, -0.75, -1, -1]
+    with pytest.raises(ValueError, match="1 to max_tokens"):
+        soft_overlong_punishment(3, max_tokens=12, cache_tokens=0)
+
+
+def test_nothing_is_learned_from_answers_that_were_cut_off() -> None:
+    nothing = [False] * 4
+    assert overlong_filter([MASK] * 3, ["stop", "length", "abort"]) == [MASK, nothing, nothing]
+    with pytest.raises(ValueError, match="1 stop reasons for 2 samples"):
+        overlong_filter([MASK] * 2, ["stop"])
