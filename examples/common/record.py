@@ -128,15 +128,18 @@ class MetricsLog:
         return kept
 
 
-def clear(out: Path) -> bool:
+def clear(out: Path, *, files: Sequence[str] = (), folders: Sequence[str] = ()) -> bool:
     """Remove what an earlier run left in the output folder, and nothing else; returns whether there was something.
+
+    Args:
+        files, folders: names of what it leaves besides those of this module.
 
     Raises: FileExistsError when the folder has things of these names, but was not an output folder.
     """
     mark = out / "settings.json"
-    files = [out / name for name in ("metrics.jsonl", "summary.json", "curve.png")]
-    folders = [out / "checkpoints", out / "logs"]
-    found = [path.name for path in files + folders if path.exists()]
+    all_files = [out / name for name in ("metrics.jsonl", "summary.json", "curve.png", *files)]
+    all_folders = [out / name for name in ("checkpoints", "logs", *folders)]
+    found = [path.name for path in all_files + all_folders if path.exists()]
     if not mark.exists():
         if found:
             raise FileExistsError(
@@ -144,9 +147,9 @@ def clear(out: Path) -> bool:
                 "is; give another --out"
             )
         return False
-    for path in folders:
+    for path in all_folders:
         shutil.rmtree(path, ignore_errors=True)
-    for path in [*files, mark]:  # the mark last, so that a clearing that was cut short can be done again
+    for path in [*all_files, mark]:  # the mark last, so that a clearing that was cut short can be done again
         path.unlink(missing_ok=True)
     return True
 

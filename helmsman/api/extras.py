@@ -21,6 +21,9 @@ EXTRA_OF: Mapping[str, str] = MappingProxyType(
         "matplotlib": "examples",
         "aiohttp": "server",
         "vllm": "vllm",
+        "math_verify": "math",
+        "tensorboard": "tracking",
+        "wandb": "tracking",
     }
 )
 """Name by which a package is imported -> the extra of Helmsman that brings it; pyproject.toml says the same."""

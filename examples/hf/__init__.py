@@ -1,0 +1,1 @@
+"""What examples/grpo_hf.py is made of, and its configurations."""

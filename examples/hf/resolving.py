@@ -1,0 +1,122 @@
+"""What the settings of examples/grpo_hf.py mean together: the presets of algorithms, and what cannot be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from examples.hf.settings import Settings, name_of
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"normalize_std": True, "aggregation": "sequence", "clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"normalize_std": False, "aggregation": "constant", "clip_low": 0.2, "clip_high": 0.2},
+    "dapo": {
+        "normalize_std": True,
+        "aggregation": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "overlong_filter": True,
+        "dynamic_sampling": True,
+    },
+}
+_OFF = {"overlong_filter": False, "dynamic_sampling": False}
+
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(
+        (
+            *("steps", "prompts_per_step", "samples_per_prompt", "cluster.num_nodes", "cluster.train_workers"),
+            *("cluster.rollout_instances", "cluster.rollout_devices", "train.minibatches"),
+            *("rollout.max_new_tokens", "rollout.max_in_flight", "rollout.oversample", "data.max_prompt_tokens"),
+            *("algorithm.max_filtered_batches", "sync.bucket_mb", "check.prompts", "check.max_new_tokens"),
+            *("evaluation.max_new_tokens", "checkpoints.every", "checkpoints.keep"),
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            *("seed", "cluster.devices_per_node", "cluster.train_mem", "cluster.rollout_mem", "train.lr", "train.lr_end"),
+            *("rollout.temperature", "rollout.staleness", "data.num_held_out", "algorithm.clip_low", "algorithm.clip_high"),
+            *("algorithm.overlong_buffer", "algorithm.overlong_penalty", "algorithm.kl_coef", "check.tolerance"),
+            *("evaluation.every", "evaluation.samples", "evaluation.temperature", "checkpoints.max_recoveries"),
+        ),
+        0,
+    ),
+}
+
+
+def resolve(settings: Settings) -> Settings:
+    """Fill in what comes from the preset, and check what fits together.
+
+    Raises: ValueError that names the key.
+    """
+    for path, least in _LEAST.items():
+        value: Any = settings
+        for part in path.split("."):
+            value = getattr(value, part)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{path} is {value}; expected {least:g} or more")
+    given = msgspec.structs.asdict(settings.algorithm)
+    preset = {**_OFF, **PRESETS[settings.algorithm.preset]}
+    missing = {name: preset[name] for name, value in given.items() if value is None}
+    filled = msgspec.structs.replace(settings.algorithm, **missing)
+    settings = msgspec.structs.replace(settings, algorithm=filled)
+    for check in (_check_cluster, _check_rewards, _check_rest):
+        check(settings)
+    return settings
+
+
+def _check_cluster(settings: Settings) -> None:
+    cluster, rollout = settings.cluster, settings.rollout
+    shared_by = settings.train.model_parallel_size
+    if shared_by < 1 or cluster.train_workers % shared_by:
+        raise ValueError(
+            f"train.engine has tensor_parallel_size x context_parallel_size of {shared_by}, which does not divide "
+            f"cluster.train_workers, {cluster.train_workers}"
+        )
+    if cluster.placement == "colocated":
+        if rollout.staleness:
+            raise ValueError(
+                f"rollout.staleness is {rollout.staleness:g} with cluster.placement 'colocated', where nothing is generated "
+                "while the trainer works; expected 0, or placement 'separated'"
+            )
+        if settings.sync.way == "collective":
+            raise ValueError("sync.way 'collective' takes one member for each device; with placement 'colocated' use 'memory'")
+        if settings.sync.in_flight == "recall":
+            raise ValueError("sync.in_flight 'recall' has nothing to take back with placement 'colocated'; use 'continue'")
+    if cluster.scheduler == "inline" and cluster.train_workers > 1:
+        raise ValueError("cluster.scheduler 'inline' has one process and so one rank; expected cluster.train_workers 1")
+    if cluster.scheduler != "ray" and cluster.num_nodes > 1:
+        raise ValueError(f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'")
+
+
+def _check_rewards(settings: Settings) -> None:
+    names = [name_of(reward) for reward in settings.rewards]
+    if not names:
+        raise ValueError("rewards is empty; expected one at least, such as [{use: exact}]")
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two rewards are called {min(twice)!r}; give each a name of its own")
+    for index, reward in enumerate(settings.rewards):
+        if reward.processes < 1 or not reward.timeout_s > 0:
+            raise ValueError(f"rewards[{index}] needs processes of 1 or more, and a timeout_s above 0")
+    right = settings.evaluation.reward
+    if right is not None and right not in names:
+        raise ValueError(f"evaluation.reward is {right!r}; the rewards are {', '.join(names)}")
+
+
+def _check_rest(settings: Settings) -> None:
+    evaluation, data, algorithm = settings.evaluation, settings.data, settings.algorithm
+    if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
+        raise ValueError(f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, {evaluation.samples}")
+    if data.held_out is not None and data.num_held_out:
+        raise ValueError("data.held_out and data.num_held_out are both given; expected one of them")
+    if settings.prompts_per_step % settings.train.minibatches:
+        raise ValueError(
+            f"train.minibatches is {settings.train.minibatches}, which does not divide prompts_per_step, "
+            f"{settings.prompts_per_step}"
+        )
+    if settings.samples_per_prompt < 2:
+        raise ValueError("samples_per_prompt is 1; expected 2 or more, since answers are compared with each other")
+    if algorithm.overlong_buffer > settings.rollout.max_new_tokens:
+        raise ValueError("algorithm.overlong_buffer is above rollout.max_new_tokens")

@@ -1,0 +1,164 @@
+"""Settings of examples/grpo_hf.py: what is refused and how, what the command line means, and that everything is documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from examples.hf import config
+from examples.hf.roles import ENGINES, engine_arguments, make_jobs
+from helmsman.api.plan import Plan
+from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
+from helmsman.controller.planner import plan_jobs
+from tests.examples.hf_data import CONFIGS, settings
+
+FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+DOCS = Path(__file__).parents[2] / "docs" / "training_hf.md"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "m"\nsteps = 3\n[data]\ntrain = "t.jsonl"\n[[rewards]]\nuse = "exact"\n')
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_is_valid_and_its_jobs_have_a_place_on_the_cluster_that_it_describes(name: str) -> None:
+    found = settings(name=name)
+    cluster = found.cluster
+    kind = "NPU" if "npu" in name else "GPU"
+    total = {"CPU": 64.0, "memory": 1e12, **({kind: float(cluster.devices_per_node)} if cluster.devices_per_node else {})}
+    nodes = tuple(
+        NodeState(node_id=f"node-{index}", address=f"node-{index}", total=total, available=total, labels={})
+        for index in range(cluster.num_nodes)
+    )
+    plan = plan_jobs(ClusterSnapshot(nodes=nodes), make_jobs(found))
+    assert isinstance(plan, Plan), plan
+    devices = [
+        (worker.node, device)
+        for role in plan.roles
+        if role.target is None
+        for worker in role.workers
+        for device in worker.devices
+    ]
+    assert len(devices) == len(set(devices)) == cluster.num_nodes * cluster.devices_per_node, "all devices, each once"
+
+
+def test_one_machine_and_many_differ_in_the_cluster_alone() -> None:
+    one, many = settings(name="one_machine_8gpu.yaml"), settings(name="many_nodes_gpu.yaml")
+    assert one.cluster != many.cluster
+    assert msgspec.structs.replace(many, cluster=one.cluster) == one
+
+
+def test_unknown_keys_are_refused_with_the_nearest_name(file: Path) -> None:
+    file.write_text(file.read_text().replace("steps = 3", "step = 3"))
+    with pytest.raises(ValueError, match=r"run.toml: there is no setting 'step'; did you mean 'steps'\?"):
+        config.load(file)
+    with pytest.raises(ValueError, match=r"--train.learning_rate: there is no setting .*; there are: lr, "):
+        settings(("train.learning_rate", "1"))
+    with pytest.raises(ValueError, match=r"there is no setting 'rollout.temprature'; did you mean 'temperature'\?"):
+        settings(("rollout.temprature", "1"))
+
+
+def test_keys_inside_a_list_are_checked_too(file: Path) -> None:
+    file.write_text(file.read_text().replace('use = "exact"', 'use = "exact"\nwieght = 2'))
+    with pytest.raises(ValueError, match=r"there is no setting 'rewards\[0\].wieght'; did you mean 'weight'\?"):
+        config.load(file)
+
+
+def test_the_command_line_is_on_top_and_has_the_fields_types() -> None:
+    found = settings(
+        ("train.lr", "3e-6"),
+        ("steps", "7"),
+        ("data.held_out", "7"),
+        ("data.num_held_out", "0"),
+        ("check.weights", "true"),
+        ("sync.dtype", "null"),
+        ("evaluation.k", "[1]"),
+        ("train.engine.num_warmup_steps", "5"),
+        ("train.engine.compute_dtype", "float32"),
+        ("rewards", '[{"use": "number", "weight": 2}]'),
+    )
+    assert (found.train.lr, found.steps, found.data.held_out, found.check.weights) == (3e-6, 7, "7", True)
+    assert found.sync.dtype is None
+    assert found.train.engine == {"num_warmup_steps": 5, "compute_dtype": "float32"}
+    assert [(reward.use, reward.weight) for reward in found.rewards] == [("number", 2.0)]
+
+
+def test_a_value_of_another_type_is_refused_by_its_key() -> None:
+    with pytest.raises(ValueError, match=r"steps: Expected `int`, got `str`"):
+        settings(("steps", "many"))
+    with pytest.raises(ValueError, match=r"cluster.placement: Invalid enum value 'together'"):
+        settings(("cluster.placement", "together"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("steps", "0"), "steps is 0; expected 1 or more"),
+        (("samples_per_prompt", "1"), "samples_per_prompt is 1"),
+        (("train.engine.tensor_parallel_size", "3"), "of 3, which does not divide cluster.train_workers, 2"),
+        (("train.minibatches", "3"), "does not divide prompts_per_step, 4"),
+        (("evaluation.k", "[2]"), r"evaluation.k is \[2\]; each is 1 to evaluation.samples, 1"),
+        (("evaluation.reward", "nothing"), "evaluation.reward is 'nothing'; the rewards are exact"),
+        (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "two rewards are called 'exact'"),
+        (("cluster.scheduler", "inline"), "expected cluster.train_workers 1"),
+        (("data.held_out", "other.jsonl"), "data.held_out and data.num_held_out are both given"),
+    ],
+)
+def test_what_does_not_fit_together_is_said_before_anything_starts(override: tuple[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(override)
+
+
+def test_colocated_roles_take_turns_and_so_are_synchronous() -> None:
+    colocated = [("cluster.placement", "colocated"), ("cluster.devices_per_node", "8")]
+    with pytest.raises(ValueError, match="rollout.staleness is 1"):
+        settings(*colocated, ("rollout.staleness", "1"))
+    with pytest.raises(ValueError, match="sync.way 'collective'"):
+        settings(*colocated, ("sync.way", "collective"))
+    assert engine_arguments(settings(*colocated, ("rollout.engine", "vllm")))["enable_sleep_mode"] is True
+
+
+def test_a_preset_fills_in_what_is_not_given() -> None:
+    algorithm = settings(("algorithm.preset", "dapo"), ("algorithm.overlong_filter", "false")).algorithm
+    assert (algorithm.clip_high, algorithm.aggregation, algorithm.dynamic_sampling) == (0.28, "token", True)
+    assert algorithm.overlong_filter is False
+    assert settings(("algorithm.preset", "dr_grpo")).algorithm.normalize_std is False
+
+
+def test_a_file_that_extends_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ValueError, match="extends itself"):
+        config.load(tmp_path / "a.yaml")
+
+
+def test_what_is_printed_gives_the_same_settings_again(tmp_path: Path) -> None:
+    found = settings(("data.system_prompt", 'say "yes", or: no'))
+    again = tmp_path / "again.yaml"
+    again.write_text(config.as_yaml(found))
+    assert config.load(again) == found
+
+
+def test_large_instances_span_nodes_by_deferred_placement() -> None:
+    found = settings(("cluster.rollout_devices", "16"), ("cluster.rollout_instances", "1"), name="many_nodes_gpu.yaml")
+    rollout = make_jobs(found)[1]
+    assert (rollout.tasks[0].ray_placement_strategy, rollout.tasks[0].gpu) == ("deferred", 16)
+    assert engine_arguments(found)["tensor_parallel_size"] == 16
+
+
+def test_the_reference_stands_beside_the_trainer_only_where_it_is_needed() -> None:
+    assert [job.role for job in make_jobs(settings())] == ["train", "rollout"]
+    assert [job.role for job in make_jobs(settings(("algorithm.kl_coef", "0.01")))] == ["train", "rollout", "reference"]
+
+
+def test_every_setting_has_a_meaning_and_is_documented() -> None:
+    assert all(meaning for _, _, meaning in config.all_keys())
+    assert config.key_table() in DOCS.read_text(), (
+        "docs/training_hf.md has other keys; python -c 'from examples.hf.config import key_table; print(key_table())'"
+    )
+    assert all(f"`{name}`" in config.key_table() for name in ENGINES)

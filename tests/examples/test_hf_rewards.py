@@ -1,0 +1,124 @@
+"""Rewards of examples/grpo_hf.py: by name, by the user's function, in processes with a limit of time."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.hf.prompts import Row
+from examples.hf.rewards import Scored, Scorer, make_caller
+from examples.hf.settings import Reward
+from helmsman import InlineScheduler
+from helmsman.api.errors import BackendNotInstalledError, EngineCallError
+
+ROW = Row([1], "1+1=", "2", "sums", {"prompt": "1+1=", "answer": "2", "level": 3})
+
+
+def score(*rewards: Reward, completion: str = "2", num_tokens: int = 1) -> Scored:
+    with InlineScheduler() as scheduler, Scorer(rewards, scheduler) as scorer:
+        return asyncio.run(scorer.score(ROW, completion, num_tokens=num_tokens, is_truncated=False))
+
+
+def alone(use: str, completion: str, answer: Any = None, **args: Any) -> float:
+    caller = make_caller(Reward(use=use, args=args))
+    value: float = caller({"completion": completion, "answer": answer, "prompt": "", "source": "", "row": {}})
+    return value
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import asyncio, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': float(solution_str == ground_truth) + extra_info['level'], 'note': data_source}\n"
+        "async def by_a_judge(completion, scale=1.0):\n"
+        "    await asyncio.sleep(0)\n"
+        "    return scale * len(completion)\n"
+        "def never_ends(completion):\n"
+        "    time.sleep(1000)\n"
+        "def broken(completion):\n"
+        "    raise KeyError('oops')\n"
+        "def everything(**given):\n"
+        "    return float(len(given))\n"
+        "def no_number(completion):\n"
+        "    return 'good'\n"
+    )
+    return path
+
+
+def test_exact_answers() -> None:
+    assert [alone("exact", text, "12") for text in ("12", " 12\n", "13", "")] == [1, 1, 0, 0]
+    assert alone("exact", "", None) == 0
+
+
+def test_numbers() -> None:
+    texts = ("it is 1,234.50", "1234.5", "first 7, then 1234.5", "1234.6", "none")
+    assert [alone("number", text, "1234.5") for text in texts] == [1, 1, 1, 0, 0]
+    assert alone("number", "0.333", 1 / 3, tolerance=0.01) == 1
+    assert alone("number", "-5", -5) == 1
+
+
+def test_forms() -> None:
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    assert alone("format", "<think>a\nb</think>\n<answer>2</answer>\n", pattern=pattern) == 1
+    assert alone("format", "sure! <think></think><answer></answer>", pattern=pattern) == 0
+    with pytest.raises(ValueError, match="the reward 'format' does not take"):
+        make_caller(Reward(use="format"))
+    with pytest.raises(ValueError, match="the reward 'format' does not take"):
+        make_caller(Reward(use="format", args={"pattern": "("}))
+
+
+def test_math_without_its_package_says_what_installs_it() -> None:
+    if importlib.util.find_spec("math_verify") is not None:
+        pytest.skip("math-verify is installed here")
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[math\]'"):
+        make_caller(Reward(use="math"))
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("nothing", "there is no reward 'nothing'; expected exact, number"),
+        ("no.such.module:f", "No module named 'no'"),
+        ("nowhere.py:f", "is in no file"),
+        ("json:nothing", "json has no function 'nothing'"),
+    ],
+)
+def test_a_reward_that_is_not_there(use: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_caller(Reward(use=use))
+
+
+@pytest.mark.slow
+def test_several_are_summed_by_their_weights(mine: Path) -> None:
+    found = score(
+        Reward(use="exact", processes=1),
+        Reward(use=f"{mine}:compute_score", weight=0.5, processes=1),
+        Reward(use=f"{mine}:by_a_judge", name="judge", weight=2.0, args={"scale": 0.25}, processes=1),
+    )
+    assert found.values == {"exact": 1.0, "compute_score": 4.0, "judge": 0.25}
+    assert found.total == 1.0 + 2.0 + 0.5
+
+
+@pytest.mark.slow
+def test_one_that_does_not_end_counts_as_nothing_and_is_told(mine: Path) -> None:
+    found = score(Reward(use=f"{mine}:never_ends", timeout_s=0.2, processes=1), Reward(use="exact", processes=1))
+    assert (found.values, found.total, found.failed) == ({"never_ends": 0.0, "exact": 1.0}, 1.0, 1)
+
+
+@pytest.mark.slow
+def test_what_a_function_raises_is_an_error_with_its_traceback(mine: Path) -> None:
+    with pytest.raises(EngineCallError, match="oops"):
+        score(Reward(use=f"{mine}:broken", processes=1))
+    with pytest.raises(TypeError, match="the reward 'no_number' returned 'good'; expected a number"):
+        score(Reward(use=f"{mine}:no_number", processes=1))
+
+
+@pytest.mark.slow
+def test_on_the_runs_cluster(mine: Path) -> None:
+    assert score(Reward(use=f"{mine}:everything", on_cluster=True, processes=2)).total == 7.0
