@@ -34,7 +34,7 @@ from examples.hf.run import NothingToLearnError, Run
 from examples.hf.settings import Settings
 from examples.hf.trackers import MetricsFile, open_trackers, require_trackers
 from examples.hf.weight_check import WeightsDifferError
-from helmsman import Checkpoints, HelmsmanError
+from helmsman import Checkpoints, HelmsmanError, TrainController
 from helmsman.api.errors import BackendNotInstalledError
 
 FILES = ("checks.jsonl", "wandb.json")
@@ -102,8 +102,11 @@ def run(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer, *, only_
         trainer = make_trainer(settings, scheduler, by_role["train"])
         rollout = make_rollout(settings, scheduler, by_role["rollout"])
         reference = make_trainer(settings, scheduler, by_role["reference"]) if "reference" in by_role else None
-        for controller in (trainer, rollout, *([reference] if reference else [])):
-            controller.initialize()
+        for controller in (trainer, reference, rollout):
+            if controller is not None:
+                controller.initialize()
+            if isinstance(controller, TrainController) and settings.cluster.takes_turns:
+                controller.sleep()  # the next one needs the devices
         print(f"all workers are ready after {time.monotonic() - started:.0f} s\n", flush=True)
         trackers = held.enter_context(open_trackers(settings, metrics))
         this = Run(settings, dataset, tokenizer, trainer, rollout, reference, scorer, trackers)

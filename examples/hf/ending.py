@@ -1,10 +1,8 @@
-"""The end of a run: the model as a folder of its own, a summary, and a picture of the curve."""
+"""The end of a run: a summary, and a picture of the curve."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,10 +12,6 @@ from examples.common.curve import draw_curve
 from examples.common.record import Record, Summary, write_json
 from examples.hf.prompts import Dataset
 from examples.hf.settings import Settings
-from helmsman import Checkpoints
-
-_OF_TRAINING = ("optimizer", "helmsman.json", "draws.json")
-"""Beginnings of the names of what a checkpoint has besides the model."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,14 +37,14 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, float]], *, seconds: float) -> None:
-    """Export the model, and write summary and curve.
+    """Write summary and curve.
 
     Args:
         rows: of metrics.jsonl.
     """
     out = Path(settings.out)
-    if settings.checkpoints.export:
-        print(f"model:   {export(out, settings.checkpoints.keep)}")
+    if settings.checkpoints.export == "last":
+        print(f"model:   {out / 'model'}")
     summary = summarize(settings, rows, seconds)
     write_json(out / "summary.json", summary)
     print(f"summary: {out / 'summary.json'}\nmetrics: {out / 'metrics.jsonl'}")
@@ -114,20 +108,3 @@ def draw(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, float
     )
     draw_curve(records, Path(settings.out) / "curve.png", labels)
     return True
-
-
-def export(out: Path, num_kept: int) -> Path:
-    """The model of the last checkpoint as a folder of its own, without what only training needs. Files are linked, not copied,
-    where the file system can."""
-    found = Checkpoints(out / "checkpoints", num_kept).latest()
-    assert found is not None
-    target = out / "model"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for path in found[1].iterdir():
-        if path.is_file() and not path.name.startswith(_OF_TRAINING):
-            try:
-                os.link(path, target / path.name)
-            except OSError:
-                shutil.copy2(path, target / path.name)
-    return target

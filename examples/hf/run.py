@@ -30,7 +30,6 @@ from examples.hf.rewards import Scored, Scorer
 from examples.hf.roles import learning_rate, make_sync
 from examples.hf.settings import Settings, name_of
 from examples.hf.trackers import Trackers
-from examples.hf.turns import Turns
 from examples.hf.weight_check import WeightCheck
 from helmsman import (
     BoundedStaleness,
@@ -44,6 +43,7 @@ from helmsman import (
     WorkflowExecutor,
 )
 from helmsman.controller.generation.sampling import Episode
+from helmsman.controller.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ class Run:
         )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
-        self.turns = Turns(trainer, rollout, self.sync.push, are_taken=settings.cluster.takes_turns)
+        self.turns = Turns(trainer, rollout, self.sync) if settings.cluster.takes_turns else None
+        """Where trainer and rollout have the same devices. The trainer has them between steps, for checkpoints."""
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
         self.check = WeightCheck([row.prompt_ids for row in rows], settings.check) if settings.check.weights else None
         self.executor: WorkflowExecutor | None = None
@@ -123,6 +124,7 @@ class Run:
             checkpoints=self.out / "checkpoints",
             save_every=kept.every,
             num_kept=kept.keep,
+            save_in_background=kept.in_background,
             max_recoveries=kept.max_recoveries,
         )
         training = RecoverableTraining(
@@ -130,16 +132,24 @@ class Run:
             policy,
             step=self.step,
             on_begin=self.begin,
-            add_files=lambda folder: write_json(folder / DRAWS_FILE, self.draws.state()),
+            add_files=self.add_files,
         )
         training.run(0, self.settings.steps)
+        if kept.export == "last":
+            self.trainer.export_hf(str(self.out.absolute() / "model"), kept.export_dtype)
+
+    def add_files(self, folder: Path) -> None:
+        """What belongs to a checkpoint besides the trainer's own files."""
+        write_json(folder / DRAWS_FILE, self.draws.state())
+        if self.settings.checkpoints.export == "all":
+            self.trainer.export_hf(str(folder / "model"), self.settings.checkpoints.export_dtype)
 
     def begin(self, step: int) -> None:
         """Go on with a step, whatever has been done of it and of later ones before."""
         self.close()
         self.trackers.rewind(step - 1)
         self.draws.restore(self._saved_draws())
-        if not self.turns.are_taken:
+        if self.turns is None:
             self.sync.push()
 
     def _saved_draws(self) -> DrawState:
@@ -155,18 +165,25 @@ class Run:
                 metrics |= self.train_step(step)
             if self._evaluation_is_due(step):
                 metrics |= self.evaluate(step)
+            if self.turns is not None:
+                with self.clock.phase("hand_over"):
+                    self.turns.to_training()
         self.trackers.log(step, {**metrics, **self.clock.metrics(), "weight_version": float(self.trainer.get_version())})
 
     def train_step(self, step: int) -> dict[str, float]:
         """Answers to prompts, and the optimizer steps on them."""
         clock, settings = self.clock, self.settings
         started = time.monotonic()
-        with self.turns.rollout():
-            with clock.phase("generate"):
-                groups = self.next_groups(step)
-            answers = self.check.ask(self.rollout) if self.check is not None and self.turns.are_taken else None
-        if self.check is not None and answers is not None:
-            self._compare(self.check.compare(self.trainer, answers), step)
+        self._to_rollout()
+        with clock.phase("generate"):
+            groups = self.next_groups(step)
+        checked: dict[str, float] = {}
+        if self.turns is not None:  # the trainer's weights are those that the instances have now
+            answers = self.check.ask(self.rollout) if self.check is not None else {}
+            with clock.phase("hand_over"):
+                self.turns.to_training()
+            if self.check is not None:
+                checked = self._compare(self.check.compare(self.trainer, answers), step)
 
         version = self.trainer.get_version()
         metrics = rollout_metrics(groups, version, self.right, settings.evaluation.right_from)
@@ -178,7 +195,9 @@ class Run:
         with clock.phase("train"):
             metrics |= self._optimize(samples)
         num_tokens = sum(len(sample["input_ids"]) for sample in samples)
-        if not self.turns.are_taken:
+        if self.turns is not None:
+            metrics |= checked
+        else:
             with clock.phase("sync"):
                 metrics["sync/bytes"] = float(self.sync.push().num_bytes)
             if self.executor is not None:
@@ -203,9 +222,19 @@ class Run:
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
         if self.reference is not None:
             with self.clock.phase("reference"):
+                if self.turns is not None:
+                    self.reference.wake()
                 for sample, logprobs in zip(samples, self.reference.forward(tokens), strict=True):
                     sample["ref_logprobs"] = logprobs
+                if self.turns is not None:
+                    self.reference.sleep()
         return metrics
+
+    def _to_rollout(self) -> None:
+        """Give the devices, where they are shared, to the instances, with the weights of now."""
+        if self.turns is not None:
+            with self.clock.phase("hand_over"):
+                self.turns.to_rollout()
 
     def _optimize(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         """The optimizer steps of a step; parts of which no token counts are left out."""
@@ -301,7 +330,8 @@ class Run:
             scored = await self.score(row, await self.rollout.agenerate(row.prompt_ids, sampling))
             return scored.values[self.right] >= settings.right_from
 
-        with self.turns.rollout(), self.clock.phase("evaluate"):
+        self._to_rollout()
+        with self.clock.phase("evaluate"):
             by_source = asyncio.run(evaluate(self.dataset.held_out, settings, sampling, judge, seed=self.settings.seed))
         result = EvaluationResult(
             step=step,

@@ -263,8 +263,13 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Checkpoints that stay, the newest."""
     max_recoveries: int = 3
     """How often within an hour lost train workers are built anew."""
-    export: bool = True
-    """Put the model of the end into the folder ``model`` of ``out``, in the Hugging Face layout."""
+    in_background: bool = False
+    """Write checkpoints while the next steps are done."""
+    export: Literal["none", "last", "all"] = "last"
+    """Write the model in the Hugging Face layout: the last one into ``model`` in ``out``, or each checkpoint's into ``model`` in
+    its folder."""
+    export_dtype: str | None = None
+    """Type of what is exported, such as bfloat16; null leaves it as it is."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -58,7 +58,9 @@ def require_served_weights(out: Path, *, num_instances: int, steps: int, toleran
     assert [check["step"] for check in checks] == list(range(1, steps + 1))
     apart, before = 0.0, None
     for check in checks:
-        model = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / f"step-{check['step']:06d}", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            out / "checkpoints" / f"step-{check['step']:06d}" / "model", dtype=torch.float32
+        )
         assert len(check["answers"]) == num_instances
         for instance, answers in check["answers"].items():
             for prompt, answer, told in zip(check["prompts"], answers, check["logprobs"][instance], strict=True):

@@ -45,7 +45,18 @@ def test_ten_steps_on_ray_change_the_weights_of_every_instance(given: tuple[Path
     model, data, rewards = given
     out = tmp_path / "out"
     flags = ("--check-weights", "--rewards", rewards, "--train.lr", "1e-3")
-    kept = ("--checkpoints.every", "1", "--checkpoints.keep", "11", "--evaluation.samples", "2", "--evaluation.k", "[1,2]")
+    kept = (
+        "--checkpoints.every",
+        "1",
+        "--checkpoints.keep",
+        "11",
+        "--checkpoints.export",
+        "all",
+        "--evaluation.samples",
+        "2",
+        "--evaluation.k",
+        "[1,2]",
+    )
     said = run(model, data, out, *flags, *kept)
     assert "rollout  1" in said
     assert require_served_weights(out, num_instances=2, steps=10) < 1e-3
@@ -62,8 +73,9 @@ def test_ten_steps_on_ray_change_the_weights_of_every_instance(given: tuple[Path
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    exported = AutoModelForCausalLM.from_pretrained(out / "model")
-    AutoTokenizer.from_pretrained(out / "model")
+    last = out / "checkpoints" / "latest" / "model"
+    exported = AutoModelForCausalLM.from_pretrained(last)
+    AutoTokenizer.from_pretrained(last)
     first = AutoModelForCausalLM.from_pretrained(model)
     assert not exported.lm_head.weight.equal(first.lm_head.weight)
 
@@ -101,6 +113,7 @@ def test_a_run_that_goes_on_is_the_unbroken_one(start: Callable[..., str], tmp_p
     for later in cut.glob("checkpoints/step-000006"):
         later.rename(cut / "elsewhere")
     start("cut", *flags, "--steps", "6", "--resume")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (cut / "model").iterdir()}
     found = lines(cut / "metrics.jsonl")
     assert [each["step"] for each in found] == list(range(7))
     for ours, theirs in zip(found[1:], whole[1:], strict=True):

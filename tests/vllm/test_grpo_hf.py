@@ -23,7 +23,16 @@ def test_ten_steps_change_the_weights_in_vllm(tmp_path: Path) -> None:
         *(model, data, out, "--check-weights", "--rewards", rewards, "--train.lr", "1e-3"),
         *("--rollout.engine", "vllm", "--rollout.engine_args", '{"enforce_eager": true}', "--cluster.rollout_instances", "1"),
         *("--cluster.env_vars", '{"VLLM_CPU_KVCACHE_SPACE": "1"}'),
-        *("--checkpoints.every", "1", "--checkpoints.keep", "11", "--tracking.to", '["console", "tensorboard"]'),
+        *(
+            "--checkpoints.every",
+            "1",
+            "--checkpoints.keep",
+            "11",
+            "--checkpoints.export",
+            "all",
+            "--tracking.to",
+            '["console", "tensorboard"]',
+        ),
         limit_s=500,
     )
     apart = require_served_weights(out, num_instances=1, steps=10)
