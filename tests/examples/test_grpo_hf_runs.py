@@ -139,6 +139,25 @@ def test_an_asynchronous_run_with_a_reference_and_partial_rollouts(start: Callab
     assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in metrics), "its own log-probabilities are the old ones"
 
 
+def test_roles_that_take_turns_on_their_devices_do_what_separate_ones_do(
+    start: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The devices are numbers here; sleeping and waking, and their order, are real."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    flags = ("--steps", "3", "--algorithm.kl_coef", "0.01", "--checkpoints.every", "2", "--evaluation.every", "2")
+    flags = (*flags, "--cluster.devices_per_node", "2", "--cluster.env_vars", '{"HELMSMAN_PLATFORM": "cpu"}')
+    start("separated", *flags)
+    said = start("colocated", *flags, "--cluster.placement", "colocated", "--check-weights")
+    assert "rollout (beside train)" in said
+    separated, colocated = (lines(tmp_path / name / "metrics.jsonl") for name in ("separated", "colocated"))
+    assert [each["step"] for each in colocated] == [0, 1, 2, 3]
+    for ours, theirs in zip(colocated[1:], separated[1:], strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4)
+        assert ours["reward/mean"] == theirs["reward/mean"]
+        assert ours["time/hand_over"] > 0
+        assert ours["check/max_diff"] < 1e-3
+
+
 def test_weights_by_files_and_a_plan_that_starts_nothing(start: Callable[..., str], tmp_path: Path) -> None:
     said = start("plan", "--plan")
     assert "92 prompts to train on, 8 held out" in said
