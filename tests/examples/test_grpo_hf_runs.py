@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.examples.hf_data import write_jsonl
 from tests.examples.hf_runs import command, lines, require_served_weights, run, write_reward
+from tests.examples.processes import marked, pids_of, wait_for
 from tests.examples.tiny_model import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -211,19 +210,29 @@ def _num_steps(out: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that inherited the mark in their environment and are not yet gone."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
+def test_workers_that_die_do_not_end_the_run(given: tuple[Path, Path, str], start: Callable[..., str], tmp_path: Path) -> None:
+    """A rollout instance and a train worker are killed; every step is recorded once and does what it does in a quiet run."""
+    model, data, rewards = given
+    flags = ("--cluster.train_workers", "2", "--steps", "9", "--checkpoints.every", "3", "--checkpoints.in_background", "true")
+    start("quiet", *flags)
+    out = tmp_path / "out"
+    common = (*SMALL, "--rewards", rewards, "--train.lr", "1e-3", *flags)
+    process = subprocess.Popen(command(model, data, out, *common), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    killed: list[int] = []
+    try:
+        for role, at in (("rollout", 2), ("train", 5)):
+            wait_for(lambda at=at: process.poll() is not None or _num_steps(out) > at, 120.0)  # type: ignore[misc]
+            if process.poll() is None:
+                killed.append(pids_of(role, out)[-1])
+                os.kill(killed[-1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=200.0)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert len(killed) == 2
+    found, quiet = lines(out / "metrics.jsonl"), lines(tmp_path / "quiet" / "metrics.jsonl")
+    assert [each["step"] for each in found] == list(range(10))
+    for ours, theirs in zip(found[1:], quiet[1:], strict=True):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6), ours["step"]
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), ours["step"]
+    assert found[-1]["weight_version"] > 9, "versions of steps that were lost are not given again"

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from tests.examples.processes import marked, pids_of, wait_for
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -120,19 +119,6 @@ def test_an_interrupted_run_ends_at_once_and_goes_on(scheduler: str, number: int
     assert steps == list(range(12 + run_to + 1))
 
 
-def _pids_of(role: str, out: Path) -> list[int]:
-    """Processes of a role's workers: those that have their log open."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            logs = {os.path.realpath(f"/proc/{process.pid}/fd/{number}") for number in (1, 2)}
-        except OSError:
-            continue
-        if any(f"/logs/{role}-" in log and log.startswith(str(out.resolve())) for log in logs):
-            found.append(process.pid)
-    return found
-
-
 @pytest.mark.parametrize(("flags", "most_late"), [((), 0), (("--async", "--staleness", "1.5"), 2)])
 def test_rollout_workers_that_die_do_not_end_the_run(
     sums: Path, tmp_path: Path, flags: tuple[str, ...], most_late: int
@@ -149,9 +135,9 @@ def test_rollout_workers_that_die_do_not_end_the_run(
     try:
         for at in (13, 17, 21):
             wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
-            wait_for(lambda: len(_pids_of("rollout", out)) >= 1 or process.poll() is not None, 60)
+            wait_for(lambda: len(pids_of("rollout", out)) >= 1 or process.poll() is not None, 60)
             if process.poll() is None:
-                os.kill(_pids_of("rollout", out)[0], signal.SIGKILL)
+                os.kill(pids_of("rollout", out)[0], signal.SIGKILL)
                 num_killed += 1
         told, _ = process.communicate(timeout=180)
     finally:
@@ -191,9 +177,9 @@ def test_train_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path, f
     try:
         for at in (7, 16):
             wait_for(lambda at=at: num_lines(out) > at or process.poll() is not None, 120)  # type: ignore[misc]
-            wait_for(lambda: set(_pids_of("train", out)) - set(killed) or process.poll() is not None, 60)
+            wait_for(lambda: set(pids_of("train", out)) - set(killed) or process.poll() is not None, 60)
             if process.poll() is None:
-                killed.append(_pids_of("train", out)[-1])
+                killed.append(pids_of("train", out)[-1])
                 os.kill(killed[-1], signal.SIGKILL)
         told, _ = process.communicate(timeout=180)
     finally:
@@ -225,21 +211,3 @@ def num_lines(out: Path) -> int:
         return len((out / "metrics.jsonl").read_text().splitlines())
     except OSError:
         return 0
-
-
-def marked(mark: str) -> list[str]:
-    """Processes that inherited the mark in their environment and are not yet gone."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
