@@ -266,7 +266,7 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     in_background: bool = False
     """Write checkpoints while the next steps are done."""
     export: Literal["none", "last", "all"] = "last"
-    """Write the model in the Hugging Face layout: the last one into ``model`` in ``out``, or each checkpoint's into ``model`` in
+    """Write the model in the Hugging Face layout: the last into ``model`` in ``out``, or each checkpoint's into ``model`` in
     its folder."""
     export_dtype: str | None = None
     """Type of what is exported, such as bfloat16; null leaves it as it is."""
