@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from examples.common.tasks import TaskSet
+from helmsman.api.extras import needed_by
 
 _SPECIAL = ("<pad>", "<eos>", "<sep>", "<unk>")
 _PIECES = re.compile(r" ?[^\W\d_]{2,}|[^\w\s] |.", re.DOTALL)
@@ -128,7 +129,8 @@ class FolderTokenizer:
     """The tokenizer of a local Hugging Face folder; its chat template, if it has one, is put around prompts."""
 
     def __init__(self, folder: str) -> None:
-        from transformers import AutoTokenizer
+        with needed_by("the tokenizer of a model folder", "transformers"):
+            from transformers import AutoTokenizer
 
         if not os.path.isdir(folder):
             raise ValueError(f"there is no model folder {folder!r}; give a local one in the Hugging Face layout")
