@@ -137,7 +137,7 @@ class FolderTokenizer:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as exc:  # transformers raises what its readers happen to raise, without naming the folder
-            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            reason = " ".join(str(exc).split())[:300] or type(exc).__name__
             raise ValueError(f"{folder!r} has no tokenizer in the Hugging Face layout that can be read: {reason}") from exc
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer in {folder!r} has no end token (eos_token), which answers need")

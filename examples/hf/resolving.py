@@ -40,7 +40,14 @@ _LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
             *("seed", "cluster.devices_per_node", "cluster.train_mem", "cluster.rollout_mem", "train.lr", "train.lr_end"),
-            *("rollout.temperature", "rollout.staleness", "data.num_held_out", "algorithm.clip_low", "algorithm.clip_high"),
+            *(
+                "rollout.temperature",
+                "rollout.top_k",
+                "rollout.staleness",
+                "data.num_held_out",
+                "algorithm.clip_low",
+                "algorithm.clip_high",
+            ),
             *("algorithm.overlong_buffer", "algorithm.overlong_penalty", "algorithm.kl_coef", "check.tolerance"),
             *("evaluation.every", "evaluation.samples", "evaluation.temperature", "checkpoints.max_recoveries"),
         ),
@@ -134,6 +141,9 @@ def _check_rewards(settings: Settings) -> None:
 
 def _check_rest(settings: Settings) -> None:
     evaluation, data, algorithm = settings.evaluation, settings.data, settings.algorithm
+    for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):
+        if not 0 < found.top_p <= 1:
+            raise ValueError(f"{section}.top_p is {found.top_p:g}; expected more than 0 and at most 1")
     engine = settings.rollout.engine
     if engine not in ENGINES and "." not in engine:
         raise ValueError(f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path")

@@ -113,6 +113,7 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         (("data.held_out", "other.jsonl"), "data.held_out and data.num_held_out are both given"),
         (("train.engine.gradient_checkpoint", "true"), "train.engine: Object contains unknown field `gradient_checkpoint`"),
         (("train.engine.eps", "small"), "train.engine.eps: Expected `float`, got `str`"),
+        (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0 and at most 1"),
         (("rollout.engine", "vlm"), "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path"),
         (("rewards.use", "math"), "--rewards.use: rewards has no keys below it; give it as a whole, in JSON"),
     ],
