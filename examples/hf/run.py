@@ -104,7 +104,8 @@ class Run:
         )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
-        self.turns = Turns(trainer, rollout, self.sync) if settings.cluster.takes_turns else None
+        # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
+        self.turns = Turns(trainer, rollout, self.sync, hold_requests=True) if settings.cluster.takes_turns else None
         """Where trainer and rollout have the same devices. The trainer has them between steps, for checkpoints."""
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
         self.check = WeightCheck([row.prompt_ids for row in rows], settings.check) if settings.check.weights else None
