@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import CHECKS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -43,3 +45,8 @@ def test_a_check_that_does_not_exist() -> None:
     ran = gpu_check("nonsense")
     assert ran.returncode == 2
     assert "there is no check nonsense; there are devices.binding" in ran.stderr
+
+
+def test_every_check_is_told_of() -> None:
+    told = (ROOT / "docs" / "gpu.md").read_text()
+    assert [name for name in CHECKS if f"| `{name}` |" not in told] == []
