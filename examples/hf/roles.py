@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from examples.common.engines import ENGINE_MODULES
 from examples.hf.settings import Cluster, Settings
 from helmsman import (
     Job,
@@ -81,6 +82,8 @@ def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Schedu
         start_s=cluster.start_timeout_s, create_engine_s=cluster.engine_timeout_s, call_s=cluster.call_timeout_s
     )
     options: dict[str, Any] = {"seed": seed, "log_dir": log_dir, "timeouts": timeouts}
+    if cluster.scheduler != "inline":
+        options["preload"] = ENGINE_MODULES
     if cluster.scheduler == "ray":
         options |= {"address": cluster.address, "num_nodes": cluster.num_nodes}
     return make_scheduler(cluster.scheduler, **options)
