@@ -47,8 +47,6 @@ class ServedRequests:
         """Of the weights that are served."""
         self.sequences: dict[str, ServedSequence] = {}
         self.num_generated_tokens = 0
-        self.loop: asyncio.AbstractEventLoop | None = None
-        """On which they come; None before the first one."""
         self._holders: set[str] = set()
         """Who has it that nothing is sent to the server."""
         self._is_ending = False
@@ -89,7 +87,6 @@ class ServedRequests:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Continue prompts, which are the same, to their ends. Raises: see ServerEngine.agenerate."""
-        self.loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
             sequences = []
             for request in requests:
@@ -184,6 +181,8 @@ class ServedRequests:
             async for event in events:
                 try:
                     chunks = self._dialect.chunks(event, counts)
+                    if strange := [chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)]:
+                        raise ValueError(f"it is of sample {strange[0]}, and {len(counts)} were asked for")
                 except ValueError as error:
                     await self._client.refuse(call.route, 200, str(error), "tokens with their log-probabilities")
                 for chunk in chunks:

@@ -229,7 +229,16 @@ class Server:
                 }
                 if body["prompt"] == [49, 48] and token is not None:
                     choice["logprobs"] = None
-                await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+                if body["prompt"] == [49, 47]:
+                    choice["index"] = -1
+                event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+                if body["prompt"] == [49, 46]:
+                    event = event[:20] + b"\n\n"
+                await response.write(event)
+                if body["prompt"] == [49, 45]:
+                    request.transport.abort()
+                if body["prompt"] == [49, 44]:
+                    return response
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -278,7 +287,9 @@ async def babble(options: argparse.Namespace) -> None:
         await writer.drain()
         writer.close()
 
-    await (await asyncio.start_server(answer, options.host, options.port)).serve_forever()
+    server = await asyncio.start_server(answer, options.host, options.port)
+    print("it babbles", flush=True)
+    await server.serve_forever()
 
 
 def main() -> None:

@@ -220,13 +220,40 @@ async def test_what_has_begun_is_never_sent_again_when_the_server_dies(dialect: 
             await engine.agenerate(asked("c", [1, 2]))
 
 
-@pytest.mark.parametrize(("dialect", "prompt"), [("vllm", [49, 49]), ("vllm", [49, 48]), ("sglang", [49, 49])])
-async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, prompt: list[int], tmp_path: Path) -> None:
+NO_ANSWERS = [([49, 49], "refused"), ([49, 48], "log-probabilities"), ([49, 47], "sample -1"), ([49, 46], "truncated")]
+
+
+@pytest.mark.parametrize("dialect", ["vllm"])
+async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        with pytest.raises(ServerRequestError) as raised:
-            await engine.agenerate(asked("a", prompt, 5))
-        assert ("refused" if prompt == [49, 49] else "log-probabilities") in raised.value.answer
+        for prompt, reason in [*NO_ANSWERS, ([49, 44], "the events ended before the sequences")]:
+            with pytest.raises(ServerRequestError) as raised:
+                await engine.agenerate(asked("a", prompt, 5))
+            assert reason in raised.value.answer
         require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+
+
+async def test_what_sglang_refuses_is_said_with_what_it_was(tmp_path: Path) -> None:
+    async with running("sglang", tmp_path) as engine:
+        with pytest.raises(ServerRequestError, match="this prompt is refused"):
+            await engine.agenerate(asked("a", [49, 49], 5))
+        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+
+
+async def test_a_connection_that_breaks_in_mid_stream_is_not_made_again(tmp_path: Path) -> None:
+    async with running("vllm", tmp_path) as engine:
+        with pytest.raises(ServerLostError, match="/v1/completions") as raised:
+            await engine.agenerate(asked("a", [49, 45], 5))
+        assert raised.value.exit_code is None
+        assert len(generations(engine)) == 1
+
+
+async def test_connections_are_closed_though_nothing_was_generated(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        await engine.stats()
+        session = engine._running()._connected()
+        await asyncio.to_thread(engine.destroy)
+        assert session.closed
 
 
 async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> None:
@@ -369,6 +396,8 @@ async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tm
         await engine.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
             await engine.agenerate(asked("b", [1, 2], 5))
+        with pytest.raises(RuntimeError, match="weights_only"):
+            await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
         await engine.wake()
         require(await engine.agenerate(asked("b", [1, 2], 5)), [1, 2])
 
@@ -394,6 +423,7 @@ async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tm
 
 async def test_after_its_weights_were_dropped_a_server_waits_for_new_ones(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
+        await engine.sleep()
         await engine.sleep(level=2)
         await engine.wake()
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 5)))
