@@ -119,7 +119,7 @@ class ServerEngine(InferenceEngine):
                 "that has room for all weights"
             )
         self._forms = forms_of(self.config.model)
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24)  # which never begins with the hyphen of an argument, as other alphabets may
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
         self._exchange, lock = make_exchange(self.config.exchange_folder)
         with contextlib.ExitStack() as undo:
