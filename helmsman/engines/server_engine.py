@@ -99,7 +99,8 @@ class ServerEngine(InferenceEngine):
         """A folder of this engine's own, where weights are laid for the server."""
         self._locks = contextlib.ExitStack()
         self._group: WeightGroup | None = None
-        self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")  # one, as collectives keep their order
+        self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")
+        """One, as collectives keep their order. Not shut down by destroy: an update that is interrupted needs it to its end."""
 
     # --- life -------------------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,6 @@ class ServerEngine(InferenceEngine):
                 self._process.stop()
             if self._group is not None:
                 self._group.close()
-            self._weight_thread.shutdown(wait=False)
             self._locks.close()
 
     async def _leave(self, client: server_http.ServerClient, requests: ServedRequests) -> None:
@@ -352,7 +352,7 @@ class ServerEngine(InferenceEngine):
             await requests.until_none_runs()
             yield
         except BaseException:
-            if not self._needs_weights:
+            if not self._needs_weights and not self._is_destroyed:
                 with contextlib.suppress(ServerError, ServerLostError, TimeoutError):  # the first error counts
                     await self._tell(self._dialect.resume())
             raise

@@ -71,7 +71,11 @@ class ServedRequests:
         self._is_ending = is_ending
 
     async def until_none_runs(self) -> None:
-        """Wait until the server has ended all that it was sent, and read no longer what it has not ended in time."""
+        """Wait until a server that has been paused has ended all that it was sent, and read no longer what it has not ended in
+        time. What has no token loses nothing, and may have come to the server after the pause, to wait there till its end."""
+        for part in list(self._parts):
+            if not part.has_tokens:
+                part.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING_S), self._changed:
                 await self._changed.wait_for(lambda: not self._parts)
@@ -188,13 +192,16 @@ class ServedRequests:
                 for chunk in chunks:
                     self._take(part, chunk)
                     counts[chunk.sample] += len(chunk.token_ids)
-        if len(part.has_ended) < len(part.sequences):
+        unended = [count for index, count in enumerate(counts) if index not in part.has_ended]
+        # vLLM says nothing of what a pause has ended before its first token.
+        if any(unended) or (unended and not self._is_ending):
             said = "the events ended before the sequences"
             await self._client.refuse(call.route, 200, said, "a reason for the end of each")
 
     def _take(self, part: Part, chunk: Chunk) -> None:
         sequence = part.sequences[chunk.sample]
         sequence.add(chunk.token_ids, chunk.logprobs, part.version)
+        part.has_tokens = part.has_tokens or bool(chunk.token_ids)
         self.num_generated_tokens += len(chunk.token_ids)
         if chunk.stop_reason is None:
             return

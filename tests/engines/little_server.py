@@ -216,10 +216,12 @@ class Server:
             return response
         for sample in range(body["n"]):
             name = f"{id(request)}.{sample}"
-            async for _, token, reason in self.events(
+            async for num_made, token, reason in self.events(
                 request, name, body["prompt"], body["max_tokens"], body["stop_token_ids"]
             ):
                 tokens = [] if token is None else [token]
+                if num_made == 0:
+                    break  # as vLLM, which says nothing of what was ended before its first token
                 choice = {
                     "index": sample,
                     "text": "",

@@ -185,6 +185,19 @@ async def test_destroying_an_engine_gives_requests_back(dialect: str, tmp_path: 
             await engine.agenerate(asked("b", [1, 2]))
 
 
+async def test_destroying_an_engine_ends_an_update_that_hangs(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        os.kill(engine.server_pid(), signal.SIGSTOP)
+        update = asyncio.create_task(engine.update_weights(tensors_of(1.0), 1))
+        await until(lambda: engine._served()._holders)  # it asks the server to pause
+        await asyncio.to_thread(engine.destroy)
+        assert (await task).stop_reason == "abort"
+        with pytest.raises(ServerLostError):
+            await asyncio.wait_for(update, LIMIT_S)
+
+
 # --- what may be sent again ---------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +316,16 @@ async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, for
 
 
 PROMPTS = {"a": [1, 2], "b": [5]}
+
+
+async def test_what_an_update_cuts_before_its_first_token_is_done_by_the_new_weights(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, "--step-s", "1.0") as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 1)))
+        await until(lambda: server_has(engine, 1))
+        await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
+        result = await task
+        assert (result.stop_reason, result.versions) == ("length", [1])
+        require(result, [1, 2], 1.0)
 
 
 async def test_samples_that_an_update_cuts_go_on_each_by_itself(tmp_path: Path) -> None:
