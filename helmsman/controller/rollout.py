@@ -244,7 +244,7 @@ class RolloutController(RolloutInstances):
         calls = (self._ask(worker_id, method, *args, timeout=timeout, **kwargs) for worker_id in ids)
         outcomes = dict(zip(ids, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         failures = {id_: each for id_, each in outcomes.items() if isinstance(each, Exception)}
-        errors = {id_: each for id_, each in failures.items() if not isinstance(each, WorkerFailedError)}
+        errors = {id_: each for id_, each in failures.items() if not _is_death(each)}
         if errors:
             error = group_error(self.role, method, errors, len(ids))
             if self.turn is not None:
@@ -514,18 +514,11 @@ class RolloutController(RolloutInstances):
         build = self._builds[worker_id]
         try:
             return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs)
-        except WorkerFailedError as error:
+        except (WorkerFailedError, EngineCallError) as error:
             # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
-            self._note_loss(worker_id, build, error)
+            if _is_death(error) and self._supervisor is not None and self._builds[worker_id] == build:
+                self._supervisor.note(worker_id, Event.LOST, error)
             raise
-        except EngineCallError as error:
-            if isinstance(error.__cause__, EngineDeadError):
-                self._note_loss(worker_id, build, error)
-            raise
-
-    def _note_loss(self, worker_id: str, build: int, error: Exception) -> None:
-        if self._supervisor is not None and self._builds[worker_id] == build:
-            self._supervisor.note(worker_id, Event.LOST, error)
 
     async def _explain(self, error: Exception) -> None:
         if self.turn is not None:
@@ -594,6 +587,11 @@ class RolloutController(RolloutInstances):
             requests.close(f"the controller of role {self.role!r} was closed")
 
         run_sync(close())
+
+
+def _is_death(error: Exception) -> bool:
+    """Of an instance: of its worker, or of what its engine runs in other processes."""
+    return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
 
 
 def _is_not_served_by(instance: Instance) -> HelmsmanError:

@@ -11,6 +11,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from helmsman.api.generation import SamplingParams
+from helmsman.engines import vllm_versions
+
+_OURS = {
+    "--model": "set ServerConfig.model",
+    "--model-path": "set ServerConfig.model",
+    "--host": "set ServerConfig.host",
+    "--port": "it is a port that is leased to the worker; leave it out",
+    "--api-key": "each engine makes its own; leave it out",
+}
+"""Arguments that ServerConfig.args may not have, and what to do."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +41,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sleep: bool = False
     """Start the server so that it can sleep."""
     args: tuple[str, ...] = ()
-    """More of the server's own arguments, which come last, so that they win over ours."""
+    """More of the server's own arguments, which come last, so that they win over ours. Not its model, address and key."""
     env: dict[str, str] = {}
     """Environment variables of the server, beside the worker's."""
     command: tuple[str, ...] = ()
@@ -52,6 +62,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where weights that do not come as files are laid for the server to read; it needs room for all of them."""
 
     def __post_init__(self) -> None:
+        for name in (arg.partition("=")[0].replace("_", "-") for arg in self.args):
+            if name in _OURS:
+                raise ValueError(f"args has {name}, which ServerEngine gives the server itself: {_OURS[name]}")
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; expected 1 or more")
         for name in ("start_timeout_s", "stop_timeout_s", "control_timeout_s"):
@@ -206,9 +219,8 @@ class VLLMDialect:
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
         """See Dialect."""
-        # On the CPU, servers of one machine would else bind their threads to the same processors.
-        bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, "VLLM_CPU_OMP_THREADS_BIND": bind}
+        unset = {name: value for name, value in vllm_versions.ENVIRONMENT.items() if name not in os.environ}
+        return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
 
     def generation(
         self,

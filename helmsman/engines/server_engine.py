@@ -99,7 +99,8 @@ class ServerEngine(InferenceEngine):
         """A folder of this engine's own, where weights are laid for the server."""
         self._locks = contextlib.ExitStack()
         self._group: WeightGroup | None = None
-        self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")  # one, as collectives keep their order
+        self._weight_thread = concurrent.futures.ThreadPoolExecutor(1, "weights")
+        """One, as collectives keep their order. Not shut down by destroy: an update that is interrupted needs it to its end."""
 
     # --- life -------------------------------------------------------------------------------------------------------------
 
@@ -108,12 +109,18 @@ class ServerEngine(InferenceEngine):
 
         Raises:
             ServerStartError: It ended, or was not ready in time; nothing of it is left.
+            ValueError: There is no ``exchange_folder``.
             RuntimeError: The engine is running or was destroyed.
         """
         if self._process is not None or self._is_destroyed:
             raise RuntimeError("initialize() was called on a server engine that is running or destroyed; make a new one")
+        if not os.path.isdir(self.config.exchange_folder):
+            raise ValueError(
+                f"there is no folder {self.config.exchange_folder!r} on this worker; set ServerConfig.exchange_folder to one "
+                "that has room for all weights"
+            )
         self._forms = forms_of(self.config.model)
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24)  # which never begins with the hyphen of an argument, as other alphabets may
         address = f"{'127.0.0.1' if self._host == '0.0.0.0' else self._host}:{self._port}"
         self._exchange, lock = make_exchange(self.config.exchange_folder)
         with contextlib.ExitStack() as undo:
@@ -164,16 +171,16 @@ class ServerEngine(InferenceEngine):
         self._is_destroyed = True
         client, requests = self._client, self._requests
         try:
-            if client is not None and requests is not None and requests.loop is not None and requests.loop.is_running():
-                leaving = asyncio.run_coroutine_threadsafe(self._leave(client, requests), requests.loop)
-                leaving.result(self.config.stop_timeout_s)
+            if client is not None and requests is not None and client.loop is not None and client.loop.is_running():
+                leaving = asyncio.run_coroutine_threadsafe(self._leave(client, requests), client.loop)
+                with contextlib.suppress(TimeoutError):  # something else holds the loop; the server's end is their end
+                    leaving.result(self.config.stop_timeout_s)
         finally:
             self._client = None
             if self._process is not None:
                 self._process.stop()
             if self._group is not None:
                 self._group.close()
-            self._weight_thread.shutdown(wait=False)
             self._locks.close()
 
     async def _leave(self, client: server_http.ServerClient, requests: ServedRequests) -> None:
@@ -207,9 +214,10 @@ class ServerEngine(InferenceEngine):
 
     def _on_server_end(self) -> None:
         """Have those see it who wait for the server to serve."""
-        if self._requests is not None and self._requests.loop is not None:
+        client, requests = self._client, self._requests
+        if client is not None and requests is not None and client.loop is not None:
             with contextlib.suppress(RuntimeError):  # the worker has stopped its loop already
-                asyncio.run_coroutine_threadsafe(self._requests.notify(), self._requests.loop)
+                asyncio.run_coroutine_threadsafe(requests.notify(), client.loop)
 
     def _running(self) -> server_http.ServerClient:
         if self._client is None:
@@ -293,26 +301,29 @@ class ServerEngine(InferenceEngine):
 
         Raises:
             ValueError: Names or shapes do not fit the model; the server was left as it was.
-            RuntimeError: It ended half-way (TornWeightsError): nothing is generated until an update is completed, and abort
-                gives requests back.
+            RuntimeError: The server is asleep. Or it ended half-way (TornWeightsError): nothing is generated until an update is
+                completed, and abort gives requests back.
             ConnectionError: The other members of the group for weights are gone or late, or the server is lost.
             OSError: The files cannot be read, or there is no room for them.
         """
         requests = self._served()
-        async with self._one_update, self._laid_out(weights) as path, self._paused(requests):
-            self._needs_weights = True
-            requests.hold(_WEIGHTS)
-            try:
-                await self._tell(self._dialect.load(path))
-            except ServerLostError:
-                raise
-            except Exception as error:
-                raise TornWeightsError(
-                    f"the server may have exchanged its weights in part: {type(error).__name__}: {error} Nothing is "
-                    "generated by them until an update is completed."
-                ) from error
-            self._needs_weights, requests.version = False, version
-        await requests.let_go(_WEIGHTS)
+        async with self._one_update:
+            if self._awake is _Awake.NOTHING:
+                raise RuntimeError("the server is asleep, and has no room for weights; call wake(weights_only=True) first")
+            async with self._laid_out(weights) as path, self._paused(requests):
+                self._needs_weights = True
+                requests.hold(_WEIGHTS)
+                try:
+                    await self._tell(self._dialect.load(path))
+                except ServerLostError:
+                    raise
+                except Exception as error:
+                    raise TornWeightsError(
+                        f"the server may have exchanged its weights in part: {type(error).__name__}: {error} Nothing is "
+                        "generated by them until an update is completed."
+                    ) from error
+                self._needs_weights, requests.version = False, version
+            await requests.let_go(_WEIGHTS)
         return version
 
     @contextlib.asynccontextmanager
@@ -341,7 +352,7 @@ class ServerEngine(InferenceEngine):
             await requests.until_none_runs()
             yield
         except BaseException:
-            if not self._needs_weights:
+            if not self._needs_weights and not self._is_destroyed:
                 with contextlib.suppress(ServerError, ServerLostError, TimeoutError):  # the first error counts
                     await self._tell(self._dialect.resume())
             raise
@@ -370,10 +381,9 @@ class ServerEngine(InferenceEngine):
                 raise RuntimeError(
                     f"{len(requests.sequences)} requests are in flight; let them end, or abort them, before sleep()"
                 )
-            if self._awake is _Awake.NOTHING:
-                return
-            self._awake = _Awake.NOTHING
-            await self._tell(self._dialect.sleep(level))
+            if self._awake is not _Awake.NOTHING:
+                self._awake = _Awake.NOTHING
+                await self._tell(self._dialect.sleep(level))
             if level == 2:
                 self._needs_weights = True
                 requests.hold(_WEIGHTS)

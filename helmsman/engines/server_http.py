@@ -54,6 +54,8 @@ class ServerClient:
         self._retry_s, self._has_ended, self._lost = retry_s, has_ended, lost
         self._library = library()
         self._session: aiohttp.ClientSession | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """From which it sends; None before the first request."""
         self.is_closed = False
 
     async def call(
@@ -160,6 +162,7 @@ class ServerClient:
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             aiohttp = self._library
+            self.loop = asyncio.get_running_loop()
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),

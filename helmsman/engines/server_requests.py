@@ -47,8 +47,6 @@ class ServedRequests:
         """Of the weights that are served."""
         self.sequences: dict[str, ServedSequence] = {}
         self.num_generated_tokens = 0
-        self.loop: asyncio.AbstractEventLoop | None = None
-        """On which they come; None before the first one."""
         self._holders: set[str] = set()
         """Who has it that nothing is sent to the server."""
         self._is_ending = False
@@ -73,7 +71,11 @@ class ServedRequests:
         self._is_ending = is_ending
 
     async def until_none_runs(self) -> None:
-        """Wait until the server has ended all that it was sent, and read no longer what it has not ended in time."""
+        """Wait until a server that has been paused has ended all that it was sent, and read no longer what it has not ended in
+        time. What has no token loses nothing, and may have come to the server after the pause, to wait there till its end."""
+        for part in list(self._parts):
+            if not part.has_tokens:
+                part.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING_S), self._changed:
                 await self._changed.wait_for(lambda: not self._parts)
@@ -89,7 +91,6 @@ class ServedRequests:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Continue prompts, which are the same, to their ends. Raises: see ServerEngine.agenerate."""
-        self.loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as stack:
             sequences = []
             for request in requests:
@@ -184,18 +185,23 @@ class ServedRequests:
             async for event in events:
                 try:
                     chunks = self._dialect.chunks(event, counts)
+                    if strange := [chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)]:
+                        raise ValueError(f"it is of sample {strange[0]}, and {len(counts)} were asked for")
                 except ValueError as error:
                     await self._client.refuse(call.route, 200, str(error), "tokens with their log-probabilities")
                 for chunk in chunks:
                     self._take(part, chunk)
                     counts[chunk.sample] += len(chunk.token_ids)
-        if len(part.has_ended) < len(part.sequences):
+        unended = [count for index, count in enumerate(counts) if index not in part.has_ended]
+        # vLLM says nothing of what a pause has ended before its first token.
+        if any(unended) or (unended and not self._is_ending):
             said = "the events ended before the sequences"
             await self._client.refuse(call.route, 200, said, "a reason for the end of each")
 
     def _take(self, part: Part, chunk: Chunk) -> None:
         sequence = part.sequences[chunk.sample]
         sequence.add(chunk.token_ids, chunk.logprobs, part.version)
+        part.has_tokens = part.has_tokens or bool(chunk.token_ids)
         self.num_generated_tokens += len(chunk.token_ids)
         if chunk.stop_reason is None:
             return

@@ -94,6 +94,8 @@ class Part:
         self.request_id = f"{sequences[0].request.request_id}.{number}"
         self.has_ended: set[int] = set()
         """Of its sequences, those that the server has ended, by whatever reason."""
+        self.has_tokens = False
+        """Whether it has brought any."""
         self.reading: asyncio.Task[None] | None = None
 
     @property

@@ -53,21 +53,26 @@ def make_exchange(parent: str) -> tuple[str, int]:
 
     Folders whose process has gone are removed: where a worker is killed, its guardian may kill the server's guard, too.
     """
-    for entry in os.scandir(parent):
-        if entry.name.startswith(_FOLDER) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
-            with contextlib.suppress(OSError):  # its process lives, or another has removed it
-                abandoned = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(abandoned, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                finally:
-                    os.close(abandoned)
+    for name in os.listdir(parent):
+        if name.startswith(_FOLDER):
+            with contextlib.suppress(OSError):  # its process lives, it is somebody else's, or another has removed it
+                _remove_abandoned(os.path.join(parent, name))
     unlocked = tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=parent)
     lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     path = os.path.join(parent, os.path.basename(unlocked)[1:])
     os.rename(unlocked, path)  # from here on others see it
     return path, lock
+
+
+def _remove_abandoned(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(folder).st_uid == os.getuid():
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager

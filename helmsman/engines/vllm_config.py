@@ -9,6 +9,16 @@ import msgspec
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 InFlight = Literal["keep", "recompute"]
 
+_BY_FIELD = {
+    "model": "set VLLMConfig.model",
+    "max_model_len": "set VLLMConfig.max_model_len",
+    "max_num_seqs": "set VLLMConfig.max_concurrency",
+    "enable_prefix_caching": "set VLLMConfig.enable_prefix_caching",
+    "enable_sleep_mode": "set VLLMConfig.enable_sleep_mode",
+    "worker_extension_cls": "it is by its own that weights are updated; leave it out",
+}
+"""What engine_args may not have, and what to do."""
+
 
 class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of RolloutConfig mean here what they mean there."""
@@ -60,7 +70,8 @@ class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     close_timeout_s: float = 60.0
     """How long destroy waits for vLLM's processes to end before it kills them."""
     engine_args: dict[str, Any] = {}
-    """Anything else that vLLM's ``AsyncEngineArgs`` takes; these win over the fields above."""
+    """Anything else that vLLM's ``AsyncEngineArgs`` takes; these win over the fields above. What the engine reckons with itself
+    is set by its field alone."""
 
     def __post_init__(self) -> None:
         least = {
@@ -75,6 +86,11 @@ class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {value} or more")
+        if not self.close_timeout_s > 0:
+            raise ValueError(f"close_timeout_s is {self.close_timeout_s}; expected more than 0")
+        for name, instead in _BY_FIELD.items():
+            if name in self.engine_args:
+                raise ValueError(f"engine_args has {name!r}, which the engine reckons with itself: {instead}")
         if self.adapters and not self.max_lora_rank:
             raise ValueError("adapters are given and max_lora_rank is 0; set it to the largest of their ranks")
         if self.adapter and self.adapter not in self.adapters:

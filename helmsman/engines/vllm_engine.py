@@ -25,6 +25,7 @@ from helmsman.engines.vllm_instance import VLLMInstance
 T = TypeVar("T")
 
 _EXTENSION = "helmsman.engines.vllm_worker.VLLMWorkerExtension"
+_LAST_TASKS_S = 5.0
 
 
 class VLLMEngine(InferenceEngine):
@@ -169,7 +170,12 @@ class VLLMEngine(InferenceEngine):
                 )
 
         async def generate(instance: VLLMInstance) -> list[GenerationResult]:
-            return list(await asyncio.gather(*map(instance.generate, requests)))
+            samples = [asyncio.ensure_future(instance.generate(request)) for request in requests]
+            try:
+                return list(await asyncio.gather(*samples))
+            finally:
+                for sample in samples:
+                    sample.cancel()  # nobody waits for the others of one that has failed
 
         return await asyncio.wrap_future(self._begin(generate))
 
@@ -313,5 +319,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        if left := asyncio.all_tasks(loop):  # whose callers would wait for ever
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=_LAST_TASKS_S))
     finally:
         loop.close()

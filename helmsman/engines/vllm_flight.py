@@ -10,36 +10,37 @@ from helmsman.api.generation import GenerationRequest, GenerationResult, StopRea
 
 
 class Flight:
-    """A request and what it has generated."""
+    """A request, the adapter that it uses (None for none), and what it has generated."""
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
+    def __init__(self, request: GenerationRequest, adapter: Any) -> None:
+        self.request, self.adapter = request, adapter
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.attempt: asyncio.Task[StopReason] | None = None
-        self.is_aborted = False
+        self.attempt: asyncio.Task[None] | None = None
+        self.stop_reason: StopReason | None = None
 
-    def take(self, output: Any, version: int) -> StopReason | None:
-        """Take in what vLLM has sent; returns why it was the last."""
+    def take(self, output: Any, version: int) -> None:
+        """Take in what vLLM has sent, which may be its end."""
         part = output.outputs[0]
         tokens = list(part.token_ids)
         self.tokens += tokens
         self.logprobs += [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
         self.versions += [version] * len(tokens)
         reason = part.finish_reason
-        if reason in (None, "stop", "length", "abort"):
-            return reason  # type: ignore[no-any-return]
-        raise RuntimeError(f"vLLM ended request {self.request.request_id!r} with {reason!r}; its log says more")
+        if reason not in (None, "stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended request {self.request.request_id!r} with {reason!r}; its log says more")
+        self.stop_reason = reason
 
-    def result(self, reason: StopReason) -> GenerationResult:
-        """What it has."""
+    def result(self) -> GenerationResult:
+        """What it has, once it has ended."""
+        assert self.stop_reason is not None
         return GenerationResult(
             request_id=self.request.request_id,
             token_ids=self.tokens,
             logprobs=self.logprobs,
             versions=self.versions,
-            stop_reason=reason,
+            stop_reason=self.stop_reason,
         )
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import signal
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.errors import EngineDeadError
-from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
 from helmsman.engines import vllm_versions
 from helmsman.engines.vllm_config import VLLMConfig
@@ -64,9 +63,8 @@ class VLLMInstance:
 
     async def start(self, arguments: Mapping[str, Any]) -> None:
         """Start vLLM's processes and load the adapters."""
-        before = set(multiprocessing.active_children())
         self._llm = await vllm_versions.start(arguments, self._note_usage)
-        self._children = [child for child in multiprocessing.active_children() if child not in before]
+        self._children = vllm_versions.children_of(self._llm)
         self._freezes = vllm_versions.can_freeze(self._llm)
         if self.config.in_flight == "recompute":
             self._freezes = False
@@ -122,10 +120,12 @@ class VLLMInstance:
             dying.cancel()
 
     async def close(self) -> None:
-        """End all requests as aborted and vLLM's processes."""
+        """End all requests as aborted and vLLM's processes; what else is under way ends with EngineDeadError."""
         if self._watch is not None:
             self._watch.cancel()
+        self.failure = self.failure or "it was destroyed"
         await self._abort(list(self._flights.values()))
+        self._died.set()
         if self._llm is not None:
             vllm_versions.shut_down(self._llm)
             await asyncio.sleep(0)  # what it has left for the loop to close
@@ -145,14 +145,14 @@ class VLLMInstance:
         self._require_life()
         if self._asleep:
             raise RuntimeError(f"request {request.request_id!r} came while the engine sleeps; wake it first")
-        flight = self._flights[request.request_id] = Flight(request)
+        flight = self._flights[request.request_id] = Flight(request, self._adapters.get(self._adapter))
         try:
             return await self._serve(flight)
         finally:
             del self._flights[request.request_id]
 
     async def _serve(self, flight: Flight) -> GenerationResult:
-        while not flight.is_aborted:
+        while flight.stop_reason is None:
             self._require_life()
             flight.attempt = asyncio.get_running_loop().create_task(self._attempt(flight))
             try:
@@ -162,12 +162,12 @@ class VLLMInstance:
             if flight.attempt.cancelled():
                 continue  # aborted, taken out for an update, or vLLM has died
             try:
-                return flight.result(flight.attempt.result())
+                flight.attempt.result()
             except vllm_versions.dead_error():
                 self._fail()
-        return flight.result("abort")
+        return flight.result()
 
-    async def _attempt(self, flight: Flight) -> StopReason:
+    async def _attempt(self, flight: Flight) -> None:
         await self._gate.wait()
         request, num_before = flight.request, len(flight.tokens)
         prompt, sampling = [*request.prompt_ids, *flight.tokens], request.sampling
@@ -182,20 +182,19 @@ class VLLMInstance:
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if not self.config.keep_prefix_cache:
             inputs["cache_salt"] = f"weights {self._num_updates}"  # what was computed before the last update is not found
-        adapter = self._adapters[self._adapter] if self._adapter else None
         is_first = True
         async with contextlib.aclosing(
-            self._llm.generate(inputs, params, f"helmsman-{next(self._numbers)}", lora_request=adapter)
+            self._llm.generate(inputs, params, f"helmsman-{next(self._numbers)}", lora_request=flight.adapter)
         ) as outputs:
             async for output in outputs:
                 if is_first:
                     is_first = False
                     self._count_prompt(len(prompt), output.num_cached_tokens or 0)
                 num = len(flight.tokens)
-                reason = flight.take(output, self.version)
+                flight.take(output, self.version)
                 self._num_generated += len(flight.tokens) - num
-                if reason is not None:
-                    return reason
+                if flight.stop_reason is not None:
+                    return
         raise RuntimeError(f"vLLM ended request {request.request_id!r} without a reason")
 
     def _count_prompt(self, num_tokens: int, num_cached: int) -> None:
@@ -208,12 +207,13 @@ class VLLMInstance:
         """End requests early; returns how many."""
         ids = list(self._flights) if request_ids is None else request_ids
         meant = [self._flights[id_] for id_ in dict.fromkeys(ids) if id_ in self._flights]
+        meant = [flight for flight in meant if flight.stop_reason is None]
         await self._abort(meant)
         return len(meant)
 
     async def _abort(self, flights: Sequence[Flight]) -> None:
         for flight in flights:
-            flight.is_aborted = True
+            flight.stop_reason = flight.stop_reason or "abort"
         await self._take_out(flights)
 
     async def _take_out(self, flights: Sequence[Flight]) -> None:
@@ -297,19 +297,24 @@ class VLLMInstance:
                 raise RuntimeError(
                     f"{len(self._flights)} requests are in flight; abort them, or let them end, before it sleeps"
                 )
-            if self._asleep:
-                return
-            if not vllm_versions.is_on_host():
-                if not self.config.enable_sleep_mode:
-                    raise RuntimeError("sleep needs enable_sleep_mode=True, with which vLLM allocates so that it can")
-                await self._call(self._llm.sleep(level))
-            else:
-                await self._call(self._llm.reset_prefix_cache())
-            self._gate.clear()
-            self._asleep, self._has_weights_back = level, False
-            self._num_updates += 1  # the cache is gone
+            if not self._asleep or self._has_weights_back:
+                await self._fall_asleep(level)
             if level == 2:
                 self._needs_update = "the engine has slept at level 2, which drops the weights; update them"
+
+    async def _fall_asleep(self, level: int) -> None:
+        if not vllm_versions.is_on_host() and not self.config.enable_sleep_mode:
+            raise RuntimeError("sleep needs enable_sleep_mode=True, with which vLLM allocates so that it can")
+        before = self._asleep, self._has_weights_back
+        self._gate.clear()
+        self._asleep, self._has_weights_back = level, False  # from here on requests are refused
+        try:
+            await self._call(self._llm.reset_prefix_cache() if vllm_versions.is_on_host() else self._llm.sleep(level))
+        except BaseException:
+            self._asleep, self._has_weights_back = before
+            await self._go_on()
+            raise
+        self._num_updates += 1  # the cache is gone
 
     async def wake(self, weights_only: bool) -> None:
         """See VLLMEngine.wake."""
@@ -347,6 +352,9 @@ class VLLMInstance:
                 raise ValueError(_unknown_adapter(name, self._adapters))
             if name == self._adapter:
                 raise ValueError(f"requests use the adapter {name!r}; use_lora another, or none, first")
+            num_using = sum(flight.adapter is self._adapters[name] for flight in self._flights.values())
+            if num_using:
+                raise ValueError(f"{num_using} requests in flight use the adapter {name!r}; let them end, or abort them, first")
             await self._call(self._llm.remove_lora(self._adapters.pop(name).lora_int_id))
 
     def use_adapter(self, name: str) -> None:

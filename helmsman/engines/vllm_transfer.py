@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
+from helmsman.api.errors import EngineDeadError
 from helmsman.api.weights import ByCollective, Weights, WeightsOnDisk
 from helmsman.engines.vllm_buckets import SharedBucket, device_message, split
 from helmsman.engines.vllm_fit import Expected, expected_of, require_fit
@@ -42,7 +43,7 @@ class VLLMTransfer:
         """Have every rank use these weights.
 
         Raises: ValueError for weights that do not fit, ConnectionError and OSError as ``incoming``, all with nothing changed;
-            TornWeightsError when it ended half-way.
+            TornWeightsError when it ended half-way; EngineDeadError.
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
@@ -65,6 +66,8 @@ class VLLMTransfer:
         with contextlib.closing(SharedBucket({})) as nothing:
             try:
                 _require_done(await call("helmsman_probe", nothing.message["path"]))
+            except EngineDeadError:
+                raise
             except OSError as error:
                 raise OSError(
                     f"a process of vLLM cannot open the memory of its parent ({error}): weights reach only instances on one "
@@ -76,10 +79,11 @@ class VLLMTransfer:
                 for part in split(bucket, self._bucket_bytes):
                     await self._load(part, call)
             _require_done(await call("helmsman_end"))
+        except EngineDeadError:
+            raise
         except Exception as error:
-            if not isinstance(error, _UnreachableError):
-                with contextlib.suppress(Exception):  # whatever it says, the weights are torn
-                    await call("helmsman_give_up")
+            with contextlib.suppress(Exception):  # whatever it says, the weights are torn
+                await call("helmsman_give_up")
             raise TornWeightsError(
                 f"the weights were exchanged in part: {type(error).__name__}: {error}. Nothing is decoded by them until an "
                 "update is completed."
@@ -93,10 +97,6 @@ class VLLMTransfer:
         if on_host:
             with contextlib.closing(await asyncio.to_thread(SharedBucket, on_host)) as bucket:
                 _require_done(await call("helmsman_load", bucket.message))
-
-
-class _UnreachableError(RuntimeError):
-    """vLLM's processes have gone."""
 
 
 def _require_done(outcomes: list[dict[str, Any]]) -> None:

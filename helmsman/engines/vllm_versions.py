@@ -74,16 +74,23 @@ def _import(path: str) -> Any:
 # --- the engine ---------------------------------------------------------------------------------------------------------------
 
 
-def prepare_environment() -> None:
-    """Variables of this process that vLLM and its children read; what the user has set stays."""
-    # Forking a process that has threads, as a worker has, may deadlock the child.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
     # On the CPU: instances of one machine would all bind their threads to the same processors, and ranks need a NUMA node each.
     # How many threads there are follows OMP_NUM_THREADS, which follows SchedulingSpec.cpu.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # vLLM names its processes by setproctitle, which would write over the environment that shows whose children they are.
-    os.environ.setdefault("SPT_NOENV", "1")
+    "SPT_NOENV": "1",
+}
+"""Variables that vLLM and its children read, where the user has not set them."""
+
+
+def prepare_environment() -> None:
+    """Set variables of this process, of which vLLM's are children; what the user has set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Forking a process that has threads, as a worker has, may deadlock the child.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 async def start(arguments: Mapping[str, Any], on_stats: Callable[[float], None]) -> Any:
@@ -183,6 +190,13 @@ async def freeze(llm: Any, max_outputs: int) -> None:
 async def thaw(llm: Any) -> None:
     """Go on after freeze."""
     await llm.resume_generation()
+
+
+def children_of(llm: Any) -> list[Any]:
+    """The processes of multiprocessing's that it has started itself: EngineCore, whose children the ranks are. Not what else
+    this process starts meanwhile, such as another instance where they share it (InlineScheduler)."""
+    manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
+    return list(getattr(manager, "processes", ()))
 
 
 def shut_down(llm: Any) -> None:

@@ -71,10 +71,6 @@ class VLLMWorkerExtension:
         found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
 
-    def helmsman_leave(self) -> Outcome:
-        """Be in no group for weights any more."""
-        return _outcome(lambda: _loading_of(self).leave())
-
 
 class _Loading:
     """The state of updates in one of vLLM's workers."""
@@ -83,10 +79,6 @@ class _Loading:
         self._worker = worker
         self._group: WeightGroup | None = None
         self._is_begun = False
-
-    def leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
 
     @torch.no_grad()
     def begin(self) -> None:

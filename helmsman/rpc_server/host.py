@@ -190,10 +190,17 @@ class EngineHost:
         )
 
     def _failed_engines(self) -> dict[str, str]:
-        failures = {
-            name: engine.failure() for name, engine in list(self._engines.items()) if isinstance(engine, InferenceEngine)
-        }
-        return {name: reason for name, reason in failures.items() if reason is not None}
+        failures = {}
+        for name, engine in list(self._engines.items()):
+            if not isinstance(engine, InferenceEngine):
+                continue
+            try:
+                reason = engine.failure()
+            except Exception as error:  # noqa: BLE001 - an engine's own code, and health is answered all the same
+                reason = f"{dotted(name, 'failure')} raised {type(error).__name__}: {error}"
+            if reason is not None:
+                failures[name] = str(reason)
+        return failures
 
     def _configure(self, config: WorkerConfig) -> None:
         self.set_environment(config.environment)

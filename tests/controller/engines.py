@@ -227,11 +227,25 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):
         """As there, while the process lives."""
         answer = asyncio.ensure_future(super().agenerate(request))
         while not answer.done():
-            if (reason := self.failure()) is not None:
+            try:
+                self._require_child()
+            except EngineDeadError:
                 answer.cancel()
-                raise EngineDeadError(engine=type(self).__name__, reason=reason)
+                raise
             await asyncio.wait([answer], timeout=0.01)
         return answer.result()
+
+    def _require_child(self) -> None:
+        if (reason := self.failure()) is not None:
+            raise EngineDeadError(engine=type(self).__name__, reason=reason)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Nothing to give back, if the process lives."""
+        self._require_child()
+
+    async def wake(self, *, weights_only: bool = False) -> None:
+        """Nothing to take, if the process lives."""
+        self._require_child()
 
     async def child_pid(self) -> int:
         """Of the process."""

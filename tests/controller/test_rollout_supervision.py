@@ -97,14 +97,27 @@ def test_an_idle_engines_own_process_is_missed_by_the_probe(scheduler: Scheduler
         assert {version for result in rollout.generate([[1]] * 8) for version in result.versions} == {3}
 
 
-def _rollout_of_children(scheduler: Scheduler, **engine: Any) -> RolloutController:
+def test_a_rollout_goes_to_sleep_though_an_engines_own_process_has_died(scheduler: Scheduler) -> None:
+    with _rollout_of_children(scheduler, supervision=None) as rollout:  # so that it is the call that meets the death
+        os.kill(scheduler.call_engine("rollout/0", "child_pid"), signal.SIGKILL)
+        wait_until(lambda: scheduler.call_engine("rollout/0", "failure") is not None, "it has ended")
+        rollout.sleep()
+        rollout.wake()
+        assert len(rollout.generate([[1]] * 8)) == 8
+        states = {id_: each.state for id_, each in rollout.load().instances.items()}
+        assert states == {"rollout/0": Health.DEAD, "rollout/1": Health.HEALTHY}
+
+
+def _rollout_of_children(
+    scheduler: Scheduler, supervision: SupervisionPolicy | None = POLICY, **engine: Any
+) -> RolloutController:
     rollout = RolloutController(
         scheduler,
         "tests.controller.engines.RolloutOfAChild",
         Job(role="rollout", replicas=2),
         engine_kwargs=engine,
         retries=RetryGeneration(),
-        supervision=POLICY,
+        supervision=supervision,
     )
     rollout.initialize()
     return rollout

@@ -216,10 +216,12 @@ class Server:
             return response
         for sample in range(body["n"]):
             name = f"{id(request)}.{sample}"
-            async for _, token, reason in self.events(
+            async for num_made, token, reason in self.events(
                 request, name, body["prompt"], body["max_tokens"], body["stop_token_ids"]
             ):
                 tokens = [] if token is None else [token]
+                if num_made == 0:
+                    break  # as vLLM, which says nothing of what was ended before its first token
                 choice = {
                     "index": sample,
                     "text": "",
@@ -229,7 +231,16 @@ class Server:
                 }
                 if body["prompt"] == [49, 48] and token is not None:
                     choice["logprobs"] = None
-                await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+                if body["prompt"] == [49, 47]:
+                    choice["index"] = -1
+                event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+                if body["prompt"] == [49, 46]:
+                    event = event[:20] + b"\n\n"
+                await response.write(event)
+                if body["prompt"] == [49, 45]:
+                    request.transport.abort()
+                if body["prompt"] == [49, 44]:
+                    return response
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -278,7 +289,9 @@ async def babble(options: argparse.Namespace) -> None:
         await writer.drain()
         writer.close()
 
-    await (await asyncio.start_server(answer, options.host, options.port)).serve_forever()
+    server = await asyncio.start_server(answer, options.host, options.port)
+    print("it babbles", flush=True)
+    await server.serve_forever()
 
 
 def main() -> None:

@@ -185,6 +185,19 @@ async def test_destroying_an_engine_gives_requests_back(dialect: str, tmp_path: 
             await engine.agenerate(asked("b", [1, 2]))
 
 
+async def test_destroying_an_engine_ends_an_update_that_hangs(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
+        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        os.kill(engine.server_pid(), signal.SIGSTOP)
+        update = asyncio.create_task(engine.update_weights(tensors_of(1.0), 1))
+        await until(lambda: engine._served()._holders)  # it asks the server to pause
+        await asyncio.to_thread(engine.destroy)
+        assert (await task).stop_reason == "abort"
+        with pytest.raises(ServerLostError):
+            await asyncio.wait_for(update, LIMIT_S)
+
+
 # --- what may be sent again ---------------------------------------------------------------------------------------------------
 
 
@@ -220,13 +233,40 @@ async def test_what_has_begun_is_never_sent_again_when_the_server_dies(dialect: 
             await engine.agenerate(asked("c", [1, 2]))
 
 
-@pytest.mark.parametrize(("dialect", "prompt"), [("vllm", [49, 49]), ("vllm", [49, 48]), ("sglang", [49, 49])])
-async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, prompt: list[int], tmp_path: Path) -> None:
+NO_ANSWERS = [([49, 49], "refused"), ([49, 48], "log-probabilities"), ([49, 47], "sample -1"), ([49, 46], "truncated")]
+
+
+@pytest.mark.parametrize("dialect", ["vllm"])
+async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        with pytest.raises(ServerRequestError) as raised:
-            await engine.agenerate(asked("a", prompt, 5))
-        assert ("refused" if prompt == [49, 49] else "log-probabilities") in raised.value.answer
+        for prompt, reason in [*NO_ANSWERS, ([49, 44], "the events ended before the sequences")]:
+            with pytest.raises(ServerRequestError) as raised:
+                await engine.agenerate(asked("a", prompt, 5))
+            assert reason in raised.value.answer
         require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+
+
+async def test_what_sglang_refuses_is_said_with_what_it_was(tmp_path: Path) -> None:
+    async with running("sglang", tmp_path) as engine:
+        with pytest.raises(ServerRequestError, match="this prompt is refused"):
+            await engine.agenerate(asked("a", [49, 49], 5))
+        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
+
+
+async def test_a_connection_that_breaks_in_mid_stream_is_not_made_again(tmp_path: Path) -> None:
+    async with running("vllm", tmp_path) as engine:
+        with pytest.raises(ServerLostError, match="/v1/completions") as raised:
+            await engine.agenerate(asked("a", [49, 45], 5))
+        assert raised.value.exit_code is None
+        assert len(generations(engine)) == 1
+
+
+async def test_connections_are_closed_though_nothing_was_generated(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path) as engine:
+        await engine.stats()
+        session = engine._running()._connected()
+        await asyncio.to_thread(engine.destroy)
+        assert session.closed
 
 
 async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> None:
@@ -276,6 +316,16 @@ async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, for
 
 
 PROMPTS = {"a": [1, 2], "b": [5]}
+
+
+async def test_what_an_update_cuts_before_its_first_token_is_done_by_the_new_weights(dialect: str, tmp_path: Path) -> None:
+    async with running(dialect, tmp_path, "--step-s", "1.0") as engine:
+        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 1)))
+        await until(lambda: server_has(engine, 1))
+        await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
+        result = await task
+        assert (result.stop_reason, result.versions) == ("length", [1])
+        require(result, [1, 2], 1.0)
 
 
 async def test_samples_that_an_update_cuts_go_on_each_by_itself(tmp_path: Path) -> None:
@@ -369,6 +419,8 @@ async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tm
         await engine.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
             await engine.agenerate(asked("b", [1, 2], 5))
+        with pytest.raises(RuntimeError, match="weights_only"):
+            await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
         await engine.wake()
         require(await engine.agenerate(asked("b", [1, 2], 5)), [1, 2])
 
@@ -394,6 +446,7 @@ async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tm
 
 async def test_after_its_weights_were_dropped_a_server_waits_for_new_ones(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
+        await engine.sleep()
         await engine.sleep(level=2)
         await engine.wake()
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 5)))

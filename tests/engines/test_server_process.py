@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import re
 import signal
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import ServerStartError
+from helmsman.engines.server_dialects import ServerConfig
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.server_process import ServerProcess
+from helmsman.engines.server_weights import make_exchange
+from helmsman.rpc_server.ports import PortLeases
 from tests.engines.little_servers import PROGRAM, engine_of, write_model
 
 LIMIT_S = 30.0
@@ -74,14 +78,20 @@ def test_a_server_that_hangs_is_ended_at_its_deadline(model: str) -> None:
     assert error.exit_code is None
     assert "was still not ready" in error.reason
     assert "refused" in error.reason  # it binds no port
-    assert "the little server was told" in error.log_tail
     assert "start_timeout_s" in str(error)
 
 
-def test_a_server_that_answers_nonsense_is_not_ready(model: str) -> None:
-    with engine_of("vllm", model, mode="babble", start_timeout_s=2.0) as engine:
-        error = start(engine)
-    assert "BadStatusLine" in error.reason
+def test_a_server_that_answers_nonsense_is_not_ready(model: str, stopped_after: list[ServerProcess]) -> None:
+    (port,) = (leases := PortLeases()).lease(1)
+    try:
+        command = [sys.executable, str(PROGRAM), "vllm", "babble", "--model", model, "--host", "127.0.0.1", "--port", str(port)]
+        process = ServerProcess(command, {}, stop_timeout_s=1.0)
+        stopped_after.append(process)
+        until(lambda: "it babbles" in process.log_tail())
+        with pytest.raises(ServerStartError, match="BadStatusLine"):
+            process.wait_ready(f"127.0.0.1:{port}", "/health", {}, 0.5)
+    finally:
+        leases.close()
 
 
 def test_a_program_that_is_not_there_is_said(model: str) -> None:
@@ -218,6 +228,31 @@ def test_what_a_killed_worker_has_left_is_removed_by_the_next(model: str, tmp_pa
 def test_a_worker_without_a_port_is_told_to_ask_for_one(model: str) -> None:
     with pytest.raises(RuntimeError, match=r"SchedulingSpec\(port_count=1\)"):
         ServerEngine(model=model)
+
+
+def test_starts_at_one_time_remove_what_is_abandoned_once(tmp_path: Path) -> None:
+    for number in range(100):
+        (tmp_path / f"helmsman-weights.{number}").mkdir()
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: make_exchange(str(tmp_path)), range(8)))
+    assert sorted(path for path, _ in made) == sorted(str(path) for path in tmp_path.iterdir())
+    for _, lock in made:
+        os.close(lock)
+
+
+def test_a_folder_for_weights_that_is_not_there_is_said(model: str) -> None:
+    said = pytest.raises(ValueError, match=r"'/no/such/folder' on this worker; set ServerConfig\.exchange_folder")
+    with engine_of("vllm", model, exchange_folder="/no/such/folder") as engine, said:
+        engine.initialize()
+
+
+@pytest.mark.parametrize(
+    ("arg", "instead"),
+    [("--port=1", "leased"), ("--host", r"ServerConfig\.host"), ("--api_key", "its own"), ("--model", "model")],
+)
+def test_what_an_engine_tells_its_server_itself_is_no_argument(arg: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=f"args has --.*{instead}"):
+        ServerConfig(model="m", args=("--other", arg))
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,9 @@ def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, vers
     ("fields", "message"),
     [
         ({"max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
+        ({"close_timeout_s": 0.0}, "close_timeout_s is 0.0; expected more than 0"),
+        ({"engine_args": {"max_num_seqs": 512}}, "engine_args has 'max_num_seqs', .* set VLLMConfig.max_concurrency"),
+        ({"engine_args": {"worker_extension_cls": "mine"}}, "engine_args has 'worker_extension_cls', .* leave it out"),
         ({"adapters": {"a": "there"}}, "max_lora_rank is 0"),
         ({"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"}, "adapter is 'b'; expected one of adapters: a"),
     ],

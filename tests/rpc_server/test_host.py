@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineCallError
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, Request, Verb, WorkerIdentity
 from tests.contract.engines import Counter
+from tests.controller.engines import CountingRollout
 
 LIMIT_S = 30.0
 
@@ -22,6 +24,27 @@ class FullStore(SegmentStore):
 
     def put(self, handle_id: str, payload: Payload) -> Any:
         raise RuntimeError("the object store is full")
+
+
+class Unsure(CountingRollout, InferenceEngine):
+    """Cannot even say whether it can serve."""
+
+    def failure(self) -> str | None:
+        raise LookupError("who knows?")
+
+
+def test_health_is_answered_though_an_engine_cannot_say_whether_it_serves() -> None:
+    identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
+    host = EngineHost(identity, SegmentStore(), seeding=False)
+    host.engine_thread.start("engine")
+    replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+    try:
+        request = Request(1, Verb.CREATE_ENGINE, "engine", "", False)
+        host.handle(request, encode((Unsure, (), {})), lambda reply, _: replies.put(reply))
+        assert replies.get(timeout=LIMIT_S).ok
+        assert host.health().failed_engines == {"engine": "engine.failure raised LookupError: who knows?"}
+    finally:
+        host.close()
 
 
 @pytest.mark.parametrize("method", ["add", "async_add"])

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from helmsman.api.errors import EngineDeadError
 from helmsman.engines.vllm_engine import VLLMEngine
 from tests.vllm.vllm_models import ENGINE, LLAMA, folder_of, model_of, weights_of
-from tests.vllm.vllm_served import Served, require_the_trainers
+from tests.vllm.vllm_served import Fatal, Served, require_the_trainers
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
 
@@ -97,3 +98,15 @@ async def test_weights_beneath_adapters_are_updated(served: Served, tmp_path: Pa
     await served.engine.use_lora()
     served.model = model
     await require_the_trainers(served, "new weights beneath adapters")
+
+
+async def test_a_death_in_the_middle_of_an_update_is_no_torn_update(served: Served) -> None:
+    """The last test of this module: it ends what the others share."""
+    weights = Fatal(weights_of(model_of(LLAMA, seed=5)), at_look=3)  # as the first bucket is made, when loading has begun
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        await served.engine.update_weights(weights, 2)
+    assert "SIGKILL" in str(served.engine.failure())
+    for call in (served.engine.agenerate(served.request([3])), served.engine.sleep(), served.engine.load_lora("a", "nowhere")):
+        with pytest.raises(EngineDeadError):
+            await call
+    assert served.engine.get_version() == 1

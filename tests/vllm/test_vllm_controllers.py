@@ -156,7 +156,15 @@ def test_the_death_of_vllms_process_is_the_instances(world: World, name: str) ->
     world.require_the_trainers(f"after the death of {name}")
 
 
+def test_destroy_ends_vllms_processes(world: World) -> None:
+    family = world.children("rollout/0")
+    world.rollout.remove(["rollout/0"])
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert not left, [each.cmdline() for each in left]
+
+
 def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
+    """The last test of this module: the instance is still being built anew when all is closed."""
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
     assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory"
     shared = {each.path for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/psm")}
@@ -165,12 +173,3 @@ def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
     _, left = psutil.wait_procs(family, timeout=10)
     assert not left, [each.cmdline() for each in left]
     assert not [path for path in shared if os.path.exists(path)]
-    wait_until(lambda: world.state("rollout/1") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
-    world.require_the_trainers("after the death of a worker")
-
-
-def test_destroy_ends_vllms_processes(world: World) -> None:
-    family = world.children("rollout/0")
-    world.rollout.remove(["rollout/0"])
-    _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [each.cmdline() for each in left]

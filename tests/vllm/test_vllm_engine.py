@@ -12,9 +12,11 @@ import msgspec
 import pytest
 import torch
 
+from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import SamplingParams
-from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
+from helmsman.api.weights import ByCollective, WeightsInMemory, WeightsOnDisk
 from helmsman.engines.vllm_engine import VLLMEngine
+from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import TornWeightsError
 from tests.vllm.vllm_models import (
@@ -127,6 +129,11 @@ async def test_samples_have_seeds_of_their_own_and_their_prompt_is_computed_once
     assert after["num_prefix_hits"] - before["num_prefix_hits"] == 7 * 256
     with pytest.raises(ValueError, match="have different prompts"):
         await served.engine.agenerate_samples([served.request([1]), served.request([2])])
+    twice = served.request([1], SamplingParams(max_new_tokens=LONG))
+    with pytest.raises(ValueError, match="already in flight"):
+        await served.engine.agenerate_samples([twice, twice])
+    await until(lambda: not served.engine.stats()["num_running"] + served.engine.stats()["num_waiting"])
+    assert (await served.engine.agenerate(msgspec.structs.replace(twice, sampling=GREEDY))).stop_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -158,10 +165,12 @@ async def test_abort_returns_what_there_is(served: Served) -> None:
 
 async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None:
     async def usage() -> float:
-        short = await served.begun(served.request([1], SamplingParams(temperature=0.0, max_new_tokens=64)))
-        usage = served.engine.stats()["kv_cache_usage"]
-        await short
-        return usage
+        found = 0.0
+        while not found:  # it may have ended before it was asked
+            short = await served.begun(served.request([1], SamplingParams(temperature=0.0, max_new_tokens=120)))
+            found = served.engine.stats()["kv_cache_usage"]
+            await short
+        return found
 
     alone = await usage()
     request = served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG))
@@ -170,7 +179,7 @@ async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(lambda: served.engine.stats()["num_running"] == 0)
-    assert await usage() == alone > 0, "nobody else has any of the cache"
+    assert await usage() == alone, "nobody else has any of the cache"
     assert (await served.engine.agenerate(msgspec.structs.replace(request, sampling=GREEDY))).stop_reason == "length"
 
 
@@ -311,12 +320,18 @@ async def test_a_sleeping_engine_takes_no_requests_and_no_weights(served: Served
         await served.engine.sleep()
     await served.engine.abort()
     await running
-    await served.engine.sleep()
-    await served.engine.sleep()
+    falling_asleep = asyncio.ensure_future(served.engine.sleep())
+    late = asyncio.ensure_future(served.engine.agenerate(served.request([3])))
     with pytest.raises(RuntimeError, match="the engine sleeps"):
-        await served.engine.agenerate(served.request([3]))
-    with pytest.raises(RuntimeError, match="weights_only"):
-        await served.engine.update_weights(weights_of(served.model), 100)
+        await late
+    await falling_asleep
+    for _ in range(2):  # once with the weights' memory back in between
+        await served.engine.sleep()
+        with pytest.raises(RuntimeError, match="the engine sleeps"):
+            await served.engine.agenerate(served.request([3]))
+        with pytest.raises(RuntimeError, match="weights_only"):
+            await served.engine.update_weights(weights_of(served.model), 100)
+        await served.engine.wake(weights_only=True)
     await served.engine.wake()
     await served.engine.wake()
     await require_the_trainers(served, "after sleep")
@@ -324,6 +339,7 @@ async def test_a_sleeping_engine_takes_no_requests_and_no_weights(served: Served
 
 async def test_after_level_2_an_update_comes_before_requests(served: Served) -> None:
     version, model = served.engine.get_version() + 1, model_of(LLAMA, seed=10)
+    await served.engine.sleep()
     await served.engine.sleep(2)
     await served.engine.wake(weights_only=True)
     with pytest.raises(RuntimeError, match="the engine sleeps"):
@@ -349,3 +365,25 @@ def test_there_is_no_thread_left_of_an_engine_that_could_not_start(tmp_path: Pat
         engine.initialize()
     assert [each for each in threading.enumerate() if each.name == "helmsman-vllm"] == before
     engine.destroy()
+
+
+async def test_destroy_ends_requests_and_an_update_whose_weights_never_come(served: Served) -> None:
+    """The last test of this module: it ends what the others share."""
+    store = WeightGroup(torch.device("cpu"))
+    place = ByCollective(
+        version=99, group_id="nobody", address="127.0.0.1", port=store.open_store("127.0.0.1"), rank=1, world_size=2,
+        timeout_s=600.0,
+    )  # fmt: skip
+    running = await served.begun(served.request([3], SamplingParams(temperature=0.0, max_new_tokens=LONG)))
+    updating = asyncio.ensure_future(served.engine.update_weights(place, 99))
+    await until(lambda: served.engine.stats()["num_waiting"] == 1)
+    await asyncio.to_thread(served.engine.destroy)
+    assert (await running).stop_reason == "abort"
+    with pytest.raises(EngineDeadError, match="it was destroyed"):
+        await updating
+    with pytest.raises(RuntimeError, match="not running"):
+        await served.engine.agenerate(served.request([3]))
+    with pytest.raises(RuntimeError, match="destroyed; make a new one"):
+        served.engine.initialize()
+    served.engine.destroy()
+    store.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -50,6 +51,22 @@ class Served:
     async def bring(self, model: Any, version: int) -> None:
         assert await self.engine.update_weights(weights_of(model), version) == version
         self.model = model
+
+
+class Fatal(dict[str, torch.Tensor]):
+    """Weights whose reading is the death of the process EngineCore, the first time for checksums, then for shapes, then for the
+    first bucket."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], at_look: int) -> None:
+        super().__init__(tensors)
+        self._looks_left = at_look
+
+    def items(self) -> Any:
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            family = psutil.Process().children(recursive=True)
+            next(each for each in family if "EngineCore" in " ".join(each.cmdline())).kill()
+        return super().items()
 
 
 async def until(holds: Callable[[], bool]) -> None:
