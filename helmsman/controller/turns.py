@@ -168,8 +168,13 @@ class Turns:
             try:
                 yield lambda: deadline - time.monotonic()
             except BaseException as error:
-                self._why_nobody = f"since the hand-over to the {to.value} failed ({type(error).__name__})"
-                await self.explain(error)
+                failed = f"since the hand-over to the {to.value} failed"
+                self._why_nobody = f"{failed} ({type(error).__name__})"
+                try:
+                    await self.explain(error)
+                except DeviceMemoryError:
+                    self._why_nobody = f"{failed} ({DeviceMemoryError.__name__})"
+                    raise
                 raise
 
     # --- asked by the controllers -----------------------------------------------------------------------------------------
