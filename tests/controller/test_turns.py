@@ -124,7 +124,9 @@ def pair(shared: Pair) -> Iterator[Pair]:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["inline", "local", "ray"])
+@pytest.mark.parametrize(
+    "backend", ["inline", pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.slow)]
+)
 def test_reinforcement_learning_in_turns(backend: str) -> None:
     """Each token was made by the weights of the step before, and the trainer computes the same log-probabilities."""
     with make_scheduler(backend) as scheduler:
@@ -290,6 +292,7 @@ def test_a_hand_over_that_fails_leaves_the_devices_to_nobody_and_the_next_comple
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sleep", "wake", "update_weights"])
 def test_an_instance_that_dies_in_a_hand_over_comes_back_in_its_turn(scheduler: Scheduler, method: str) -> None:
     pair = Pair(scheduler, f"-dies-in-{method.replace('_', '-')}", supervision=SUPERVISED)
@@ -305,6 +308,7 @@ def test_an_instance_that_dies_in_a_hand_over_comes_back_in_its_turn(scheduler: 
     pair.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sleep", "wake", "train_batch"])
 def test_a_trainer_that_dies_is_built_anew_on_free_devices(scheduler: Scheduler, tmp_path: Any, method: str) -> None:
     pair = Pair(scheduler, f"-trainer-dies-in-{method.replace('_', '-')}")
