@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 from collections.abc import Callable
 from multiprocessing.pool import Pool
@@ -13,15 +15,17 @@ import torch
 
 TIMEOUT_S = 300.0
 
-_pools: list[tuple[int, Pool]] = []
-"""One at most, and its processes."""
+_pools: list[Pool] = []
+"""Of one process each, by rank: torch remembers by a mesh where in it this process is."""
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on right now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port of this machine that nobody listens on right now; the kernel gives none of these to others by itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -31,10 +35,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     failed are not used again.
     """
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-    pool = _pool_of(world_size)
+    while len(_pools) < world_size:
+        _pools.append(multiprocessing.get_context("spawn").Pool(1))
     pending = [
         pool.apply_async(_with_environment, (function, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, args))
-        for rank in range(world_size)
+        for rank, pool in enumerate(_pools[:world_size])
     ]
     try:
         return [result.get(TIMEOUT_S) for result in pending]
@@ -43,17 +48,10 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         raise
 
 
-def _pool_of(size: int) -> Pool:
-    if not _pools or _pools[0][0] < size:
-        end_ranks()
-        _pools.append((size, multiprocessing.get_context("spawn").Pool(size)))
-    return _pools[0][1]
-
-
 def end_ranks() -> None:
     """End the processes."""
     while _pools:
-        _, pool = _pools.pop()
+        pool = _pools.pop()
         pool.terminate()
         pool.join()
 
