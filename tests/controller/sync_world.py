@@ -37,7 +37,7 @@ class World:
             scheduler,
             f"{ENGINES}.Rollout",
             Job(role=f"rollout{name}", replicas=num_instances, tasks=[SPEC]),
-            engine_kwargs={**model, "max_concurrency": 8, "max_model_len": 120},
+            engine_kwargs={**model, "max_concurrency": 8, "max_model_len": 2048},
             **options,
         )
         self.trainer.initialize()

@@ -24,6 +24,8 @@ from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SUPERVISED, World, way_of
 
 WAYS = ["memory", "disk", "collective"]
+LONG = 2000
+"""Tokens that take an instance more than a second, which is longer than a test takes to stop it."""
 
 
 @pytest.fixture(scope="module")
@@ -183,19 +185,19 @@ def test_what_an_instance_has_whose_sync_was_interrupted_goes_on_elsewhere(world
     sync = WeightSync(world.trainer, world.rollout)
     sync.push()
     num_aborts = world.scheduler.call_engine(last, "aborts")
-    sampling = SamplingParams(max_new_tokens=110)
+    sampling = SamplingParams(max_new_tokens=LONG)
     futures = [world.rollout.submit(PROMPT, sampling) for _ in range(8)]
     asyncio.run(_cancelled_push(world, sync))
     assert world.health()[1] is Health.STALE
     until(lambda: world.scheduler.call_engine(last, "aborts") > num_aborts)
-    assert [len(future.result(120).token_ids) for future in futures] == [110] * 8
+    assert [len(future.result(120).token_ids) for future in futures] == [LONG] * 8
     assert sync.push().updated == world.ids
 
 
 def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(world: World) -> None:
     last = world.ids[1]
     pid = world.pid(last)
-    futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=110)) for _ in range(8)]
+    futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
     os.kill(pid, signal.SIGSTOP)
     try:
         assert set(WeightSync(world.trainer, world.rollout).push(timeout=1.0).failed) == {last}
@@ -207,7 +209,7 @@ def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(
             assert not world.rollout.load().paused
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [len(future.result(120).token_ids) for future in futures] == [110] * 8
+    assert [len(future.result(120).token_ids) for future in futures] == [LONG] * 8
     assert WeightSync(world.trainer, world.rollout).push().updated == world.ids
 
 
