@@ -55,7 +55,7 @@ format: $(STAMP) ## format the sources and sort their imports
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 setup: $(STAMP) ## only set up .venv
 

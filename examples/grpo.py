@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the script is run by its path, and imports its neighbours
 
 from examples.common.curve import draw_curve
+from examples.common.engines import ENGINE_MODULES
 from examples.common.interrupts import Interrupted, interruptible
 from examples.common.record import MetricsLog, Record, clear, only_run_in, summarize, write_json
 from examples.common.settings import Settings, parse
@@ -302,8 +303,9 @@ def run(settings: Settings, tasks: TaskSet, tokenizer: Tokenizer) -> None:
     model: Any = settings.model or small_model(tokenizer, max_len)
 
     spec = SchedulingSpec(cpu=settings.cpus_per_worker, gpu=settings.gpus_per_worker)
+    options: dict[str, Any] = {} if settings.scheduler == "inline" else {"preload": ENGINE_MODULES}
     with (
-        make_scheduler(settings.scheduler, seed=settings.seed, log_dir=out / "logs") as scheduler,
+        make_scheduler(settings.scheduler, seed=settings.seed, log_dir=out / "logs", **options) as scheduler,
         open_view(settings, scheduler) as view,
     ):
         view.note(f"{len(tasks.train)} tasks to train on, {len(tasks.held_out)} held out; starting workers")

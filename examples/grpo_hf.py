@@ -79,10 +79,11 @@ def show(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer) -> None
     """Print what the run will do."""
     print(config.as_yaml(settings))
     longest = max(len(row.prompt_ids) for row in [*dataset.train, *dataset.held_out])
+    both = f" ({dataset.num_in_both} trained on as well)" if dataset.num_in_both else ""
     print(
-        f"\n{len(dataset.train)} prompts to train on, {len(dataset.held_out)} held out, {dataset.num_too_long} left out as "
-        f"longer than {settings.data.max_prompt_tokens} tokens; the longest has {longest} tokens; answers end with the tokens "
-        f"{list(tokenizer.stop_ids)}\n"
+        f"\n{len(dataset.train)} prompts to train on, {len(dataset.held_out)} held out{both}, {dataset.num_too_long} left out "
+        f"as longer than {settings.data.max_prompt_tokens} tokens; the longest has {longest} tokens; answers end with the "
+        f"tokens {list(tokenizer.stop_ids)}\n"
     )
 
 
@@ -93,7 +94,9 @@ def run(settings: Settings, dataset: Dataset, tokenizer: ChatTokenizer, *, only_
     metrics = MetricsFile(out / "metrics.jsonl")
     jobs = make_jobs(settings)
     with contextlib.ExitStack() as held:
-        scheduler = held.enter_context(start_scheduler(settings.cluster, settings.seed, out / "logs"))
+        # What is only planned leaves nothing in the output folder, or a run would find it in the way.
+        log_dir = None if only_plan else out / "logs"
+        scheduler = held.enter_context(start_scheduler(settings.cluster, settings.seed, log_dir))
         print(f"{scheduler.plan(jobs).table()}\n")
         if only_plan:
             return

@@ -84,6 +84,14 @@ with make_scheduler("inline") as scheduler:
 TRAIN, ROLLOUT = "helmsman.engines.train.FSDPTrainEngine", "helmsman.engines.rollout.HFRolloutEngine"
 
 
+def test_an_example_says_so_too() -> None:
+    begin = "from examples.grpo_hf import main; print(main(['--config', 'examples/hf/cpu_smoke.yaml']))"
+    said = run_without(["transformers"], f"sys.stderr = sys.stdout\n{begin}")
+    assert "the tokenizer of a model folder needs the package 'transformers'" in said
+    assert install_command("transformers") in said
+    assert said.endswith("2\n")
+
+
 @pytest.mark.parametrize(("engine", "package"), [(TRAIN, "torch"), (TRAIN, "transformers"), (ROLLOUT, "safetensors")])
 def test_an_engine_says_what_installs_the_package_that_it_lacks(engine: str, package: str) -> None:
     said = run_without([package], CREATE.format(engine=engine, arguments={}))

@@ -26,15 +26,13 @@ HF = "helmsman.engines.rollout.HFRolloutEngine"
 
 
 @contextlib.contextmanager
-def rolling(
-    machine: Machine, scheduler: LocalScheduler, instances: int, engine: str = HF, devices: int = 1, **config: Any
-) -> Iterator[RolloutController]:
-    """Rollout instances that are ready; on the train workers' own devices where there are no others."""
+def rolling(machine: Machine, scheduler: LocalScheduler, **config: Any) -> Iterator[RolloutController]:
+    """A rollout instance that is ready; on the train worker's own device where there is no other."""
     beside = machine.num_devices == 1 and bool(scheduler.status())
     strategy = SchedulingStrategy(type="colocation", target="train", fork=True) if beside else SchedulingStrategy()
-    job = Job(role="rollout", replicas=instances, tasks=[machine.spec(devices)], scheduling_strategy=strategy)
+    job = Job(role="rollout", replicas=1, tasks=[machine.spec()], scheduling_strategy=strategy)
     known: dict[str, Any] = {"model": machine.model, "max_model_len": 512, "max_concurrency": 64, **config}
-    rollout = RolloutController(scheduler, engine, job, engine_kwargs=known)
+    rollout = RolloutController(scheduler, HF, job, engine_kwargs=known)
     rollout.initialize()
     try:
         yield rollout
@@ -63,7 +61,7 @@ def difference(trainer: Any, rollout: RolloutController, prompts: list[list[int]
 def speed(machine: Machine) -> dict[str, str]:
     """Tokens per second of one HFRolloutEngine in bfloat16."""
     prompts, new_tokens = prompts_of(machine, 64), 8 if machine.is_rehearsal else 128
-    with machine.scheduler() as scheduler, rolling(machine, scheduler, 1, dtype="bfloat16") as rollout:
+    with machine.scheduler() as scheduler, rolling(machine, scheduler, dtype="bfloat16") as rollout:
         rollout.generate(prompts[:4], SamplingParams(max_new_tokens=4))
         started = time.monotonic()
         results = rollout.generate(prompts, SamplingParams(max_new_tokens=new_tokens))
@@ -77,7 +75,7 @@ def logprobs(machine: Machine) -> dict[str, str]:
     with (
         machine.scheduler() as scheduler,
         training(machine, scheduler, 1, compute_dtype="float32") as trainer,
-        rolling(machine, scheduler, 1, dtype="float32") as rollout,
+        rolling(machine, scheduler, dtype="float32") as rollout,
     ):
         largest, mean = difference(trainer, rollout, prompts_of(machine, 16), 8)
     assert largest < 1e-3, largest
@@ -93,7 +91,7 @@ def three_ways(machine: Machine) -> dict[str, str]:
         tempfile.TemporaryDirectory() as folder,
         machine.scheduler() as scheduler,
         training(machine, scheduler, 1, compute_dtype="float32") as trainer,
-        rolling(machine, scheduler, 1, dtype="float32") as rollout,
+        rolling(machine, scheduler, dtype="float32") as rollout,
     ):
         for name, way in {"memory": ViaMemory(), "collective": ViaCollective(), "disk": ViaDisk(folder)}.items():
             if name == "collective" and machine.num_devices == 1:

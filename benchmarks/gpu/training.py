@@ -19,7 +19,13 @@ NUM_STEPS = 5
 
 
 class Probe:
-    """Says which device a worker has, and uses it."""
+    """Says which device a worker has, and uses it; also as a second engine in a train worker."""
+
+    def peak(self) -> int:
+        """The most that was allocated there so far, in bytes."""
+        from helmsman.api.platforms import current_platform
+
+        return current_platform.memory_stats().peak_allocated_bytes
 
     def device(self) -> dict[str, Any]:
         """Its kind, the ids it may see, its identity, and whether a product computed there is right."""
@@ -92,7 +98,8 @@ def losses_of(machine: Machine, ranks: int, *, on_host: bool = False, **config: 
         ]
 
 
-def _largest_difference(left: list[float], right: list[float]) -> float:
+def largest_difference(left: list[float], right: list[float]) -> float:
+    """Relative, of losses that should be the same."""
     return max(abs(one - other) / abs(other) for one, other in zip(left, right, strict=True))
 
 
@@ -100,8 +107,8 @@ def _largest_difference(left: list[float], right: list[float]) -> float:
 def same_losses(machine: Machine) -> dict[str, str]:
     """Losses on the devices, in float32 and in bfloat16, against one rank on the host in float32."""
     floor = losses_of(machine, 1, on_host=True, compute_dtype="float32")
-    exact = _largest_difference(losses_of(machine, machine.num_devices, compute_dtype="float32"), floor)
-    half = _largest_difference(losses_of(machine, machine.num_devices, compute_dtype="bfloat16"), floor)
+    exact = largest_difference(losses_of(machine, machine.num_devices, compute_dtype="float32"), floor)
+    half = largest_difference(losses_of(machine, machine.num_devices, compute_dtype="bfloat16"), floor)
     assert exact < 1e-3, (exact, floor)
     assert half < 3e-2, (half, floor)
     return {
@@ -109,16 +116,6 @@ def same_losses(machine: Machine) -> dict[str, str]:
         "largest relative difference in float32": f"{exact:.1e}",
         "in bfloat16": f"{half:.1e}",
     }
-
-
-class MemoryProbe:
-    """A second engine in a train worker, for the figures of its device."""
-
-    def peak(self) -> int:
-        """Bytes."""
-        from helmsman.api.platforms import current_platform
-
-        return current_platform.memory_stats().peak_allocated_bytes
 
 
 @check("training.speed_and_memory")
@@ -133,12 +130,12 @@ def speed(machine: Machine) -> dict[str, str]:
             machine.scheduler() as scheduler,
             training(machine, scheduler, machine.num_devices, compute_dtype="bfloat16", **config) as trainer,
         ):
-            asyncio.run(scheduler.create_engine("train/0", MemoryProbe, "memory"))
+            asyncio.run(scheduler.create_engine("train/0", Probe, "probe"))
             trainer.train_batch(batch, "sft")
             started = time.monotonic()
             for _ in range(3):
                 trainer.train_batch(batch, "sft")
             rate = 3 * tokens / (time.monotonic() - started)
-            peak = scheduler.call_engine("train/0", "peak", "memory")
+            peak = scheduler.call_engine("train/0", "peak", "probe")
         figures[name] = f"{rate:,.0f} tokens/s, peak {peak / 2**30:.1f} GiB"
     return figures

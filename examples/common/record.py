@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from examples.common.settings import Settings
 
+T = TypeVar("T")
 Phase = Literal["eval", "sft", "grpo"]
 
 
@@ -105,26 +106,17 @@ class MetricsLog:
         self._path = path
 
     def append(self, record: Record) -> None:
-        """Add a step's record by one write, so that a reader never sees half of it."""
-        line = msgspec.json.encode(record) + b"\n"
-        with open(self._path, "ab", buffering=0) as file:
-            file.write(line)
+        """Add a step's record."""
+        append_line(self._path, record)
 
     def read(self) -> list[Record]:
         """All records. A last line that a crash cut short is left out. Raises ValueError when it is no such file."""
-        if not self._path.exists():
-            return []
-        data = self._path.read_bytes()
-        complete = data[: data.rfind(b"\n") + 1]
-        try:
-            return [msgspec.json.decode(line, type=Record) for line in complete.splitlines()]
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{self._path} is not the record of a run: {error}") from error
+        return read_lines(self._path, Record)
 
     def rewind(self, step: int) -> list[Record]:
         """Drop the records after ``step``, which a resumed run does again; returns those that stay."""
         kept = [record for record in self.read() if record.step <= step]
-        write_atomically(self._path, b"".join(msgspec.json.encode(record) + b"\n" for record in kept))
+        write_lines(self._path, kept)
         return kept
 
 
@@ -166,6 +158,27 @@ def only_run_in(out: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise BlockingIOError(f"another run writes to {out}; end it first, or give another --out") from error
         yield
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add a line of JSON by one write, so that a reader never sees half of it."""
+    line = msgspec.json.encode(value) + b"\n"
+    with open(path, "ab", buffering=0) as file:
+        file.write(line)
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """All lines but one that a crash cut short; none where there is no file. Raises ValueError when they are something else."""
+    data = path.read_bytes() if path.exists() else b""
+    try:
+        return [msgspec.json.decode(line, type=kind) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not the record of a run: {error}") from error
+
+
+def write_lines(path: Path, values: Iterable[Any]) -> None:
+    """Replace all lines, all or nothing."""
+    write_atomically(path, b"".join(msgspec.json.encode(value) + b"\n" for value in values))
 
 
 def write_json(path: Path, value: Any) -> None:

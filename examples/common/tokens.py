@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from examples.common.tasks import TaskSet
+from helmsman.api.extras import needed_by
 
 _SPECIAL = ("<pad>", "<eos>", "<sep>", "<unk>")
 _PIECES = re.compile(r" ?[^\W\d_]{2,}|[^\w\s] |.", re.DOTALL)
@@ -128,14 +129,15 @@ class FolderTokenizer:
     """The tokenizer of a local Hugging Face folder; its chat template, if it has one, is put around prompts."""
 
     def __init__(self, folder: str) -> None:
-        from transformers import AutoTokenizer
+        with needed_by("the tokenizer of a model folder", "transformers"):
+            from transformers import AutoTokenizer
 
         if not os.path.isdir(folder):
             raise ValueError(f"there is no model folder {folder!r}; give a local one in the Hugging Face layout")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as exc:  # transformers raises what its readers happen to raise, without naming the folder
-            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            reason = " ".join(str(exc).split())[:300] or type(exc).__name__
             raise ValueError(f"{folder!r} has no tokenizer in the Hugging Face layout that can be read: {reason}") from exc
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer in {folder!r} has no end token (eos_token), which answers need")

@@ -13,6 +13,7 @@ from examples.hf.rewards import Scored
 from examples.hf.settings import Algorithm, Settings
 from helmsman import GenerationResult
 from helmsman.api.advantages import group_advantages, sequence_weights
+from helmsman.api.reward_shaping import soft_overlong_punishment
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -43,14 +44,12 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def overlong_cost(num_tokens: int, algorithm: Algorithm, max_new_tokens: int) -> float:
-    """What an answer near its greatest length loses of its reward: nothing before the buffer begins, then linearly more.
-
-    Source: DAPO, arXiv:2503.14476, eq. 13.
-    """
+    """What an answer near its greatest length loses of its reward: nothing before the buffer begins, then linearly more."""
     if not algorithm.overlong_buffer:
         return 0.0
-    into = num_tokens - (max_new_tokens - algorithm.overlong_buffer)
-    return algorithm.overlong_penalty * min(1.0, max(0.0, into / algorithm.overlong_buffer))
+    return -algorithm.overlong_penalty * soft_overlong_punishment(
+        num_tokens, max_tokens=max_new_tokens, cache_tokens=algorithm.overlong_buffer
+    )
 
 
 def make_samples(groups: Sequence[Group], settings: Settings) -> list[dict[str, Any]]:

@@ -6,8 +6,10 @@ import ast
 import difflib
 import inspect
 import json
+import re
 import textwrap
 import tomllib
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from examples.hf.resolving import resolve
+from examples.hf.resolving import resolve, told
 from examples.hf.settings import Settings
 from helmsman.api.errors import BackendNotInstalledError
 
 EXTENDS = "extends"
 """Key of a file's base: another file, beside it."""
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+$")
 
 
 def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Settings:
@@ -35,9 +38,7 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Setting
     try:
         return resolve(msgspec.convert(entries, Settings, strict=False))
     except msgspec.ValidationError as error:
-        reason, _, at = str(error).partition(" - at `$.")
-        where = at.rstrip("`")
-        raise ValueError(f"{path}: {f'{where}: ' if where else ''}{reason}") from error
+        raise ValueError(f"{path}: {told(error)}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -90,7 +91,10 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)
@@ -102,8 +106,11 @@ def _parse(path: Path) -> Any:
         raise BackendNotInstalledError(
             backend="a YAML file", package="yaml", command="pip install pyyaml   (or write the file in TOML)"
         ) from error
+    # PyYAML takes 1e-6, which has no dot, for a text.
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
@@ -141,38 +148,34 @@ def _unknown(key: str, name: str, known: Sequence[str]) -> str:
 
 def _set(entries: dict[str, Any], key: str, text: str) -> None:
     """Put a value from the command line where its key says."""
-    kind: Any = Settings
+    hint: Any = Settings
     at, parts = entries, key.split(".")
     for depth, part in enumerate(parts):
-        is_last = depth == len(parts) - 1
-        if kind is not None:
-            if part not in kind.__struct_fields__:
-                raise ValueError(f"--{key}: {_unknown(key, part, kind.__struct_fields__)}")
-            hint = typing.get_type_hints(kind)[part]
-            section = _section(hint)
-            if not is_last and section is not hint and typing.get_origin(hint) is not dict:
-                raise ValueError(f"--{key}: {'.'.join(parts[: depth + 1])} has no keys below it; give it as a whole, in JSON")
-        else:
-            hint, section = Any, None
-        if is_last:
-            at[part] = _value(text, hint)
-            return
-        at[part] = dict(at.get(part) or {})
-        at, kind = at[part], section
-    raise AssertionError("a key has one part at least")
+        if depth:
+            below = at.get(parts[depth - 1])
+            at[parts[depth - 1]] = at = dict(below) if isinstance(below, Mapping) else {}
+        section = _section(hint)
+        if section is not None and hint is section:
+            if part not in section.__struct_fields__:
+                raise ValueError(f"--{key}: {_unknown(key, part, section.__struct_fields__)}")
+            hint = typing.get_type_hints(section)[part]
+        elif typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        elif hint is not Any:
+            raise ValueError(f"--{key}: {'.'.join(parts[:depth])} has no keys below it; give it as a whole, in JSON")
+    at[parts[-1]] = _value(text, hint)
 
 
 def _value(text: str, hint: Any) -> Any:
     """What a text of the command line means for a field of this type."""
     if text == "null":
         return None
+    if str in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)):
+        return text  # also where it looks like a number
     try:
-        parsed = msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
-    if isinstance(parsed, str | int | float) and hint is not Any:  # a name may look like a number
-        return text if str in (hint, *typing.get_args(hint)) else parsed
-    return parsed
 
 
 def _section(hint: Any) -> type[msgspec.Struct] | None:

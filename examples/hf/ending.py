@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,7 +37,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The mean of the steps' means."""
 
 
-def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, float]], *, seconds: float) -> None:
+def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
     """Write summary and curve.
 
     Args:
@@ -53,11 +54,11 @@ def finish(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, flo
             print(f"curve:   {out / 'curve.png'}")
 
 
-def summarize(settings: Settings, rows: Sequence[Mapping[str, float]], seconds: float) -> RunSummary:
+def summarize(settings: Settings, rows: Sequence[Mapping[str, Any]], seconds: float) -> RunSummary:
     """The summary of a run from its metrics."""
 
     def all_of(name: str) -> list[float]:
-        return [row[name] for row in rows if name in row]
+        return [value for row in rows if (value := row.get(name)) is not None]
 
     rewards, accuracies, speeds = (all_of(name) for name in ("reward/mean", "eval/greedy_accuracy", "tokens_per_second"))
     largest, means = all_of("logprob_diff/max"), all_of("logprob_diff/mean")
@@ -74,7 +75,7 @@ def summarize(settings: Settings, rows: Sequence[Mapping[str, float]], seconds: 
     )
 
 
-def draw(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, float]], summary: RunSummary) -> bool:
+def draw(settings: Settings, dataset: Dataset, rows: Sequence[Mapping[str, Any]], summary: RunSummary) -> bool:
     """Draw greedy accuracy and reward over the steps; False where the start has no accuracy, or a reward does not fit in."""
     records = [
         Record(

@@ -40,11 +40,13 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Answers to each prompt that pass@k is estimated from."""
     temperature: float
     seconds: float
+    failed: int
+    """Rewards that raised, took too long or lost their process; their answers count as wrong."""
     by_source: dict[str, SourceResult]
 
     def metrics(self) -> dict[str, float]:
         """``eval/greedy_accuracy``, ``eval/pass@1``, ...; where there are several sources, also ``eval/<source>/...``."""
-        found: dict[str, float] = {}
+        found = {"eval/reward/failed": float(self.failed)}
         for source, result in self.by_source.items():
             prefix = "eval" if source == ALL else f"eval/{source}"
             if result.greedy_accuracy is not None:

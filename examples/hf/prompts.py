@@ -35,6 +35,8 @@ class Dataset(msgspec.Struct, frozen=True):
     held_out: list[Row]
     num_too_long: int
     """Rows that were left out because of their length."""
+    num_in_both: int = 0
+    """Rows to evaluate on, from a file of their own, that are trained on as well."""
 
 
 class ChatTokenizer(FolderTokenizer):
@@ -90,9 +92,8 @@ def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int) -> Dataset:
     rows, num_too_long = _read(data.train, data, tokenizer)
     if data.held_out is not None:
         held_out, num_more = _read(data.held_out, data, tokenizer)
-        if not held_out:
-            raise ValueError(f"{data.held_out} has no prompt that can be used")
-        return Dataset(rows, held_out, num_too_long + num_more)
+        trained_on = {row.prompt for row in rows}
+        return Dataset(rows, held_out, num_too_long + num_more, sum(row.prompt in trained_on for row in held_out))
     order = list(range(len(rows)))
     random.Random(f"{seed}/held out").shuffle(order)
     held_out = [rows[index] for index in sorted(order[: data.num_held_out])]
@@ -136,7 +137,8 @@ def _read(path: str, data: Data, tokenizer: ChatTokenizer) -> tuple[list[Row], i
                 )
             num_too_long += 1
             continue
-        rows.append(Row(ids, text, entry.get(data.answer_key), str(entry.get(data.source_key, Path(path).stem)), entry))
+        source = entry.get(data.source_key)
+        rows.append(Row(ids, text, entry.get(data.answer_key), Path(path).stem if source is None else str(source), entry))
     if not rows:
         raise ValueError(f"{path} has no prompt that can be used; {num_too_long} are above data.max_prompt_tokens")
     return rows, num_too_long

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from examples.hf.roles import ENGINES
 from examples.hf.settings import Settings, name_of
+from helmsman.engines.train_config import TrainConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"normalize_std": True, "aggregation": "sequence", "clip_low": 0.2, "clip_high": 0.2},
@@ -37,7 +40,14 @@ _LEAST: dict[str, float] = {
     **dict.fromkeys(
         (
             *("seed", "cluster.devices_per_node", "cluster.train_mem", "cluster.rollout_mem", "train.lr", "train.lr_end"),
-            *("rollout.temperature", "rollout.staleness", "data.num_held_out", "algorithm.clip_low", "algorithm.clip_high"),
+            *(
+                "rollout.temperature",
+                "rollout.top_k",
+                "rollout.staleness",
+                "data.num_held_out",
+                "algorithm.clip_low",
+                "algorithm.clip_high",
+            ),
             *("algorithm.overlong_buffer", "algorithm.overlong_penalty", "algorithm.kl_coef", "check.tolerance"),
             *("evaluation.every", "evaluation.samples", "evaluation.temperature", "checkpoints.max_recoveries"),
         ),
@@ -61,10 +71,25 @@ def resolve(settings: Settings) -> Settings:
     preset = {**_OFF, **PRESETS[settings.algorithm.preset]}
     missing = {name: preset[name] for name, value in given.items() if value is None}
     filled = msgspec.structs.replace(settings.algorithm, **missing)
-    settings = msgspec.structs.replace(settings, algorithm=filled)
-    for check in (_check_cluster, _check_rewards, _check_rest):
+    # Workers are given the path, and their current folder may be another.
+    settings = msgspec.structs.replace(settings, algorithm=filled, model=str(Path(settings.model).absolute()))
+    for check in (_check_train, _check_cluster, _check_rewards, _check_rest):
         check(settings)
     return settings
+
+
+def told(error: msgspec.ValidationError, section: str = "") -> str:
+    """What does not fit, after the key of it."""
+    reason, _, at = str(error).partition(" - at `$.")
+    key = ".".join(filter(None, (section, at.rstrip("`"))))
+    return f"{key}: {reason}" if key else reason
+
+
+def _check_train(settings: Settings) -> None:
+    try:
+        msgspec.convert({"model": settings.model, **settings.train.engine}, TrainConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(told(error, "train.engine")) from error
 
 
 def _check_cluster(settings: Settings) -> None:
@@ -76,6 +101,12 @@ def _check_cluster(settings: Settings) -> None:
             f"cluster.train_workers, {cluster.train_workers}"
         )
     if cluster.placement == "colocated":
+        num_devices = cluster.rollout_instances * cluster.rollout_devices
+        if cluster.takes_turns and num_devices != cluster.train_workers:
+            raise ValueError(
+                f"cluster.rollout_instances x rollout_devices is {num_devices}; with placement 'colocated' they have the "
+                f"trainers' devices, which are cluster.train_workers, {cluster.train_workers}"
+            )
         if rollout.staleness:
             raise ValueError(
                 f"rollout.staleness is {rollout.staleness:g} with cluster.placement 'colocated', where nothing is generated "
@@ -85,8 +116,11 @@ def _check_cluster(settings: Settings) -> None:
             raise ValueError("sync.way 'collective' takes one member for each device; with placement 'colocated' use 'memory'")
         if settings.sync.in_flight == "recall":
             raise ValueError("sync.in_flight 'recall' has nothing to take back with placement 'colocated'; use 'continue'")
-    if cluster.scheduler == "inline" and cluster.train_workers > 1:
-        raise ValueError("cluster.scheduler 'inline' has one process and so one rank; expected cluster.train_workers 1")
+    if cluster.scheduler == "inline" and (cluster.train_workers > 1 or settings.algorithm.kl_coef):
+        raise ValueError(
+            "cluster.scheduler 'inline' has one process and so one rank; expected cluster.train_workers 1, and "
+            "algorithm.kl_coef 0, as the reference is another"
+        )
     if cluster.scheduler != "ray" and cluster.num_nodes > 1:
         raise ValueError(f"cluster.num_nodes is {cluster.num_nodes}, which takes cluster.scheduler 'ray'")
 
@@ -107,6 +141,12 @@ def _check_rewards(settings: Settings) -> None:
 
 def _check_rest(settings: Settings) -> None:
     evaluation, data, algorithm = settings.evaluation, settings.data, settings.algorithm
+    for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):
+        if not 0 < found.top_p <= 1:
+            raise ValueError(f"{section}.top_p is {found.top_p:g}; expected more than 0 and at most 1")
+    engine = settings.rollout.engine
+    if engine not in ENGINES and "." not in engine:
+        raise ValueError(f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path")
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, {evaluation.samples}")
     if data.held_out is not None and data.num_held_out:

@@ -18,6 +18,8 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import math
+import numbers
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +35,10 @@ from helmsman import Job, RewardPool, Scheduler, SchedulingSpec
 from helmsman.api.errors import BackendNotInstalledError, RewardLostError, RewardTimeoutError
 from helmsman.api.extras import install_command
 
+GIVEN = ("completion", "answer", "prompt", "source", "row", "num_tokens", "is_truncated")
 _ALIASES = {"solution_str": "completion", "ground_truth": "answer", "data_source": "source", "extra_info": "row"}
+_MAX_RESTARTS = 10_000
+"""Of a pool's processes within an hour. Each answer that takes too long costs one, and a run with many goes on."""
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -72,7 +77,10 @@ class NumberMatch:
         found, expected = _last_number(completion), _last_number(str(answer))
         if found is None or expected is None:
             return 0.0
-        return float(abs(found - expected) <= self._tolerance * abs(expected))
+        try:
+            return float(abs(found - expected) <= self._tolerance * abs(expected))
+        except ArithmeticError:  # of 1e9999999, which a model may well write
+            return 0.0
 
 
 class FormatMatch:
@@ -198,6 +206,16 @@ class Caller:
         chosen = given if self._names is None else {name: everything[name] for name in self._names if name in everything}
         return {**chosen, **({} if self._use in _BY_NAME else self._args)}
 
+    def require_parameters(self) -> None:
+        """Raise ValueError for a function that what rewards are given does not suffice for."""
+        try:
+            inspect.signature(self.find()).bind(**self.arguments(dict.fromkeys(GIVEN)))
+        except TypeError as error:
+            raise ValueError(
+                f"the reward {self._use!r} cannot be called: {error}. It is given what it has parameters for, of "
+                f"{', '.join(GIVEN)}, and its args, {self._args}"
+            ) from error
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._use, self._args)
 
@@ -228,7 +246,9 @@ def make_caller(reward: Reward) -> Caller:
     function = Caller(use, reward.args).find()
     by_call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object whose __call__ is async
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(by_call)
-    return (AsyncCaller if is_async else Caller)(use, reward.args)
+    caller = (AsyncCaller if is_async else Caller)(use, reward.args)
+    caller.require_parameters()
+    return caller
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------------
@@ -253,27 +273,21 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 caller = make_caller(reward)
                 if reward.on_cluster:
                     job = Job(role=f"reward-{name_of(reward)}", replicas=reward.processes, tasks=[SchedulingSpec(cpu=1)])
-                    pool = starting.enter_context(RewardPool(scheduler, caller, job, reward.timeout_s))
-                    pool.initialize()
+                    pool = RewardPool(scheduler, caller, job, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+                    starting.enter_context(pool).initialize()
                 else:
-                    pool = starting.enter_context(RewardPool.on_this_machine(caller, reward.processes, reward.timeout_s))
+                    pool = RewardPool.on_this_machine(caller, reward.processes, reward.timeout_s, max_restarts=_MAX_RESTARTS)
+                    starting.enter_context(pool)
                 self._pools.append(pool)
             self._held = starting.pop_all()
 
     async def score(self, row: Row, completion: str, *, num_tokens: int, is_truncated: bool) -> Scored:
         """What an answer is worth.
 
-        Raises: EngineCallError, what a reward raised, with its traceback; TypeError for what is no number.
+        Raises: EngineCallError, what a reward raised, with its traceback; ValueError for what is no finite number.
         """
-        given = {
-            "completion": completion,
-            "answer": row.answer,
-            "prompt": row.prompt,
-            "source": row.source,
-            "row": row.entry,
-            "num_tokens": num_tokens,
-            "is_truncated": is_truncated,
-        }
+        values_given = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
+        given = dict(zip(GIVEN, values_given, strict=True))
         found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
         values: dict[str, float] = {}
         for reward, value in zip(self._rewards, found, strict=True):
@@ -295,6 +309,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 def _as_number(name: str, value: Any) -> float:
     if isinstance(value, Mapping) and "score" in value:  # what functions that return more call it
         value = value["score"]
-    if isinstance(value, bool | int | float):
+    if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
-    raise TypeError(f"the reward {name!r} returned {value!r}; expected a number, or a mapping with 'score'")
+    raise ValueError(f"the reward {name!r} returned {value!r}; expected a finite number, or a mapping with 'score'")

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from examples.common.engines import ENGINE_MODULES
 from examples.hf.settings import Cluster, Settings
 from helmsman import (
     Job,
@@ -75,24 +76,27 @@ def make_jobs(settings: Settings) -> list[Job]:
     return jobs
 
 
-def start_scheduler(cluster: Cluster, seed: int, log_dir: Path) -> Scheduler:
+def start_scheduler(cluster: Cluster, seed: int, log_dir: Path | None) -> Scheduler:
     """The scheduler of the settings, with its nodes there."""
     timeouts = Timeouts(
         start_s=cluster.start_timeout_s, create_engine_s=cluster.engine_timeout_s, call_s=cluster.call_timeout_s
     )
     options: dict[str, Any] = {"seed": seed, "log_dir": log_dir, "timeouts": timeouts}
+    if cluster.scheduler != "inline":
+        options["preload"] = ENGINE_MODULES
     if cluster.scheduler == "ray":
         options |= {"address": cluster.address, "num_nodes": cluster.num_nodes}
     return make_scheduler(cluster.scheduler, **options)
 
 
 def make_trainer(settings: Settings, scheduler: Scheduler, job: Job) -> TrainController:
-    """The controller of the trainer, or of the frozen reference, which is such an engine that takes no step."""
+    """The controller of the trainer, or of the reference, which is such an engine that takes no step."""
+    arguments = {"model": settings.model, "seed": settings.seed, "lr": settings.train.lr, **settings.train.engine}
     return TrainController(
         scheduler,
         TRAINER,
         job,
-        engine_kwargs={"model": settings.model, "seed": settings.seed, "lr": settings.train.lr, **settings.train.engine},
+        engine_kwargs={**arguments, "frozen": True} if job.role == "reference" else arguments,
         model_parallel_size=settings.train.model_parallel_size,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from examples.common.record import write_json
+from examples.common.record import append_line, write_json
 from examples.hf.batches import (
     Answer,
     Group,
@@ -30,7 +30,7 @@ from examples.hf.rewards import Scored, Scorer
 from examples.hf.roles import learning_rate, make_sync
 from examples.hf.settings import Settings, name_of
 from examples.hf.trackers import Trackers
-from examples.hf.weight_check import WeightCheck
+from examples.hf.weight_check import Differences, WeightCheck
 from helmsman import (
     BoundedStaleness,
     Checkpoints,
@@ -40,10 +40,11 @@ from helmsman import (
     RolloutController,
     SamplingParams,
     TrainController,
+    Turns,
     WorkflowExecutor,
 )
+from helmsman.api.errors import EngineCallError
 from helmsman.controller.generation.sampling import Episode
-from helmsman.controller.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ class Run:
         )
         self.right = settings.evaluation.reward or name_of(settings.rewards[0])
         self.sync = make_sync(settings, trainer, rollout)
-        self.turns = Turns(trainer, rollout, self.sync) if settings.cluster.takes_turns else None
+        # What over-sampled episodes still ask for when a batch is complete waits for the next turn.
+        self.turns = Turns(trainer, rollout, self.sync, hold_requests=True) if settings.cluster.takes_turns else None
         """Where trainer and rollout have the same devices. The trainer has them between steps, for checkpoints."""
         rows = [*dataset.held_out, *dataset.train][: settings.check.prompts]
         self.check = WeightCheck([row.prompt_ids for row in rows], settings.check) if settings.check.weights else None
@@ -149,6 +151,7 @@ class Run:
         self.close()
         self.trackers.rewind(step - 1)
         self.draws.restore(self._saved_draws())
+        self.num_filtered = 0
         if self.turns is None:
             self.sync.push()
 
@@ -248,9 +251,8 @@ class Run:
                 )
         return {**(train_metrics(every) if every else {}), "optimizer_steps": float(len(every))}
 
-    def _compare(self, found: Any, step: int) -> dict[str, float]:
-        with open(self.out / "checks.jsonl", "ab", buffering=0) as file:
-            file.write(msgspec.json.encode({"step": step, **msgspec.to_builtins(found)}) + b"\n")
+    def _compare(self, found: Differences, step: int) -> dict[str, float]:
+        append_line(self.out / "checks.jsonl", {"step": step, **msgspec.structs.asdict(found)})
         return {"check/max_diff": found.max_diff, "check/mean_diff": found.mean_diff}
 
     # --- answers ------------------------------------------------------------------------------------------------------
@@ -266,6 +268,12 @@ class Run:
             self.source = iter(self.draws)
         self.executor.set_version(step - 1)
         groups = [episode.value for episode in self.executor.prepare_batch(self.source, settings.prompts_per_step)]
+        if self.num_filtered > self._most_filtered:
+            raise NothingToLearnError(
+                f"dynamic sampling has thrown away {self.num_filtered} prompts in a row, since all answers to each had the "
+                "same reward. Give other prompts, raise samples_per_prompt or algorithm.max_filtered_batches "
+                f"({settings.algorithm.max_filtered_batches}), or set algorithm.dynamic_sampling to false."
+            )
         for group in groups:
             self.draws.use(group.draw.number)
         return groups
@@ -291,19 +299,16 @@ class Run:
     def _keep(self, episode: Episode) -> bool:
         """Whether a group is of use; asked in the thread of the episodes."""
         group: Group = episode.value
-        if not (self.settings.algorithm.dynamic_sampling and group.is_uniform):
+        is_of_use = not (self.settings.algorithm.dynamic_sampling and group.is_uniform)
+        if is_of_use or self.num_filtered > self._most_filtered:  # too many: the batch shall end, and with it the run
             return True
         self.draws.use(group.draw.number)
         self.num_filtered += 1
-        limit = self.settings.algorithm.max_filtered_batches * self.settings.prompts_per_step
-        if self.num_filtered > limit:
-            raise NothingToLearnError(
-                f"dynamic sampling has thrown away {self.num_filtered} prompts in a row, since all answers to each had the "
-                f"same reward, the last {group.answers[0].reward:g}. Give other prompts, raise samples_per_prompt or "
-                f"algorithm.max_filtered_batches ({self.settings.algorithm.max_filtered_batches}), or set "
-                "algorithm.dynamic_sampling to false."
-            )
         return False
+
+    @property
+    def _most_filtered(self) -> int:
+        return self.settings.algorithm.max_filtered_batches * self.settings.prompts_per_step
 
     def close(self) -> None:
         """End what is generated ahead."""
@@ -326,8 +331,19 @@ class Run:
             self.sampling, max_new_tokens=settings.max_new_tokens or self.settings.rollout.max_new_tokens
         )
 
+        failed = 0
+
         async def judge(row: Row, sampling: SamplingParams) -> bool:
-            scored = await self.score(row, await self.rollout.agenerate(row.prompt_ids, sampling))
+            nonlocal failed
+            result = await self.rollout.agenerate(row.prompt_ids, sampling)
+            try:
+                scored = await self.score(row, result)
+            except (EngineCallError, ValueError) as error:  # as in training, it is this answer's failure
+                if not failed:
+                    log.warning("the reward of an evaluated answer failed, which is not right therefore: %s", error)
+                failed += 1
+                return False
+            failed += scored.failed
             return scored.values[self.right] >= settings.right_from
 
         self._to_rollout()
@@ -339,6 +355,7 @@ class Run:
             samples=settings.samples,
             temperature=settings.temperature,
             seconds=self.clock.seconds["evaluate"],
+            failed=failed,
             by_source=by_source,
         )
         folder = self.out / "evaluations"

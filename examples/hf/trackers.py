@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from examples.common.record import write_atomically, write_json
+from examples.common.record import append_line, read_lines, write_json, write_lines
 from examples.hf.settings import Settings
 from helmsman.api.errors import BackendNotInstalledError
 from helmsman.api.extras import install_command
@@ -39,19 +39,16 @@ class MetricsFile:
         self._path = path
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """See Tracker. By one write, so that a reader never sees half a line."""
-        with open(self._path, "ab", buffering=0) as file:
-            file.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+        """See Tracker."""
+        append_line(self._path, {"step": step, **metrics})
 
-    def read(self) -> list[dict[str, float]]:
-        """All lines but one that a crash cut short."""
-        data = self._path.read_bytes() if self._path.exists() else b""
-        return [msgspec.json.decode(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    def read(self) -> list[dict[str, Any]]:
+        """What the steps so far had; None for what was no finite number. Raises ValueError when the file is something else."""
+        return read_lines(self._path, dict[str, Any])
 
     def rewind(self, step: int) -> None:
         """See Tracker."""
-        kept = [each for each in self.read() if each["step"] <= step]
-        write_atomically(self._path, b"".join(msgspec.json.encode(each) + b"\n" for each in kept))
+        write_lines(self._path, [each for each in self.read() if each["step"] <= step])
 
     def close(self) -> None:
         """See Tracker."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -96,7 +97,9 @@ def test_many_workers_among_squatters(scheduler: Scheduler, role: str, squatted:
         scheduler.create_workers(Job(role=f"{role}-more", tasks=[SchedulingSpec(port_count=30)]))
     message = str(caught.value)
     assert f"leased {NUM_WORKERS * NUM_PORTS}" in message
-    assert f"other programs have bound {NUM_SQUATTERS}" in message
+    found = re.search(r"other programs have bound (\d+)", message)
+    assert found is not None, message
+    assert int(found[1]) >= NUM_SQUATTERS, message  # and whatever else there is on this machine
     assert f"{FIRST}-{LAST}" in message
     assert RANGE_VARIABLE in message
 

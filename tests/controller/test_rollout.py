@@ -19,6 +19,7 @@ from helmsman.controller.rollout import RolloutController
 from helmsman.controller.train import TrainController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
+from tests.engines.preload import PRELOAD
 
 LIMIT_S = 30.0
 
@@ -416,7 +417,10 @@ def test_prompts_come_back_on_a_scheduler(name: str) -> None:
 
 
 def test_a_killed_process_fails_its_requests_and_the_other_serves_on() -> None:
-    with make_scheduler("local") as scheduler, started(scheduler, 2, "tests.controller.engines.CountingRollout") as first:
+    with (
+        make_scheduler("local", preload=PRELOAD) as scheduler,
+        started(scheduler, 2, "tests.controller.engines.CountingRollout") as first,
+    ):
         assert [r.stop_reason for r in first.generate([[1]] * 4)] == ["length"] * 4
         first.close()
         options = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 2}
@@ -436,7 +440,7 @@ def test_a_killed_process_fails_its_requests_and_the_other_serves_on() -> None:
 
 
 def test_rollouts_can_share_the_workers_of_another_role() -> None:
-    with make_scheduler("local") as scheduler:
+    with make_scheduler("local", preload=PRELOAD) as scheduler:
         actor = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2))
         strategy = SchedulingStrategy(type="colocation", target="actor")
         job = Job(role="rollout", replicas=2, scheduling_strategy=strategy)

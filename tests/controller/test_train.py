@@ -34,6 +34,7 @@ from helmsman.controller.rollout import RolloutController
 from helmsman.controller.train import TrainController, rank_environment
 from tests.controller.engines import CountingRollout, RecordingTrainer
 from tests.controller.fakes import FakeScheduler
+from tests.engines.preload import PRELOAD
 
 # --- cutting a batch ----------------------------------------------------------------------------------------------------
 
@@ -525,7 +526,7 @@ def test_a_job_from_start_to_end_on_a_scheduler(name: str, replicas: int) -> Non
 def test_the_rank_that_failed_is_named_and_not_the_peer_that_lost_its_connection(
     fault: str, cause: type[HelmsmanError], message: str
 ) -> None:
-    with make_scheduler("local") as scheduler:
+    with make_scheduler("local", preload=PRELOAD) as scheduler:
         actor = TrainController(scheduler, "tests.controller.engines.CollectiveTrainer", Job(role="actor", replicas=2))
         with actor:
             actor.initialize()

@@ -13,6 +13,7 @@ from helmsman.api.scheduler import Job
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.train import TrainController
 from tests.engines.models import QWEN2, random_tokens
+from tests.engines.preload import PRELOAD
 
 MODEL = {**QWEN2, "vocab_size": 52}
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3, 15)]
@@ -32,7 +33,7 @@ def controller(scheduler: Any, role: str, replicas: int, model_parallel_size: in
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_batches_reach_every_rank_of_a_model_parallel_group(tmp_path: Path) -> None:
-    with make_scheduler("local") as scheduler:
+    with make_scheduler("local", preload=PRELOAD) as scheduler:
         with controller(scheduler, "alone", 1) as alone:
             alone.initialize()
             expected = [alone.train_batch(SAMPLES, "sft") for _ in range(3)]

@@ -30,6 +30,7 @@ from helmsman.controller.weight_sync import ViaCollective, ViaMemory, Way, Weigh
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import plan_fault
 from tests.engines.models import QWEN2, random_tokens
+from tests.engines.preload import PRELOAD
 
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=120.0, call_s=120.0, health_s=10.0, shutdown_s=8.0)
 ENGINE = "tests.controller.recovery_engines.FaultyTrainEngine"
@@ -45,7 +46,7 @@ def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSchedul
         patch.setenv("HELMSMAN_PLATFORM", "cpu")
         patch.setenv("OMP_NUM_THREADS", "1")
         log_dir = tmp_path_factory.mktemp("logs")
-        with LocalScheduler(timeouts=TIMEOUTS, log_dir=log_dir, preload=("torch", "helmsman.engines.train")) as made:
+        with LocalScheduler(timeouts=TIMEOUTS, log_dir=log_dir, preload=PRELOAD) as made:
             yield made
 
 

@@ -34,6 +34,7 @@ from helmsman.controller.generation.health import Health
 from helmsman.controller.turns import Owner, Turns
 from tests.contract.helpers import wait_until
 from tests.engines.models import QWEN2, random_tokens
+from tests.engines.preload import PRELOAD
 
 ENGINES = "tests.controller.turn_engines"
 SAMPLES = [{"input_ids": random_tokens(12, seed=5)} for _ in range(4)]
@@ -100,7 +101,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local") as scheduler:
+    with make_scheduler("local", preload=PRELOAD) as scheduler:
         yield scheduler
 
 

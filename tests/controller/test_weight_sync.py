@@ -29,11 +29,12 @@ from helmsman.controller.generation.health import Health
 from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, way_of
+from tests.engines.preload import PRELOAD
 
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local") as scheduler:
+    with make_scheduler("local", preload=PRELOAD) as scheduler:
         yield scheduler
 
 

@@ -22,6 +22,7 @@ from helmsman.controller.generation.health import Health
 from helmsman.controller.weight_sync import SyncReport, ViaCollective, ViaDisk, WeightSync
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SUPERVISED, World, way_of
+from tests.engines.preload import PRELOAD
 
 WAYS = ["memory", "disk", "collective"]
 LONG = 2000
@@ -30,7 +31,7 @@ LONG = 2000
 
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local") as scheduler:
+    with make_scheduler("local", preload=PRELOAD) as scheduler:
         yield scheduler
 
 
@@ -165,13 +166,15 @@ def test_a_sync_that_is_given_up_leaves_no_memory_behind(world: World) -> None:
 
 
 async def _cancelled_push(world: World, sync: WeightSync) -> None:
-    last = world.ids[1]
+    """Interrupt a push when the first instance has the weights and the last is in the middle of them."""
+    first, last = world.ids
     pid = world.pid(last)
-    world.step()
+    version = world.step()
     world.scheduler.call_engine(last, "fail_in_next_update", None, STOP)
     pushing = asyncio.ensure_future(sync.apush())
     try:
         await asyncio.to_thread(until, lambda: is_stopped(pid))
+        await asyncio.to_thread(until, lambda: world.scheduler.call_engine(first, "get_version") == version)
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pushing

@@ -18,6 +18,7 @@ from helmsman.controller.weight_sync import SyncReport, ViaCollective, ViaDisk, 
 from tests.controller.sync_engines import KILL
 from tests.controller.sync_world import PROMPT, World
 from tests.engines.models import LLAMA, VOCAB
+from tests.engines.preload import PRELOAD
 
 SAMPLING = SamplingParams(max_new_tokens=110, temperature=0.0)
 NUM_PUSHES = 20
@@ -27,7 +28,7 @@ def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
     """While instances are killed and built anew, come and go, and weights are brought in all ways."""
     policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1)
     draw = random.Random(7)
-    with make_scheduler("local") as scheduler, concurrent.futures.ThreadPoolExecutor(2) as threads:
+    with make_scheduler("local", preload=PRELOAD) as scheduler, concurrent.futures.ThreadPoolExecutor(2) as threads:
         options: dict[str, Any] = {"model": LLAMA, "trainer": "Marked", "retries": RetryGeneration()}
         world = World(scheduler, 2, 3, supervision=policy, **options)
         ways = [ViaMemory(), ViaDisk(str(tmp_path)), ViaCollective(timeout_s=20.0)]

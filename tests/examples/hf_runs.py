@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from examples.grpo_hf import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "grpo_hf.py"
@@ -18,17 +21,31 @@ def digits(completion, num_tokens):  # any model gets some of it, so there is so
 """
 
 
-def write_reward(folder: Path) -> str:
+def write_reward(folder: Path, *, on_cluster: bool = False) -> str:
     """A reward that a random model has something of; returns what ``rewards`` says of it."""
     path = folder / "digits.py"
     path.write_text(REWARD)
-    return json.dumps([{"use": f"{path}:digits", "processes": 1}])
+    return json.dumps([{"use": f"{path}:digits", "processes": 1, "on_cluster": on_cluster}])
+
+
+def begin_here(model: Path, data: Path, out: Path, *flags: str) -> int:
+    """Run it in this process, where torch is loaded already; returns its exit code."""
+    heeded = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    one = ("--cluster.scheduler", "inline", "--cluster.train_workers", "1", "--cluster.rollout_instances", "1")
+    try:
+        return main([*_flags(model, data, out), *one, *map(str, flags)])
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
+
+
+def _flags(model: Path, data: Path, out: Path) -> list[str]:
+    return ["--config", str(SMOKE), "--model", str(model), "--data.train", str(data), "--out", str(out)]
 
 
 def command(model: Path, data: Path, out: Path, *flags: str) -> list[str]:
     """Of a run."""
-    given = ["--config", SMOKE, "--model", model, "--data.train", data, "--out", out, *flags]
-    return [sys.executable, str(SCRIPT), *map(str, given)]
+    return [sys.executable, str(SCRIPT), *_flags(model, data, out), *flags]
 
 
 def run(model: Path, data: Path, out: Path, *flags: str, limit_s: float = 300.0) -> str:

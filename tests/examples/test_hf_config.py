@@ -81,11 +81,15 @@ def test_the_command_line_is_on_top_and_has_the_fields_types() -> None:
         ("train.engine.num_warmup_steps", "5"),
         ("train.engine.compute_dtype", "float32"),
         ("rewards", '[{"use": "number", "weight": 2}]'),
+        ("cluster.env_vars.OMP_NUM_THREADS", "4"),
+        ("data.system_prompt", '{"answer": "in this form"}'),
     )
     assert (found.train.lr, found.steps, found.data.held_out, found.check.weights) == (3e-6, 7, "7", True)
     assert found.sync.dtype is None
     assert found.train.engine == {"num_warmup_steps": 5, "compute_dtype": "float32"}
     assert [(reward.use, reward.weight) for reward in found.rewards] == [("number", 2.0)]
+    assert found.cluster.env_vars == {"OMP_NUM_THREADS": "4"}
+    assert found.data.system_prompt == '{"answer": "in this form"}'
 
 
 def test_a_value_of_another_type_is_refused_by_its_key() -> None:
@@ -107,6 +111,11 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "two rewards are called 'exact'"),
         (("cluster.scheduler", "inline"), "expected cluster.train_workers 1"),
         (("data.held_out", "other.jsonl"), "data.held_out and data.num_held_out are both given"),
+        (("train.engine.gradient_checkpoint", "true"), "train.engine: Object contains unknown field `gradient_checkpoint`"),
+        (("train.engine.eps", "small"), "train.engine.eps: Expected `float`, got `str`"),
+        (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0 and at most 1"),
+        (("rollout.engine", "vlm"), "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path"),
+        (("rewards.use", "math"), "--rewards.use: rewards has no keys below it; give it as a whole, in JSON"),
     ],
 )
 def test_what_does_not_fit_together_is_said_before_anything_starts(override: tuple[str, str], message: str) -> None:
@@ -120,6 +129,8 @@ def test_colocated_roles_take_turns_and_so_are_synchronous() -> None:
         settings(*colocated, ("rollout.staleness", "1"))
     with pytest.raises(ValueError, match="sync.way 'collective'"):
         settings(*colocated, ("sync.way", "collective"))
+    with pytest.raises(ValueError, match="rollout_devices is 4; with placement 'colocated' they have the trainers' devices"):
+        settings(*colocated, ("cluster.rollout_devices", "2"))
     assert engine_arguments(settings(*colocated, ("rollout.engine", "vllm")))["enable_sleep_mode"] is True
 
 
@@ -130,6 +141,12 @@ def test_a_preset_fills_in_what_is_not_given() -> None:
     assert settings(("algorithm.preset", "dr_grpo")).algorithm.normalize_std is False
 
 
+def test_a_number_without_a_dot_is_one_also_where_the_type_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: {train: t}\nrewards: [{use: exact}]\ntrain: {engine: {eps: 1e-6}}\n")
+    assert config.load(path).train.engine == {"eps": 1e-6}
+
+
 def test_a_file_that_extends_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
@@ -138,7 +155,7 @@ def test_a_file_that_extends_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_gives_the_same_settings_again(tmp_path: Path) -> None:
-    found = settings(("data.system_prompt", 'say "yes", or: no'))
+    found = settings(("data.system_prompt", 'say "yes", or: no'), ("train.engine.weight_decay", "1e-6"))
     again = tmp_path / "again.yaml"
     again.write_text(config.as_yaml(found))
     assert config.load(again) == found

@@ -73,6 +73,14 @@ def test_what_is_held_out_is_drawn_by_the_seed_and_never_trained_on(folder: Path
     assert first == again
     assert first.held_out != other.held_out
     assert not {row.prompt for row in first.train} & {row.prompt for row in first.held_out}
+    assert first.num_in_both == 0
+
+
+def test_prompts_of_a_file_to_evaluate_on_that_are_trained_on_as_well_are_counted(folder: Path, tmp_path: Path) -> None:
+    train, held_out = write_jsonl(tmp_path / "train.jsonl", SUMS[:7]), write_jsonl(tmp_path / "test.jsonl", SUMS[5:10])
+    data = Data(train=str(train), held_out=str(held_out))
+    found = load_dataset(data, ChatTokenizer(str(folder), data), seed=0)
+    assert (len(found.train), len(found.held_out), found.num_in_both) == (7, 5, 2)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,8 @@ def test_a_line_that_makes_no_sense_is_named(folder: Path, tmp_path: Path, line:
 
 
 def test_rows_keep_what_rewards_may_need(folder: Path, tmp_path: Path) -> None:
-    data = Data(train=str(write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "x", "answer": [1], "extra_info": {"a": 2}}])))
+    entry = {"prompt": "x", "answer": [1], "data_source": None, "extra_info": {"a": 2}}
+    data = Data(train=str(write_jsonl(tmp_path / "rows.jsonl", [entry])))
     (row,) = load_dataset(data, ChatTokenizer(str(folder), data), seed=0).train
     assert (row.answer, row.source, row.entry["extra_info"]) == ([1], "rows", {"a": 2})
 

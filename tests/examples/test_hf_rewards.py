@@ -46,7 +46,9 @@ def mine(tmp_path: Path) -> Path:
         "def everything(**given):\n"
         "    return float(len(given))\n"
         "def no_number(completion):\n"
-        "    return 'good'\n"
+        "    return {'text': 'good', 'nothing': float('nan')}[completion]\n"
+        "def of_a_list(completion, answers):\n"
+        "    return 1.0\n"
     )
     return path
 
@@ -61,6 +63,7 @@ def test_numbers() -> None:
     assert [alone("number", text, "1234.5") for text in texts] == [1, 1, 1, 0, 0]
     assert alone("number", "0.333", 1 / 3, tolerance=0.01) == 1
     assert alone("number", "-5", -5) == 1
+    assert [alone("number", text, "5") for text in ("1e9999999", "-1e99999999999999999999", "5e0")] == [0, 0, 1]
 
 
 def test_forms() -> None:
@@ -94,6 +97,14 @@ def test_a_reward_that_is_not_there(use: str, message: str) -> None:
         make_caller(Reward(use=use))
 
 
+def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(mine: Path) -> None:
+    with pytest.raises(ValueError, match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given"):
+        make_caller(Reward(use=f"{mine}:of_a_list"))
+    assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
+    with pytest.raises(ValueError, match="broken' cannot be called: got an unexpected keyword argument 'sharpness'"):
+        make_caller(Reward(use=f"{mine}:broken", args={"sharpness": 1}))
+
+
 @pytest.mark.slow
 def test_several_are_summed_by_their_weights(mine: Path) -> None:
     found = score(
@@ -115,8 +126,9 @@ def test_one_that_does_not_end_counts_as_nothing_and_is_told(mine: Path) -> None
 def test_what_a_function_raises_is_an_error_with_its_traceback(mine: Path) -> None:
     with pytest.raises(EngineCallError, match="oops"):
         score(Reward(use=f"{mine}:broken", processes=1))
-    with pytest.raises(TypeError, match="the reward 'no_number' returned 'good'; expected a number"):
-        score(Reward(use=f"{mine}:no_number", processes=1))
+    for completion, returned in (("text", "'good'"), ("nothing", "nan")):
+        with pytest.raises(ValueError, match=f"the reward 'no_number' returned {returned}; expected a finite number"):
+            score(Reward(use=f"{mine}:no_number", processes=1), completion=completion)
 
 
 @pytest.mark.slow

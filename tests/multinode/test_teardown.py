@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -71,17 +72,19 @@ def test_rank_zero_goes_last_in_reverse_order(run: RayScheduler) -> None:
     ids = run.create_workers(Job(role="train", replicas=4, tasks=[SchedulingSpec(cpu=1)]))
     pids = {worker_id: Engine.create(run, worker_id, Counter).call("pid") for worker_id in ids}
     living = {os.pidfd_open(pid): worker_id for worker_id, pid in pids.items()}
-    ended: list[str] = []
+    ended: list[list[str]] = []
+    """Those that were seen to end at once, where the machine let this process wait."""
 
     def watch() -> None:
         while living:
-            for pidfd in select.select(list(living), [], [])[0]:
-                ended.append(living.pop(pidfd))
+            ready = select.select(list(living), [], [])[0]
+            ended.append([living.pop(pidfd) for pidfd in ready])
+            for pidfd in ready:
                 os.close(pidfd)
 
     watching = threading.Thread(target=watch)
     watching.start()
     run.delete_workers("train", reverse_order=True)
     watching.join(30)
-    assert sorted(ended) == ids
-    assert ended[-1] == "train/0"
+    assert sorted(itertools.chain(*ended)) == ids
+    assert "train/0" in ended[-1]
