@@ -97,7 +97,7 @@ def gae(
     lam: float = 0.95,
     truncated: Sequence[bool] | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Generalised advantage estimation over a batch: arXiv:1506.02438 eq. 11, 12 and 16.
+    """Generalised advantage estimation over a batch: arXiv:1506.02438 section 3.
 
     The steps of an episode are the tokens of its mask, one after another, however many others (of a tool, of the next turn's
     prompt) stand between them. The state before the token t is all tokens up to t - 1, so its value is ``values[t - 1]``.

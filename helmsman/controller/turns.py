@@ -143,12 +143,7 @@ class Turns:
         async with self._hand_over(Owner.TRAINER) as left_s:
             if self.owner is Owner.TRAINER:
                 return
-            before, self.owner = self.owner, Owner.NOBODY
-            try:
-                await self._rollout._sleep(self._level, self._in_flight, left_s())
-            except RequestsInFlightError:
-                self.owner = before
-                raise
+            await self._have_rollout_sleep(left_s())
             await self._trainer._replicated("wake", timeout=left_s())
             self.owner = Owner.TRAINER
 
@@ -209,14 +204,22 @@ class Turns:
         ) from error
 
     def make_room(self) -> None:
-        """Have the devices free for a trainer that is built anew, whose they are then."""
+        """Have the devices free for a trainer that is built anew, whose they are then. Raises: as to_training."""
         run_sync(self._make_room())
 
     async def _make_room(self) -> None:
         async with self._hand_over(Owner.TRAINER) as left_s:
-            self.owner = Owner.NOBODY
-            await self._rollout._sleep(self._level, self._in_flight, left_s())
+            await self._have_rollout_sleep(left_s())
             self.owner = Owner.TRAINER
+
+    async def _have_rollout_sleep(self, limit_s: float) -> None:
+        """The devices are nobody's then; they are still whose they were when requests have not ended, as it stays awake."""
+        before, self.owner = self.owner, Owner.NOBODY
+        try:
+            await self._rollout._sleep(self._level, self._in_flight, limit_s)
+        except RequestsInFlightError:
+            self.owner = before
+            raise
 
     def _whose(self) -> str:
         if self.owner is Owner.NOBODY:
@@ -233,7 +236,7 @@ class Turns:
         ids = self._worker_ids()
         answers = await asyncio.gather(*map(self._ask_probe, ids), return_exceptions=True)
         return {
-            id_: answer if isinstance(answer, MemoryFigures) else f"not known, {str(answer).splitlines()[0]}"
+            id_: answer if isinstance(answer, MemoryFigures) else f"not known, {_first_line(answer)}"
             for id_, answer in zip(ids, answers, strict=True)
         }
 
@@ -247,7 +250,12 @@ class Turns:
                 return await scheduler.async_call_engine(worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S)
 
     def _worker_ids(self) -> list[str]:
-        return [worker.id for side in (self._trainer, self._rollout) for worker in side.workers]
+        """Of both sides; of one that is closed, none."""
+        ids: list[str] = []
+        for side in (self._trainer, self._rollout):
+            with contextlib.suppress(HelmsmanError):
+                ids += [worker.id for worker in side.workers]
+        return ids
 
     async def _install_probes(self) -> None:
         """Now, as an engine's thread that is busy would keep one waiting later on."""
@@ -259,6 +267,10 @@ class Turns:
     async def _install_probe(self, worker_id: str) -> None:
         with contextlib.suppress(EngineExistsError):  # two roles in one worker
             await self._trainer.scheduler.create_engine(worker_id, _PROBE, _PROBE_NAME)
+
+
+def _first_line(error: Any) -> str:
+    return str(error).split("\n", 1)[0] or f"as it gave no answer within {_PROBE_LIMIT_S:g} s ({type(error).__name__})"
 
 
 def _no_room(error: BaseException) -> EngineCallError | None:

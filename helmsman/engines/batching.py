@@ -69,14 +69,20 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
 
     Raises:
         ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
-            entry of another length; or ``pair`` is not that of two samples.
+            entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
     """
     checked: list[Columns] = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
     for index, columns in enumerate(checked):
         if columns.keys() != checked[0].keys():
             raise ValueError(f"sample {index} has the entries {sorted(columns)}, but sample 0 has {sorted(checked[0])}")
+        for name, column in columns.items():
+            if column.ndim != checked[0][name].ndim:
+                scalar, other = (index, 0) if column.ndim == 0 else (0, index)
+                raise ValueError(f"{name!r} is a scalar in sample {scalar}, and has one entry per token in sample {other}")
     sample_units(checked)
-    return checked
+    # Padded, a column takes the type of its first row: fractions beside a row of integers would be cut off.
+    fractions = {name for columns in checked for name, column in columns.items() if column.is_floating_point()}
+    return [{name: column.float() if name in fractions else column for name, column in columns.items()} for columns in checked]
 
 
 def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int = 0) -> list[list[int]]:
@@ -143,7 +149,7 @@ def _under_padded_budget(order: Sequence[int], lengths: Sequence[int], max_token
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973)."""
+    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973, Yue 1991)."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in order:

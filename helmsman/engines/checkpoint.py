@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from helmsman.engines.distributed import failing_together, gather_objects
-from helmsman.engines.files import copy_tokenizer, replace_folder
+from helmsman.engines.files import check_replaceable, copy_tokenizer, replace_folder
 from helmsman.engines.heads import check_saved_head, head_of, plain_config
 from helmsman.engines.model import named_tensors
 
@@ -85,7 +85,7 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint; what was at ``path`` is replaced when it is complete.
+        """Write a checkpoint; one that was at ``path`` is replaced when it is complete.
 
         Args:
             path: A folder that all ranks reach.
@@ -94,7 +94,7 @@ class Checkpointer:
                 goes wrong then is raised by the next call of save, load, wait or tell_failure.
 
         Raises:
-            OSError: A rank cannot write there; other ranks raise RuntimeError.
+            OSError: A rank cannot write there, or there is something else than a checkpoint; other ranks raise RuntimeError.
         """
         self.wait()
         path = os.path.abspath(path)
@@ -294,6 +294,7 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
 
 def _begin(path: str, model: nn.Module, source: str | None, saved: _Saved) -> str:
     """Make a folder beside ``path`` with everything but the state."""
+    check_replaceable(path, _PROGRESS_FILE)
     parent, name = os.path.split(path)
     os.makedirs(parent, exist_ok=True)
     unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)

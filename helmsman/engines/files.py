@@ -7,6 +7,18 @@ import shutil
 import tempfile
 
 
+def check_replaceable(path: str, mark: str) -> None:
+    """Raise FileExistsError unless there is nothing at a path, an empty folder, or one with the file ``mark``.
+
+    What is replaced is removed: a path that was meant as the parent of the new folder must not cost all that is in it.
+    """
+    if not os.path.lexists(path) or os.path.isfile(os.path.join(path, mark)):
+        return
+    if not os.path.isdir(path) or os.listdir(path):
+        what = f"a folder with other files and no {mark}" if os.path.isdir(path) else "no folder"
+        raise FileExistsError(f"{path} is {what}, and would be replaced; give the path of a folder that is new, or remove it")
+
+
 def replace_folder(source: str, path: str) -> None:
     """Give a folder another name on the same file system, in place of what has it now."""
     if not os.path.lexists(path):

@@ -32,7 +32,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None
         total = (norms.square() * weights).sum()
     dist.all_reduce(total)
     norm = math.sqrt(total) if total >= 0 else math.nan
-    if limit is not None and math.isfinite(norm):
+    if shards and limit is not None and math.isfinite(norm):
         # As torch's clip_grad_norm_ has it.
         torch._foreach_mul_(shards, min(1.0, limit / (norm + 1e-6)))
     return norm

@@ -21,7 +21,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from helmsman.engines.distributed import failing_together
-from helmsman.engines.files import copy_tokenizer, replace_folder
+from helmsman.engines.files import check_replaceable, copy_tokenizer, replace_folder
 from helmsman.engines.heads import plain_config, skeleton
 from helmsman.engines.model import full_tensor, named_tensors, resolve_dtype
 
@@ -50,7 +50,7 @@ def export_hf(
     source: str | None = None,
     full: Callable[[torch.Tensor], torch.Tensor] = full_tensor,
 ) -> None:
-    """Write the weights from all ranks; rank 0 writes the files. What was at ``path`` is replaced when all is there.
+    """Write the weights from all ranks; rank 0 writes the files. A model that was at ``path`` is replaced when all is there.
 
     Args:
         dtype: Floating-point type of what is written, such as ``bfloat16``; None leaves it as it is.
@@ -60,7 +60,7 @@ def export_hf(
 
     Raises:
         ValueError: The type is none, or max_shard_bytes is below 1.
-        OSError: Rank 0 cannot write there; the other ranks raise RuntimeError.
+        OSError: Rank 0 cannot write there, or there is something else than a model; the other ranks raise RuntimeError.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
@@ -98,6 +98,7 @@ class _Folder:
         self, path: str, model: nn.Module, dtype: torch.dtype | None, max_shard_bytes: int, source: str | None
     ) -> None:
         self._path, self._dtype, self._max_shard_bytes = path, dtype, max_shard_bytes
+        check_replaceable(path, "config.json")
         parent, name = os.path.split(path)
         os.makedirs(parent, exist_ok=True)
         self._shard: dict[str, torch.Tensor] = {}

@@ -91,7 +91,7 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
     else:
         if "model_type" not in model:
             raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
-        config = AutoConfig.for_model(**model, **entries)
+        config = AutoConfig.for_model(**{**model, **entries})
         with _seeded(seed):
             built = auto_class.from_config(config, dtype=dtype)
     if head == "value":

@@ -10,6 +10,9 @@ Parameters are sharded over the data-parallel and the context-parallel ranks ali
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import msgspec
 import torch.distributed as dist
 from torch import nn
@@ -149,6 +152,22 @@ def shard_model(
     if plan is not None and mesh.tensor is not None:
         plan.apply(model, "", mesh.tensor, but_for=layers)
     fully_shard(model, mesh=mesh.data, mp_policy=policy, offload_policy=offload_policy)
+
+
+@contextlib.contextmanager
+def whole_pass(model: nn.Module) -> Iterator[None]:
+    """A forward or a backward pass. FSDP forgets what an error cuts off, and the next pass is like any other.
+
+    Else it would take the next backward pass for a part of this one, whose end never came, and leave out the gradients that it
+    reduces at the end: those of the embeddings.
+    """
+    try:
+        yield
+    except BaseException:
+        model.zero_grad(set_to_none=True)  # of what is gathered, too, which FSDP would add to the next ones
+        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built anew
+            model.reset_iter_state()  # type: ignore[operator]
+        raise
 
 
 def reshard(model: nn.Module) -> None:

@@ -53,7 +53,7 @@ from helmsman.engines.model import (
     target_logprobs,
 )
 from helmsman.engines.offload import HostMemory, offload_policy, place
-from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model
+from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model, whole_pass
 from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
 from helmsman.engines.vocabulary import sharded_target_logprobs
@@ -96,7 +96,15 @@ class FSDPTrainEngine(TrainEngine):
         )
 
     def initialize(self) -> None:
-        """Build model and optimizer on this rank; each builds the whole model on its host before it keeps its shard."""
+        """Build model and optimizer on this rank; each builds the whole model on its host before it keeps its shard.
+
+        Raises:
+            RuntimeError: It has a model, whose steps would be counted for another one.
+        """
+        if self._model is not None:
+            raise RuntimeError(
+                "initialize() was called on a train engine that has a model; call destroy() first, or make a new one"
+            )
         if not dist.is_initialized():
             self.create_process_group()
         self._device = current_platform.device(local_device_index())
@@ -243,18 +251,20 @@ class FSDPTrainEngine(TrainEngine):
         for micro_batch in micro_batches:
             columns = micro_batch.to(self._device)
             outputs = self._outputs(micro_batch, columns, loss)
-            loss_sum = outputs.sum() * 0.0
+            total = outputs.sum() * 0.0  # the backward pass is a collective, also of a rank that has no loss here
             if micro_batch.indices and error is None:
                 try:
                     loss_sum, stats = loss(outputs, columns)
                 except Exception as exc:  # noqa: BLE001  raised below, once the other ranks' collectives have been served
                     error = exc
                 else:
+                    total = total + loss_sum
                     for name, value in {"loss": loss_sum, **stats}.items():
                         sums[name] = sums.get(name, torch.zeros((), device=self._device)) + value.detach()
             if torch.is_grad_enabled():
-                # FSDP averages gradients over its ranks; the loss is a sum over them, divided by the tokens (or pairs) of all.
-                (loss_sum * (self._built_mesh().data.size() / num_units)).backward()
+                with whole_pass(self._built_model()):
+                    # FSDP averages gradients over its ranks; the loss is a sum over them, divided by the tokens (pairs) of all.
+                    (total * (self._built_mesh().data.size() / num_units)).backward()
         with failing_together("the loss"):
             if error is not None:
                 raise error
@@ -303,7 +313,9 @@ class FSDPTrainEngine(TrainEngine):
                 "position_ids": position_ids,
                 "helmsman_rows": RowShape(rows.segments, mesh.context_group, self._device),
             }
-        outputs = self._built_model()(input_ids=input_ids, use_cache=False, **arguments)
+        model = self._built_model()
+        with whole_pass(model):
+            outputs = model(input_ids=input_ids, use_cache=False, **arguments)
         if self.config.head == "value":
             return rows.per_token(self._whole_rows(outputs))
         logits, group = outputs.logits, None
@@ -415,9 +427,8 @@ class FSDPTrainEngine(TrainEngine):
         self._progress = Progress(version=version, num_steps=self._progress.num_steps)
 
     def set_lr(self, lr: float) -> None:
-        """Use another learning rate from the next step on, such as for another phase of training; not part of a checkpoint."""
-        if not lr >= 0:
-            raise ValueError(f"lr is {lr}; expected 0 or more")
+        """Use another learning rate from the next step on, such as for another phase of training; not part of a checkpoint.
+        Raises ValueError as TrainConfig."""
         self.config = msgspec.structs.replace(self.config, lr=lr)
 
     def destroy(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -19,7 +20,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Local folder in the Hugging Face layout, or the entries of a configuration with ``model_type``."""
     head: Head = "lm"
     """``lm`` trains a policy; ``value`` a critic or a reward model, which gives a number for each token. Its linear layer is
-    drawn from ``seed`` when ``model`` has none, and is saved as ``transformers`` saves sequence classification."""
+    drawn from ``seed`` when ``model`` has none, and is exported as ``transformers`` saves sequence classification."""
     frozen: bool = False
     """The engine only forwards and evaluates, such as a reference or a reward model: there is no optimizer, parameters are kept
     in ``compute_dtype``, and train_batch, save and load are refused."""
@@ -63,3 +64,18 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How long the ranks wait for each other at the start."""
     collective_timeout_s: float = 1800.0
     """How long a collective waits for the slowest rank."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number that no training can have; sizes of axes are checked where the ranks are counted."""
+        for name in ("lr", "eps", "weight_decay", "num_warmup_steps"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} is {value}; expected 0 or more, and not infinity")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are {self.betas}; expected two numbers from 0 to below 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; expected a number above 0, or None for no limit")
+        if self.max_tokens_per_micro_batch < 1:
+            raise ValueError(f"max_tokens_per_micro_batch is {self.max_tokens_per_micro_batch}; expected 1 or more")
+        for name in ("rendezvous_timeout_s", "collective_timeout_s"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} is {value}; expected seconds above 0")

@@ -26,7 +26,7 @@ class _ShardedGatherLogSoftmax(torch.autograd.Function):
         local = torch.stack(
             [
                 torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)]),
-                logits.gather(-1, own[:, None])[:, 0].float() * is_own,
+                logits.gather(-1, own[:, None])[:, 0].float().where(is_own, 0.0),
             ]
         )
         gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]

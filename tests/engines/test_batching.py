@@ -61,6 +61,24 @@ def test_a_malformed_sample_is_named(sample: dict[str, Any], message: str) -> No
         make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100, vocab_size=50)
 
 
+def test_fractions_beside_a_row_of_integers_stay_what_they_are() -> None:
+    """Whichever comes first in its micro-batch: the longest."""
+    whole = {"input_ids": [1, 2, 3], "returns": [0, 0, 1], "advantages": 2}
+    parts = {"input_ids": [4, 5], "returns": [0.5, 0.75], "advantages": -0.25}
+    for samples in ([whole, parts], [parts, whole]):
+        (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=50)
+        assert batch.columns["returns"].tolist() == [[0, 0, 1], [0.5, 0.75, 0]]
+        assert batch.columns["advantages"].tolist() == [2, -0.25]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_column_that_is_per_token_in_some_samples_only_is_named(order: tuple[int, int]) -> None:
+    samples = [{"input_ids": [1, 2], "advantages": 1.0}, {"input_ids": [1, 2], "advantages": [0.0, 1.0]}]
+    message = f"'advantages' is a scalar in sample {order[0]}, and has one entry per token in sample {order[1]}"
+    with pytest.raises(ValueError, match=message):
+        make_micro_batches([samples[index] for index in order], max_tokens=100, vocab_size=50)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 12, 30, 1000])
 def test_pairs_are_neighbours_in_one_micro_batch_and_keep_their_order(max_tokens: int) -> None:
     order, lengths = [5, 8, 5, 2, 8, 2], [3, 9, 4, 2, 1, 6]

@@ -170,10 +170,11 @@ def fail_in_the_background(folder: str) -> dict[str, Any]:
     engine = make()
     train(engine, 1)
     engine.save(f"{folder}/good")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The kernel lets rank 1 write no file beyond this size from now on; the signal would end it.
     if engine.data_parallel_rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     found: dict[str, Any] = {"errors": []}
     engine.save_in_background(f"{folder}/bad")
     for attempt in (engine.wait_for_save, engine.wait_for_save, lambda: engine.save(f"{folder}/bad")):
@@ -196,6 +197,8 @@ def fail_in_the_background(folder: str) -> dict[str, Any]:
     engine.load(f"{folder}/good")
     found["loaded"] = engine.get_version()
     engine.destroy()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     return found
 
 

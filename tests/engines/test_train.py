@@ -59,6 +59,8 @@ def test_training_lowers_the_loss_and_counts_versions(engines: list[FSDPTrainEng
     assert engine.get_version() == 5
     engine.set_version(11)
     assert engine.get_version() == 11
+    with pytest.raises(RuntimeError, match=r"initialize\(\) was called on a train engine that has a model"):
+        engine.initialize()
 
 
 def test_the_step_is_that_of_plain_torch(engines: list[FSDPTrainEngine]) -> None:
@@ -155,6 +157,8 @@ def test_another_learning_rate_holds_from_the_next_step_on(engines: list[FSDPTra
     assert engine.train_batch(SAMPLES, "sft")["lr"] == LR / 4
     with pytest.raises(ValueError, match=r"lr is -1.0; expected 0 or more"):
         engine.set_lr(-1.0)
+    with pytest.raises(ValueError, match=r"lr is inf; expected 0 or more, and not infinity"):
+        engine.set_lr(math.inf)
 
 
 @pytest.mark.parametrize("num_steps_before", [0, 2])
@@ -202,6 +206,28 @@ def test_a_save_that_fails_leaves_what_was_there(engines: list[FSDPTrainEngine],
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_save_replaces_nothing_but_a_checkpoint(
+    engines: list[FSDPTrainEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent that is given by mistake, or an empty path, would cost all that is in it."""
+    engine = make(engines)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "file").write_text("of somebody")
+    monkeypatch.chdir(tmp_path / "runs")
+    for write in (engine.save, engine.export_hf):
+        for path in ("", ".", str(tmp_path), str(tmp_path / "runs")):
+            with pytest.raises(FileExistsError, match="is a folder with other files and no .*, and would be replaced"):
+                write(path)
+        with pytest.raises(FileExistsError, match="file is no folder"):
+            write(str(tmp_path / "file"))
+        write(str(tmp_path / "runs" / "first"))  # is empty
+        write(str(tmp_path / "runs" / "first"))
+        shutil.rmtree(tmp_path / "runs" / "first")
+        (tmp_path / "runs" / "first").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
+
+
 def test_load_refuses_what_is_not_its_checkpoint(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
     engine, other = make(engines), make(engines, model={**QWEN2, "hidden_size": 16})
     other.save(str(tmp_path / "other"))
@@ -238,6 +264,73 @@ def test_a_gradient_that_is_not_finite_takes_no_step(engines: list[FSDPTrainEngi
         engine.train_batch(SAMPLES, infinite_loss)
     assert engine.eval_batch(SAMPLES, "sft") == loss
     assert engine.get_version() == 0
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_inside_of_a_pass_changes_nothing_of_the_next_steps(engines: list[FSDPTrainEngine], place: str) -> None:
+    """As of a device that has no room for the activations, or for the gradients."""
+    engine, undisturbed = make(engines), make(engines)
+    engine.train_batch(SAMPLES, "sft")
+    undisturbed.train_batch(SAMPLES, "sft")
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError(f"in the {place} pass")
+
+    def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        fail() if place == "forward" else output.register_hook(fail)
+
+    model: Any = engine._built_model()
+    handle = model.model.layers[0].register_forward_hook(hook)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match=f"in the {place} pass"):
+            engine.train_batch(SAMPLES, "sft")
+    handle.remove()
+    assert engine.eval_batch(SAMPLES, "sft") == undisturbed.eval_batch(SAMPLES, "sft")
+    for _ in range(2):
+        assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
+
+
+def without_gradient(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return torch.tensor(logprobs.sum().item()), {}
+
+
+def with_a_number(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    return logprobs.sum(), {"share": 0.5}
+
+
+def per_row(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return logprobs.sum(-1), {}
+
+
+def alone(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return logprobs.sum()
+
+
+def constant_where_nothing_counts(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return (-logprobs * batch["loss_mask"]).sum() if batch["loss_mask"].any() else torch.zeros(()), {}
+
+
+def test_a_loss_that_returns_no_sums_is_told_so(engines: list[FSDPTrainEngine]) -> None:
+    engine, undisturbed = make(engines), make(engines)
+    for loss, message in (
+        (without_gradient, "'without_gradient' returned a sum that has no gradient"),
+        (with_a_number, "'with_a_number' returned share as a float; expected a tensor of one number"),
+        (per_row, r"'per_row' returned loss_sum as \(4,\)"),
+        (alone, "'alone' returned a Tensor; expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.train_batch(SAMPLES, loss)
+    assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
+
+
+def test_a_micro_batch_in_which_nothing_counts_may_have_a_constant_loss(engines: list[FSDPTrainEngine]) -> None:
+    engine, other = make(engines, max_tokens_per_micro_batch=1), make(engines)
+    batch = [*SAMPLES, {"input_ids": [1, 2, 3], "loss_mask": [False] * 3}]
+    batch = [{"loss_mask": [True] * len(sample["input_ids"]), **sample} for sample in batch]
+    expected = other.train_batch(batch, "sft")
+    assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_without_tokens_is_refused(engines: list[FSDPTrainEngine]) -> None:
@@ -289,6 +382,23 @@ def test_the_configuration_is_checked() -> None:
         FSDPTrainEngine(model=QWEN2, learning_rate=1e-3)
     with pytest.raises(msgspec.ValidationError, match="lr"):
         FSDPTrainEngine(model=QWEN2, lr="fast")
+    for fields, message in (
+        ({"lr": -1e-3}, "lr is -0.001; expected 0 or more"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\); expected two numbers from 0 to below 1"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"weight_decay": math.inf}, "weight_decay is inf"),
+        ({"num_warmup_steps": -1}, "num_warmup_steps is -1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a number above 0, or None"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; expected 1 or more"),
+        ({"rendezvous_timeout_s": 0.0}, "rendezvous_timeout_s is 0.0; expected seconds above 0"),
+        ({"collective_timeout_s": math.inf}, "collective_timeout_s is inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FSDPTrainEngine(model=QWEN2, **fields)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(model=QWEN2, **fields)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not both"):
         FSDPTrainEngine(config, lr=1.0)
     with pytest.raises(RuntimeError, match="initialize"):

@@ -18,7 +18,7 @@ from helmsman.engines.train import FSDPTrainEngine
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from tests.engines.models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
-from tests.engines.ranks import run_ranks
+from tests.engines.ranks import end_ranks, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -192,14 +192,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("parallel"))
 
 
+def in_new_processes(world_size: int, folder: str) -> list[dict[str, Any]]:
+    """Engines whose initialize fails stay in the process group, which other worlds must not find."""
+    end_ranks()
+    try:
+        return run_ranks(all_cases, world_size, world_size, folder)
+    finally:
+        end_ranks()
+
+
 @pytest.fixture(scope="module")
 def four_ranks(folder: str) -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 4, 4, folder)
+    return in_new_processes(4, folder)
 
 
 @pytest.fixture(scope="module")
 def worlds(folder: str, four_ranks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    return {4: four_ranks, 2: run_ranks(all_cases, 2, 2, folder), 1: run_ranks(all_cases, 1, 1, folder)}
+    return {4: four_ranks, 2: in_new_processes(2, folder), 1: in_new_processes(1, folder)}
 
 
 @pytest.fixture(scope="module")

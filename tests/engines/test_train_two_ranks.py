@@ -17,6 +17,11 @@ SHARES = [(SAMPLES[:1], SAMPLES[1:]), (SAMPLES[:3], SAMPLES[3:]), (SAMPLES, []),
 """What the ranks get in each of five steps: never as many micro-batches on both."""
 
 
+def a_number(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A loss that only the rank with samples is asked for, and that is none."""
+    return logprobs.sum().item(), {}
+
+
 def scenario(folder: str) -> dict[str, Any]:
     engine = FSDPTrainEngine(model=QWEN2, lr=1e-2, max_tokens_per_micro_batch=24, rendezvous_timeout_s=60)
     engine.create_process_group()
@@ -36,6 +41,7 @@ def scenario(folder: str) -> dict[str, Any]:
         lambda: engine.train_batch([{"input_ids": "text"}] if rank else SAMPLES, "sft"),
         # Rank 0 has no sample, so only rank 1 calls the loss, which lacks a column.
         lambda: engine.train_batch(SAMPLES if rank else [], "grpo"),
+        lambda: engine.train_batch(SAMPLES if rank else [], a_number),
         lambda: engine.load(f"{folder}/nowhere"),
         lambda: engine.save("/proc/nowhere/checkpoint"),
     )
@@ -123,6 +129,8 @@ def test_a_failure_of_one_rank_is_an_error_of_both(ranks: list[dict[str, Any]]) 
     assert ranks[1]["errors"][1][0] is ValueError
     assert "grpo_loss needs the column(s) logprobs, advantages" in ranks[1]["errors"][1][1]
     assert ranks[0]["errors"][1][1].startswith("the loss failed on another rank")
+    assert "'a_number' returned loss_sum as a float" in ranks[1]["errors"][2][1]
+    assert "'a_number' returned loss_sum as a float" in ranks[0]["errors"][2][1]
     # To begin a checkpoint is rank 0's part; each rank looks itself for one that it loads.
-    assert [kind is RuntimeError for kind, _ in ranks[0]["errors"]] == [True, True, False, False]
-    assert [kind is RuntimeError for kind, _ in ranks[1]["errors"]] == [False, False, False, True]
+    assert [kind is RuntimeError for kind, _ in ranks[0]["errors"]] == [True, True, True, False, False]
+    assert [kind is RuntimeError for kind, _ in ranks[1]["errors"]] == [False, False, False, False, True]

@@ -57,8 +57,33 @@ class LossCall(msgspec.Struct, frozen=True):
     traits: LossTraits
 
     def __call__(self, outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> LossResult:
-        """The sum of the loss over a micro-batch, and those of its statistics."""
-        return self.function(outputs, batch, **self.kwargs)
+        """The sum of the loss over a micro-batch, and those of its statistics.
+
+        Raises:
+            ValueError: The function returns something else, or a sum without a gradient for tokens that count.
+        """
+        result: Any = self.function(outputs, batch, **self.kwargs)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise ValueError(f"loss {self.name!r} returned a {type(result).__name__}; expected (loss_sum, stats)")
+        loss_sum, stats = result
+        for name, value in {"loss_sum": loss_sum, **stats}.items():
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                found = tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise ValueError(
+                    f"loss {self.name!r} returned {name} as {found}; expected a tensor of one number, a sum over the batch"
+                )
+        if outputs.requires_grad and not loss_sum.requires_grad and bool(batch["loss_mask"].any()):
+            raise ValueError(
+                f"loss {self.name!r} returned a sum that has no gradient; compute it from the outputs that it is given, "
+                "without item() and detach()"
+            )
+        return loss_sum, stats
+
+    @property
+    def name(self) -> str:
+        """Of the function, for messages."""
+        name: str = getattr(self.function, "__name__", repr(self.function))
+        return name
 
     @property
     def needs_entropy(self) -> bool:

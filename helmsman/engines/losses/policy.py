@@ -12,8 +12,9 @@ from typing import Literal, TypeAlias
 import torch
 
 from helmsman.api.engines import loss_traits
+from helmsman.api.reward_shaping import KlEstimator
 from helmsman.engines.losses.columns import Columns, LossResult, masked, masked_sum, require
-from helmsman.engines.losses.regularizers import KlEstimator, add_regularizers, kl_estimate
+from helmsman.engines.losses.regularizers import add_regularizers, kl_estimate
 
 ImportanceMode: TypeAlias = Literal["truncate", "mask"]
 
@@ -77,7 +78,7 @@ def decoupled_ppo_loss(
 ) -> LossResult:
     """PPO whose clip is around a proximal policy, weighted by how likely that policy finds the tokens of the behaviour policy.
 
-    AReaL, arXiv:2505.24298 eq. 5, after arXiv:2110.00641: with samples from several old versions the trust region is that of
+    AReaL, arXiv:2505.24298, after arXiv:2110.00641: with samples from several old versions the trust region is that of
     the weights before this batch's updates, for which the trainer computes ``prox_logprobs`` by ``forward``. With on-policy
     samples and the same two columns it is truncated importance sampling against the mismatch between the rollout engine's
     probabilities and the trainer's (TIS, F. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl):

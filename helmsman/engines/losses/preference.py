@@ -22,7 +22,7 @@ def dpo_loss(logprobs: torch.Tensor, batch: Columns, beta: float = 0.1, loss_typ
     """Direct preference optimisation: the preferred answer gains probability over the other, relative to a reference policy.
 
     Sources: DPO, arXiv:2305.18290 eq. 7 (``sigmoid``); IPO, arXiv:2310.12036 eq. 17 (``ipo``), of the mean over an answer's
-    tokens, so that ``beta`` does not depend on lengths; SLiC, arXiv:2305.10425, as arXiv:2309.06657 eq. 10 writes it
+    tokens, so that ``beta`` does not depend on lengths; SLiC, arXiv:2305.10425, as arXiv:2309.06657 writes it
     (``hinge``).
 
     Args:

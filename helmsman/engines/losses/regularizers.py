@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch
 
+from helmsman.api.reward_shaping import KlEstimator
 from helmsman.engines.losses.columns import Columns, LossResult, masked, masked_sum, require, weighted_sum
-
-KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator = "k3") -> torch.Tensor:
