@@ -459,6 +459,12 @@ def test_the_reward_of_a_sample_is_the_value_of_its_last_token() -> None:
         reward_model_loss(values, batch)
 
 
+def test_a_margin_is_of_a_pair_and_not_of_a_token() -> None:
+    values, batch = pair([9.0, 9.0, 2.0], [9.0, 1.0, 9.0], margin=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="'margin' as one number per sample; it has one per token"):
+        reward_model_loss(values, batch)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_rows_that_are_no_pairs_are_refused(name: str) -> None:
     outputs, batch = full_batch()

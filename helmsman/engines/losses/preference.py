@@ -91,6 +91,8 @@ def reward_model_loss(values: torch.Tensor, batch: Columns, center_coef: float =
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)
     rewards = values.gather(-1, last[:, None])[:, 0]
     chosen, rejected = rewards[0::2], rewards[1::2]
+    if "margin" in batch and batch["margin"].ndim != 1:
+        raise ValueError("reward_model_loss takes the column 'margin' as one number per sample; it has one per token")
     margin = batch["margin"][0::2].float() if "margin" in batch else 0.0
     loss = -functional.logsigmoid(chosen - rejected - margin)
     if center_coef:
