@@ -18,6 +18,7 @@ from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
+from helmsman.engines.admission import check_request, check_samples_of_one
 from helmsman.engines.decode_batch import DecodeBatch
 from helmsman.engines.decode_loop import DecodeLoop
 from helmsman.engines.model import build_model, resolve_dtype
@@ -97,7 +98,7 @@ class HFRolloutEngine(InferenceEngine):
             Exception: What the decoding step raised that this request was part of.
         """
         loop = self._running()
-        self._validate(request)
+        self._check(request)
         # Cancelling the awaiting task cancels the future, and the loop drops the request after its step.
         return await asyncio.wrap_future(loop.submit(request))
 
@@ -113,29 +114,12 @@ class HFRolloutEngine(InferenceEngine):
         """
         loop = self._running()
         for request in requests:
-            self._validate(request)
-            if request.prompt_ids != requests[0].prompt_ids:
-                raise ValueError(
-                    f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
-                    "agenerate_samples takes samples of one"
-                )
+            self._check(request)
+        check_samples_of_one(requests)
         return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit_together(requests))))
 
-    def _validate(self, request: GenerationRequest) -> None:
-        prompt, name = request.prompt_ids, f"request {request.request_id!r}"
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt; expected at least one token")
-        if len(prompt) >= self.config.max_model_len:
-            raise ValueError(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
-                f"max_model_len={self.config.max_model_len}"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
-            raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {self._vocab_size}")
-        seed = request.sampling.seed
-        if seed is not None and not 0 <= seed < 2**64:
-            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
+    def _check(self, request: GenerationRequest) -> None:
+        check_request(request, max_model_len=self.config.max_model_len, vocab_size=self._vocab_size)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.

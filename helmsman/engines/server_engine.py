@@ -26,6 +26,7 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
 from helmsman.api.worker_context import worker_context
 from helmsman.engines import server_http
+from helmsman.engines.admission import check_samples_of_one
 from helmsman.engines.server_dialects import Call, ServerConfig, dialect_of
 from helmsman.engines.server_process import ServerProcess, get
 from helmsman.engines.server_requests import ServedRequests
@@ -264,12 +265,7 @@ class ServerEngine(InferenceEngine):
         Raises:
             ValueError: As agenerate, or the prompts are not the same.
         """
-        for request in requests:
-            if request.prompt_ids != requests[0].prompt_ids:
-                raise ValueError(
-                    f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
-                    "agenerate_samples takes samples of one"
-                )
+        check_samples_of_one(requests)
         self._require_awake()
         return await self._served().generate(requests)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from helmsman.api.errors import ServerError, ServerLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.engines.admission import check_request
 from helmsman.engines.server_dialects import Chunk, Dialect
 from helmsman.engines.server_http import ServerClient
 from helmsman.engines.server_sequences import Part, ServedSequence
@@ -117,23 +118,10 @@ class ServedRequests:
         return num_ended
 
     def _admit(self, request: GenerationRequest) -> ServedSequence:
-        prompt, name = request.prompt_ids, f"request {request.request_id!r}"
-        limit, vocab_size, seed = self._max_model_len, self._vocab_size, request.sampling.seed
         if request.request_id in self.sequences:
-            raise ValueError(f"{name} is in flight already")
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt; expected at least one token")
-        if limit is not None and len(prompt) >= limit:
-            raise ValueError(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
-                f"max_model_len={limit}"
-            )
-        wrong = next((token for token in prompt if token < 0 or (vocab_size is not None and token >= vocab_size)), None)
-        if wrong is not None:
-            raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {vocab_size}")
-        if seed is not None and not 0 <= seed < 2**64:
-            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
-        sequence = self.sequences[request.request_id] = ServedSequence(request, limit)
+            raise ValueError(f"request {request.request_id!r} is in flight already")
+        check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        sequence = self.sequences[request.request_id] = ServedSequence(request, self._max_model_len)
         return sequence
 
     # --- parts ------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
 from helmsman.engines import vllm_versions
+from helmsman.engines.admission import check_request, check_samples_of_one
 from helmsman.engines.vllm_config import VLLMConfig
 from helmsman.engines.vllm_instance import VLLMInstance
 
@@ -147,7 +148,7 @@ class VLLMEngine(InferenceEngine):
             EngineDeadError: vLLM's processes have ended.
             RuntimeError: The engine sleeps, or vLLM ended the request with an error.
         """
-        self._validate(request)
+        self._check(request)
         return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(request)))
 
     async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
@@ -162,12 +163,8 @@ class VLLMEngine(InferenceEngine):
             ValueError: As agenerate, or the prompts are not the same.
         """
         for request in requests:
-            self._validate(request)
-            if request.prompt_ids != requests[0].prompt_ids:
-                raise ValueError(
-                    f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
-                    "agenerate_samples takes samples of one"
-                )
+            self._check(request)
+        check_samples_of_one(requests)
 
         async def generate(instance: VLLMInstance) -> list[GenerationResult]:
             samples = [asyncio.ensure_future(instance.generate(request)) for request in requests]
@@ -179,21 +176,8 @@ class VLLMEngine(InferenceEngine):
 
         return await asyncio.wrap_future(self._begin(generate))
 
-    def _validate(self, request: GenerationRequest) -> None:
-        prompt, name = request.prompt_ids, f"request {request.request_id!r}"
-        if not prompt:
-            raise ValueError(f"{name} has an empty prompt; expected at least one token")
-        if len(prompt) >= self.config.max_model_len:
-            raise ValueError(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
-                f"max_model_len={self.config.max_model_len}"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
-            raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {self._vocab_size}")
-        seed = request.sampling.seed
-        if seed is not None and not 0 <= seed < 2**64:
-            raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
+    def _check(self, request: GenerationRequest) -> None:
+        check_request(request, max_model_len=self.config.max_model_len, vocab_size=self._vocab_size)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.

@@ -1,0 +1,34 @@
+"""What every rollout engine asks of a request before it takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from helmsman.api.generation import GenerationRequest
+
+
+def check_request(request: GenerationRequest, *, max_model_len: int | None, vocab_size: int | None) -> None:
+    """Raise ValueError for a request that no engine can do. A limit that is not known is None."""
+    prompt, name, seed = request.prompt_ids, f"request {request.request_id!r}", request.sampling.seed
+    if not prompt:
+        raise ValueError(f"{name} has an empty prompt; expected at least one token")
+    if max_model_len is not None and len(prompt) >= max_model_len:
+        raise ValueError(
+            f"{name} has a prompt of {len(prompt)} tokens, which leaves no room for a continuation within "
+            f"max_model_len={max_model_len}"
+        )
+    if min(prompt) < 0 or (vocab_size is not None and max(prompt) >= vocab_size):
+        wrong = next(token for token in prompt if token < 0 or (vocab_size is not None and token >= vocab_size))
+        raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {vocab_size}")
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
+
+
+def check_samples_of_one(requests: Sequence[GenerationRequest]) -> None:
+    """Raise ValueError unless these continue the same prompt."""
+    for request in requests:
+        if request.prompt_ids != requests[0].prompt_ids:
+            raise ValueError(
+                f"requests {requests[0].request_id!r} and {request.request_id!r} have different prompts; "
+                "agenerate_samples takes samples of one"
+            )
