@@ -16,7 +16,8 @@ HelmsmanError
 │   ├── UnknownBackendError (ValueError)
 │   ├── AmbiguousAddressError (ValueError)
 │   ├── ClusterNotFoundError (ConnectionError)
-│   └── NodesMissingError (TimeoutError)
+│   ├── NodesMissingError (TimeoutError)
+│   └── RayStartError
 ├── LauncherError (ValueError)            flags and variables that do not say which node of how many this is
 │   ├── LauncherConflictError
 │   └── LauncherIncompleteError
@@ -305,6 +306,29 @@ class NodesMissingError(BackendError, TimeoutError):
             present=tuple(present),
             elapsed_s=elapsed_s,
             limit_s=limit_s,
+        )
+
+
+class RayStartError(BackendError):
+    """An embedded Ray that did not start, though it was tried more than once."""
+
+    reason: str
+    processes: tuple[str, ...]
+    """Those of its processes that were there when the last try was given up, each with its state."""
+
+    def __init__(
+        self, *, num_tries: int, reason: str, processes: Sequence[str], log_path: str = "", log_tail: str = ""
+    ) -> None:
+        super().__init__(
+            f"no Ray of its own could be started on this machine (tries: {num_tries}): {reason}. "
+            f"When it was given up, these of its processes were there: {', '.join(processes) or 'none'}; they were ended. See "
+            "what Ray logged, and whether the machine has memory, processes (ulimit -u) and space under its temporary folder "
+            "left; or start a cluster with `ray start --head` and give its address."
+            f"{_log_section(log_path, log_tail)}",
+            reason=reason,
+            processes=tuple(processes),
+            log_path=log_path,
+            log_tail=log_tail,
         )
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from helmsman.api.errors import StrangeClusterError
+from helmsman.api.errors import RayStartError, StrangeClusterError
 from helmsman.controller.bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller.loop import submit
 from helmsman.controller.ray_forks import RayForks
+from helmsman.controller.transport import tail_of
 from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
 
 T = TypeVar("T")
@@ -29,6 +30,9 @@ _INTERRUPTED_START_S = 4.0
 """How long a start that an interrupt has made pointless may still come to its own end; Ray cannot be broken off midway."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
+_STARTS = 2
+"""How often a cluster of our own is tried. Nobody has used it yet, and about once in two thousand starts the head was seen not
+to begin (Ray 2.60)."""
 
 
 def choose_authentication() -> None:
@@ -48,6 +52,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
     Args:
         log_dir: of the run.
         preload: modules that the workers of our own are forked with; None lets Ray start each by itself.
+    Raises: RayStartError for one of our own; what ray.init raises of a cluster that is there.
     """
     import ray
 
@@ -80,22 +85,77 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
             os.environ.pop(TAG_VARIABLE, None)
 
     others = descendants(os.getpid(), process_table())
-    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
-    # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
-    starting = submit(init())
+    was_connected = ray.is_initialized()
+    for tries in range(1, _STARTS + 1):
+        # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it.
+        # And in the script's own thread Ray would answer signals itself; one that breaks in there crashes the interpreter.
+        starting = submit(init())
+        try:
+            starting.result()
+            _require_own_run(address)
+            if address == "local":
+                _guard_raylet(f"{run_id}/ray")
+            return
+        except BaseException as error:
+            concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
+            failure = _failed_start(error, tries, others)
+            _end_half_started(others)
+            _end_forks()
+            is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
+            if address != "local" or was_connected or not is_rays:
+                raise
+            if tries == _STARTS:
+                raise failure from error
+            log.warning("%s\nIt is tried once more.", failure)
+        finally:
+            if (
+                threading.current_thread() is threading.main_thread()
+                and (handler := signal.getsignal(signal.SIGTERM)) is not None
+            ):
+                signal.signal(
+                    signal.SIGTERM, handler
+                )  # Ray has put its own below Python's, which prints a stack at each SIGTERM
+
+
+def _failed_start(error: BaseException, num_tries: int, others: set[int]) -> RayStartError:
+    """What can be told of a start that failed, as long as its processes are there.
+
+    Args:
+        others: processes below this one that were there before.
+    """
+    table = process_table()
+    started = sorted(descendants(os.getpid(), table) - others)
+    described = [f"{_name_of(pid)} (pid {pid}, {_STATES.get(table[pid].state, table[pid].state)})" for pid in started]
+    log_path = _newest_log("gcs_server.err", "gcs_server.out")
+    return RayStartError(
+        num_tries=num_tries,
+        reason=f"{type(error).__name__}: {error}",
+        processes=described,
+        log_path=log_path,
+        log_tail=tail_of(log_path) if log_path else "",
+    )
+
+
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for the disk", "T": "stopped", "Z": "ended"}
+
+
+def _name_of(pid: int) -> str:
     try:
-        starting.result()
-        _require_own_run(address)
-        if address == "local":
-            _guard_raylet(f"{run_id}/ray")
-    except BaseException:
-        concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
-        _end_half_started(others)
-        _end_forks()
-        raise
-    finally:
-        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "a process that has ended"
+
+
+def _newest_log(*names: str) -> str:
+    """The log of those names, in the newest of this process's sessions that is not empty; else the folder of its logs."""
+    from ray._common import utils
+
+    folder = utils.get_default_ray_temp_dir()  # type: ignore[no-untyped-call]
+    sessions = sorted(Path(folder).glob(f"session_*_{os.getpid()}/logs"))
+    if not sessions:
+        return ""
+    written = [path for name in names if (path := sessions[-1] / name).is_file() and path.stat().st_size]
+    return str(written[0] if written else sessions[-1])
 
 
 def _require_own_run(address: str) -> None:

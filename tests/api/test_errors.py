@@ -127,6 +127,17 @@ ROWS = [
         ("8 nodes", "2 have joined", "gpu-0 (8 GPU)", "gpu-1 (8 GPU)", "300.2 s", "Timeouts.start_s"),
         "Look at the log of the nodes that are not in this list, or lower num_nodes",
     ),
+    Row(
+        errors.RayStartError(
+            num_tries=2,
+            reason="RuntimeError: Timed out waiting",
+            processes=["gcs_server (pid 5, sleeping)"],
+            log_path="/tmp/ray/session/logs/gcs_server.err",
+            log_tail="no space",
+        ),
+        ("tries: 2", "Timed out waiting", "gcs_server (pid 5, sleeping)", "/tmp/ray/session/logs/gcs_server.err", "| no space"),
+        "or start a cluster with `ray start --head` and give its address",
+    ),
     Row(errors.LauncherError("no node rank"), ("no node rank",), ""),
     Row(
         errors.LauncherConflictError(

@@ -27,6 +27,21 @@ LIMIT_S = 30.0
 """How long a test waits for what must come; a failure and not a measure."""
 
 
+def has_stopped(pid: int) -> bool:
+    """Whether no thread of it runs any more: SIGSTOP reaches them one after another."""
+    states = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            states.append(path.read_text().rpartition(")")[2].split()[0])
+    return set(states) == {"T"}
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: has_stopped(pid), f"all threads of process {pid} have stopped")
+
+
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
     """Wait until ``condition`` gives something true and return it; fail with ``what`` when it does not."""
     deadline = time.monotonic() + limit_s

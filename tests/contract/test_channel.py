@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from helmsman.controller.channel import Channel
 from helmsman.controller.loop import background_loop
 from helmsman.rpc_server.frames import pack_length
 from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine, Gate, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, stop, wait_until
 
 pytestmark = [
     pytest.mark.also_apart,
@@ -66,17 +65,10 @@ def test_a_call_under_way_is_answered_once_although_its_connection_is_lost(own: 
     assert own.scheduler.status()[-1].state is WorkerState.READY
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether no thread runs any more; the signal reaches them one after another."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_request_that_may_not_have_arrived_runs_once(own: Engine, reset: bool) -> None:
     pid = own.call("pid")
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: _is_stopped(pid), "it stands still, with all of its threads")
+    stop(pid)
     try:
         unread = [own.begin("add") for _ in range(5)]
         wait_until(lambda: len(_channel(own)._posted) == 5, "they are written")

@@ -14,7 +14,7 @@ from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
 from helmsman.controller.factory import make_scheduler
 from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter
-from tests.contract.helpers import Engine, Gate, held, is_running, wait_gone, wait_until
+from tests.contract.helpers import Engine, Gate, held, is_running, stop, wait_gone, wait_until
 
 pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
 
@@ -131,18 +131,12 @@ def test_a_worker_dies_while_idle(scheduler: Scheduler, role: str) -> None:
     assert {s.worker_id: s for s in scheduler.status()}[worker].state is WorkerState.FAILED
 
 
-def _is_stopped(pid: int) -> bool:
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
-
-
 def test_a_worker_that_is_stopped_is_not_dead(scheduler: Scheduler, role: str) -> None:
     """SIGSTOP is the shape of a machine that swaps: nothing answers, nothing died, and the same call comes back."""
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     pid = engine.call("pid")
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: _is_stopped(pid), "all its threads have stopped")
+    stop(pid)
     try:
         with pytest.raises(errors.CallTimeoutError) as caught:
             scheduler.get_workers(role, timeout=0.3)
@@ -159,7 +153,7 @@ def test_close_works_with_dead_and_stopped_workers(backend: str, tmp_path: Path)
     dead, stopped, well = scheduler.create_workers(Job(role="a", replicas=3))
     pids = {worker: Engine.create(scheduler, worker, Counter).call("pid") for worker in (dead, stopped, well)}
     os.kill(pids[dead], signal.SIGKILL)
-    os.kill(pids[stopped], signal.SIGSTOP)
+    stop(pids[stopped])
     scheduler.close()
     scheduler.close()
     assert not any(is_running(pid) for pid in pids.values())

@@ -20,7 +20,7 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.controller.factory import make_scheduler
 from tests.contract.conftest import OPTIONS, TIMEOUTS
 from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine, Gate, held, is_running, wait_gone, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, has_stopped, held, is_running, wait_gone, wait_until
 
 pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed or stopped without the script")
 
@@ -50,11 +50,6 @@ class Ticker:
 def _inject(scheduler: Scheduler, fault: Fault) -> Injection:
     (injection,) = asyncio.run(scheduler.inject(fault))
     return injection
-
-
-def _is_stopped(pid: int) -> bool:
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
 
 
 def _helpers(pid: int) -> dict[str, int]:
@@ -107,7 +102,7 @@ def test_a_hang_ends_after_its_time_and_the_call_goes_on(scheduler: Scheduler, w
     with held(worker, gate) as running:
         injection = _inject(scheduler, Hang(worker.worker_id, at_step=1, seconds=1.0))
         assert (injection.done, injection.outcome, injection.pid) == (True, "stopped for 1 s", pid)
-        wait_until(lambda: _is_stopped(pid), "all of its threads have stopped")
+        wait_until(lambda: has_stopped(pid), "all of its threads have stopped")
         gate.open()
         with pytest.raises(errors.CallTimeoutError):
             asyncio.run(scheduler.check_health(worker.worker_id, 0.05))
@@ -157,7 +152,7 @@ def test_a_worker_that_hangs_is_told_nothing_that_it_would_do_later(backend: str
         engine = Engine.create(scheduler, worker_id, Counter)
         pid = engine.call("pid")
         _inject(scheduler, Hang(worker_id, at_step=1))
-        wait_until(lambda: _is_stopped(pid), "it is stopped")
+        wait_until(lambda: has_stopped(pid), "it is stopped")
         injection = _inject(scheduler, Kill(worker_id, at_step=2))
         assert (injection.done, injection.pid) == (False, pid)
         assert injection.outcome == "it was not told, since it gave no sign of life within 0.5 s"

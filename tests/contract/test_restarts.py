@@ -11,7 +11,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy, WorkerState
 from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, wait_gone, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, is_running, stop, wait_gone, wait_until
 
 ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
 
@@ -23,7 +23,7 @@ def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, r
     pid = engine.call("pid")
     future = engine.begin("wait", *gate.files)
     gate.wait_started()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     asyncio.run(scheduler.kill_worker(stopped, "was ended because the test wanted it"))
     with pytest.raises(errors.WorkerFailedError, match="was ended because the test wanted it while") as caught:
         future.result(LIMIT_S)
@@ -48,7 +48,7 @@ def test_all_workers_of_a_role_are_replaced(scheduler: Scheduler, backend: str, 
     engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in ids]
     pids = [engine.call("pid") for engine in engines]
     if backend != "inline":
-        os.kill(pids[0], signal.SIGSTOP)
+        stop(pids[0])
         os.kill(pids[1], signal.SIGKILL)
     scheduler.restart_workers(role, elsewhere=elsewhere)
     if backend != "inline":

@@ -16,7 +16,7 @@ from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
 from helmsman.rpc_server.segments import drop_spares
 from tests.contract import engines
 from tests.contract.engines import Counter, Slow
-from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, held, stop, wait_until
 
 _names = (f"late-{number}" for number in itertools.count())
 LATE_S = 0.2
@@ -174,9 +174,9 @@ def test_cancelling_an_awaited_call_neither_undoes_nor_repeats_it(engine: Engine
 def test_get_workers_has_one_deadline_for_all(scheduler: Scheduler, role: str) -> None:
     """Every worker is late; one deadline after another would take as many times as long."""
     workers = scheduler.create_workers(Job(role=role, replicas=2))
-    pids = [status.pid for status in scheduler.status() if status.worker_id in workers and status.pid is not None]
+    pids = [Engine.create(scheduler, worker, Counter).call("pid") for worker in workers]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     started = time.monotonic()
     try:
         with pytest.raises(errors.CallTimeoutError):

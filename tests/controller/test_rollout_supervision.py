@@ -19,7 +19,7 @@ from helmsman.controller.generation.health import Health, SupervisionPolicy
 from helmsman.controller.generation.retries import RetryGeneration
 from helmsman.controller.loop import background_loop
 from helmsman.controller.rollout import RolloutController
-from tests.contract.helpers import wait_until
+from tests.contract.helpers import stop, wait_until
 
 POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=1.5, restart_pause_s=0.05)
 ENGINE = "tests.controller.engines.CountingRollout"
@@ -178,7 +178,7 @@ def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:
 def test_a_worker_that_hangs_is_given_up_and_built_anew(scheduler: Scheduler) -> None:
     with _rollout(scheduler) as rollout:
         stopped = _pid(scheduler, "rollout/1")
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         wait_until(lambda: rollout.load().instances["rollout/1"].state is Health.SUSPECT, "it is suspected first")
         assert len(rollout.generate([[1]] * 6)) == 6
         wait_until(lambda: _all_serve(rollout) and _pid(scheduler, "rollout/1") != stopped, "another is in its place")
@@ -191,7 +191,7 @@ def test_calls_that_hung_with_a_worker_do_not_cost_the_next_one_its_life(schedul
         futures = [rollout.submit([i + 1]) for i in range(4)]
         wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 2, "two of them are at the second")
         stopped = _pid(scheduler, "rollout/1")
-        os.kill(stopped, signal.SIGSTOP)
+        stop(stopped)
         wait_until(lambda: _others_serve(rollout, scheduler, {stopped}), "its one restart is enough")
         while not all(future.done() for future in futures):
             for index in range(2):

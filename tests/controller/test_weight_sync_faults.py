@@ -20,6 +20,7 @@ from helmsman.api.errors import CallTimeoutError, RequestsInFlightError
 from helmsman.api.weights import WeightFormat
 from helmsman.controller.generation.health import Health
 from helmsman.controller.weight_sync import SyncReport, ViaCollective, ViaDisk, WeightSync
+from tests.contract.helpers import stop
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SUPERVISED, World, way_of
 from tests.engines.preload import PRELOAD
@@ -201,7 +202,7 @@ def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(
     last = world.ids[1]
     pid = world.pid(last)
     futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert set(WeightSync(world.trainer, world.rollout).push(timeout=1.0).failed) == {last}
         for in_flight in ("finish", "recall"):
@@ -258,7 +259,7 @@ def test_a_rollout_ends_also_when_the_trainer_whose_weights_it_keeps_hangs(sched
     world = World(scheduler, 1, 1, "-hanging", supervision=SUPERVISED)
     WeightSync(world.trainer, world.rollout).push()
     pid = world.pid(world.trainer.workers[0].id)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         world.rollout.close()
         assert world.rollout.role not in {status.worker_id.partition("/")[0] for status in scheduler.status()}

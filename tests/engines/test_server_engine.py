@@ -23,6 +23,7 @@ from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import TornWeightsError
+from tests.contract.helpers import stop
 from tests.engines.little_servers import DIALECTS, continuation, engine_of, tensors_of, write_model
 
 LIMIT_S = 60.0
@@ -189,7 +190,7 @@ async def test_destroying_an_engine_ends_an_update_that_hangs(dialect: str, tmp_
     async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
         await until(lambda: num_tokens(engine).get("a", 0) > 5)
-        os.kill(engine.server_pid(), signal.SIGSTOP)
+        stop(engine.server_pid())
         update = asyncio.create_task(engine.update_weights(tensors_of(1.0), 1))
         await until(lambda: engine._served()._holders)  # it asks the server to pause
         await asyncio.to_thread(engine.destroy)
