@@ -47,6 +47,9 @@ class RowNumbers:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def __repr__(self) -> str:
+        return f"RowNumbers({self.numbers})"
+
     @property
     def array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """(K,) int64."""
