@@ -310,17 +310,15 @@ class NodesMissingError(BackendError, TimeoutError):
 
 
 class RayStartError(BackendError):
-    """An embedded Ray that did not start, though it was tried more than once."""
+    """An embedded Ray that did not start."""
 
     reason: str
     processes: tuple[str, ...]
-    """Those of its processes that were there when the last try was given up, each with its state."""
+    """Those of its processes that were there when it was given up, each with its state."""
 
-    def __init__(
-        self, *, num_tries: int, reason: str, processes: Sequence[str], log_path: str = "", log_tail: str = ""
-    ) -> None:
+    def __init__(self, *, reason: str, processes: Sequence[str], log_path: str = "", log_tail: str = "") -> None:
         super().__init__(
-            f"no Ray of its own could be started on this machine (tries: {num_tries}): {reason}. "
+            f"no Ray of its own could be started on this machine: {reason}. "
             f"When it was given up, these of its processes were there: {', '.join(processes) or 'none'}; they were ended. See "
             "what Ray logged, and whether the machine has memory, processes (ulimit -u) and space under its temporary folder "
             "left; or start a cluster with `ray start --head` and give its address."

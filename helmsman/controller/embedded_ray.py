@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from helmsman.controller.bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller.loop import submit
 from helmsman.controller.ray_forks import RayForks
 from helmsman.controller.transport import tail_of
+from helmsman.rpc_server import ray_exec
 from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
 
 T = TypeVar("T")
@@ -30,9 +31,6 @@ _INTERRUPTED_START_S = 4.0
 """How long a start that an interrupt has made pointless may still come to its own end; Ray cannot be broken off midway."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
-_STARTS = 2
-"""How often a cluster of our own is tried. Nobody has used it yet, and about once in two thousand starts the head was seen not
-to begin (Ray 2.60)."""
 
 
 def choose_authentication() -> None:
@@ -64,14 +62,13 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
         os.environ.setdefault("RAY_worker_niceness", "0")
 
     async def init() -> None:
-        _starting.active = True
         serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         try:
             if address == "local":
                 os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
                 if preload is not None and sys.platform == "linux":
                     serving = _forked_workers(run_id, log_dir, preload)
-            with serving:
+            with serving, _spawning() if sys.platform == "linux" else contextlib.nullcontext():
                 ray.init(
                     address=address,
                     namespace=f"helmsman-{run_id}",
@@ -81,43 +78,33 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
                     **sizes,
                 )
         finally:
-            _starting.active = False
             os.environ.pop(TAG_VARIABLE, None)
 
     others = descendants(os.getpid(), process_table())
     was_connected = ray.is_initialized()
-    for tries in range(1, _STARTS + 1):
-        # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it.
-        # And in the script's own thread Ray would answer signals itself; one that breaks in there crashes the interpreter.
-        starting = submit(init())
-        try:
-            starting.result()
-            _require_own_run(address)
-            if address == "local":
-                _guard_raylet(f"{run_id}/ray")
-            return
-        except BaseException as error:
-            concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
-            failure = _failed_start(error, tries, others)
-            _end_half_started(others)
-            _end_forks()
-            is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
-            if address != "local" or was_connected or not is_rays:
-                raise
-            if tries == _STARTS:
-                raise failure from error
-            log.warning("%s\nIt is tried once more.", failure)
-        finally:
-            if (
-                threading.current_thread() is threading.main_thread()
-                and (handler := signal.getsignal(signal.SIGTERM)) is not None
-            ):
-                signal.signal(
-                    signal.SIGTERM, handler
-                )  # Ray has put its own below Python's, which prints a stack at each SIGTERM
+    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
+    # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
+    starting = submit(init())
+    try:
+        starting.result()
+        _require_own_run(address)
+        if address == "local":
+            _guard_raylet(f"{run_id}/ray")
+    except BaseException as error:
+        concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
+        failure = _failed_start(error, others)
+        _end_half_started(others)
+        _end_forks()
+        is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
+        if address == "local" and is_rays and not was_connected:
+            raise failure from error
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
 
 
-def _failed_start(error: BaseException, num_tries: int, others: set[int]) -> RayStartError:
+def _failed_start(error: BaseException, others: set[int]) -> RayStartError:
     """What can be told of a start that failed, as long as its processes are there.
 
     Args:
@@ -128,7 +115,6 @@ def _failed_start(error: BaseException, num_tries: int, others: set[int]) -> Ray
     described = [f"{_name_of(pid)} (pid {pid}, {_STATES.get(table[pid].state, table[pid].state)})" for pid in started]
     log_path = _newest_log("gcs_server.err", "gcs_server.out")
     return RayStartError(
-        num_tries=num_tries,
         reason=f"{type(error).__name__}: {error}",
         processes=described,
         log_path=log_path,
@@ -224,24 +210,36 @@ def _end_half_started(others: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class _Starting(threading.local):
-    active = False
+@contextlib.contextmanager
+def _spawning() -> Iterator[None]:
+    """What this thread starts of Ray within the block is spawned, and not forked; see ray_exec.
 
-
-_starting = _Starting()
-
-
-def _leave_process_group() -> None:
-    """In Ray's own processes, before they run: a group of their own.
-
-    A signal to the script's group, such as a terminal's Ctrl-C, would otherwise end them under the script, whose clean-up then
-    waits for a cluster that is gone. They still die with the script, by the death signal that Ray sets.
+    Each gets a process group of its own: a signal to the script's group, such as a terminal's Ctrl-C, would otherwise end them
+    under the script, whose clean-up then waits for a cluster that is gone. They still die with the script.
     """
-    if _starting.active:
-        os.setpgid(0, 0)
+    from ray._private import services as rays
 
+    services: Any = rays
+    popen = getattr(services, "ConsolePopen", None)
+    if popen is None:
+        log.info(
+            "this Ray starts its processes in a way that is not known here; they are forked, in the script's process group"
+        )
+        yield
+        return
+    thread = threading.get_ident()
 
-os.register_at_fork(after_in_child=_leave_process_group)
+    def spawn(command: list[str], *args: Any, preexec_fn: Any = None, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return popen(command, *args, preexec_fn=preexec_fn, **kwargs)
+        become = [sys.executable, "-I", "-S", ray_exec.__file__, str(os.getpid())]
+        return popen([*become, *command], *args, process_group=0, **kwargs)
+
+    services.ConsolePopen = spawn
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float) -> T:

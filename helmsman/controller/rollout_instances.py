@@ -8,11 +8,22 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, JobError, WorkerNotFoundError
+from helmsman.api.errors import (
+    EngineCallError,
+    EngineDeadError,
+    HelmsmanError,
+    InvalidReplicasError,
+    InvalidSpecError,
+    JobError,
+    WorkerFailedError,
+    WorkerNotFoundError,
+)
 from helmsman.api.scheduler import Job, Scheduler, Worker
-from helmsman.controller.generation.health import Health
+from helmsman.controller.generation.health import Event, Health
 from helmsman.controller.generation.instance import Instance
+from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
+from helmsman.controller.group import group_error
 from helmsman.controller.loop import await_all, in_own_thread, run_async, run_sync
 from helmsman.controller.rollout_requests import RolloutRequests, require_ids
 
@@ -20,10 +31,11 @@ T = TypeVar("T")
 
 
 class RolloutInstances(RolloutRequests, abc.ABC):
-    """The workers that serve the requests; RolloutController says by which weights."""
+    """The workers that serve the requests; RolloutWeights says by which weights."""
 
     _version: int | None
     """Of the last update."""
+    _requests: GenerateScheduler | None
 
     def __init__(
         self,
@@ -120,6 +132,37 @@ class RolloutInstances(RolloutRequests, abc.ABC):
     async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
         """As scale, awaited."""
         await run_async(self._scale(replicas, migrate))
+
+    # --- calls ------------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
+        build = self._builds[worker_id]
+        try:
+            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs)
+        except (WorkerFailedError, EngineCallError) as error:
+            # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
+            if is_death(error) and self._supervisor is not None and self._builds[worker_id] == build:
+                self._supervisor.note(worker_id, Event.LOST, error)
+            raise
+
+    def _living_ids(self) -> list[str]:
+        """Of instances that have not died; none while all are on their way back. Raises why none lives or will."""
+        instances = self._queue().instances.values()
+        living = [each.instance_id for each in instances if each.health not in (Health.DEAD, Health.RESTARTING)]
+        if not living and (reason := self._why_none_will_serve("any call")) is not None:
+            raise reason
+        return living
+
+    def _why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
+        """Why no worker serves or will; None while one does, or is on its way back."""
+        assert self._requests is not None
+        assert self._supervisor is not None
+        instances = self._requests.instances
+        if any(each.health.serves or self._supervisor.is_coming_back(id_) for id_, each in instances.items()):
+            return None
+        errors = {id_: each.error or _is_not_served_by(each) for id_, each in instances.items()}
+        return group_error(self.role, method, errors, len(instances))
 
     # --- coming -----------------------------------------------------------------------------------------------------------
 
@@ -243,6 +286,20 @@ class RolloutInstances(RolloutRequests, abc.ABC):
             raise
         finally:
             await self._look()
+
+
+def is_death(error: Exception) -> bool:
+    """Of an instance: of its worker, or of what its engine runs in other processes."""
+    return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
+
+
+def _is_not_served_by(instance: Instance) -> HelmsmanError:
+    """Why, where nothing has gone wrong with it."""
+    return HelmsmanError(
+        f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the last update, and serves after "
+        "the next one.",
+        worker_id=instance.instance_id,
+    )
 
 
 def _workers_of(scheduler: Scheduler, role: str) -> tuple[Worker, ...]:

@@ -129,13 +129,12 @@ ROWS = [
     ),
     Row(
         errors.RayStartError(
-            num_tries=2,
             reason="RuntimeError: Timed out waiting",
             processes=["gcs_server (pid 5, sleeping)"],
             log_path="/tmp/ray/session/logs/gcs_server.err",
             log_tail="no space",
         ),
-        ("tries: 2", "Timed out waiting", "gcs_server (pid 5, sleeping)", "/tmp/ray/session/logs/gcs_server.err", "| no space"),
+        ("Timed out waiting", "gcs_server (pid 5, sleeping)", "/tmp/ray/session/logs/gcs_server.err", "| no space"),
         "or start a cluster with `ray start --head` and give its address",
     ),
     Row(errors.LauncherError("no node rank"), ("no node rank",), ""),
