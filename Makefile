@@ -13,6 +13,8 @@ DEMO_ARGS ?=
 CASE ?=
 CHECK ?=
 PYTEST_ARGS ?=
+# Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
+TEST_PROCESSES ?= 2
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
@@ -27,7 +29,7 @@ demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/
 	@$(PY) examples/grpo.py --scheduler ray --out runs/demo $(DEMO_ARGS)
 
 test: $(STAMP) ## the whole test suite
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)

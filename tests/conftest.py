@@ -23,6 +23,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ[SESSION_ENV_VAR] = SESSION
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest first, so that no process is left with one of them when the others have nothing more to do."""
+    items.sort(key=lambda item: "multinode" not in item.path.parts)
+
+
 def processes_of_this_session() -> list[psutil.Process]:
     """Processes that the tests caused and that run still, other than this one; zombies are dead."""
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
