@@ -24,7 +24,7 @@ os.environ[SESSION_ENV_VAR] = SESSION
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest first, so that no process is left with one of them when the others have nothing more to do."""
+    """The files that take longest first, so that no process is left alone with one of them in the end."""
     items.sort(key=lambda item: "multinode" not in item.path.parts)
 
 
