@@ -38,7 +38,7 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Setting
     try:
         return resolve(msgspec.convert(entries, Settings, strict=False))
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {told(error)}") from error
+        raise ValueError(f"{path}: {told(error, Settings)}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -78,18 +79,31 @@ def resolve(settings: Settings) -> Settings:
     return settings
 
 
-def told(error: msgspec.ValidationError, section: str = "") -> str:
-    """What does not fit, after the key of it."""
+def told(error: msgspec.ValidationError, kind: type[msgspec.Struct], section: str = "") -> str:
+    """What does not fit into ``kind``, after the key of it."""
     reason, _, at = str(error).partition(" - at `$.")
-    key = ".".join(filter(None, (section, at.rstrip("`"))))
+    at = at.rstrip("`")
+    if reason.startswith("Invalid enum value"):
+        reason += f"; expected {' or '.join(map(repr, _choices(kind, at)))}"
+    key = ".".join(filter(None, (section, at)))
     return f"{key}: {reason}" if key else reason
+
+
+def _choices(kind: Any, path: str) -> list[Any]:
+    """What a setting may be that takes one of several values."""
+    for part in path.split("."):
+        name, is_item, _ = part.partition("[")
+        kind = typing.get_type_hints(kind)[name]
+        kind = typing.get_args(kind)[0] if is_item else kind
+    alternatives = [kind] if typing.get_origin(kind) is Literal else typing.get_args(kind)
+    return [value for each in alternatives if typing.get_origin(each) is Literal for value in typing.get_args(each)]
 
 
 def _check_train(settings: Settings) -> None:
     try:
         msgspec.convert({"model": settings.model, **settings.train.engine}, TrainConfig)
     except msgspec.ValidationError as error:
-        raise ValueError(told(error, "train.engine")) from error
+        raise ValueError(told(error, TrainConfig, "train.engine")) from error
 
 
 def _check_cluster(settings: Settings) -> None:
@@ -140,6 +154,8 @@ def _check_rewards(settings: Settings) -> None:
 
 
 def _check_rest(settings: Settings) -> None:
+    from helmsman.engines.losses import LOSSES  # which takes torch a second to import
+
     evaluation, data, algorithm = settings.evaluation, settings.data, settings.algorithm
     for section, found in (("rollout", settings.rollout), ("evaluation", evaluation)):
         if not 0 < found.top_p <= 1:
@@ -147,6 +163,8 @@ def _check_rest(settings: Settings) -> None:
     engine = settings.rollout.engine
     if engine not in ENGINES and "." not in engine:
         raise ValueError(f"rollout.engine is {engine!r}; expected {', '.join(ENGINES)}, or a class's import path")
+    if "." not in algorithm.loss and algorithm.loss not in LOSSES:
+        raise ValueError(f"algorithm.loss is {algorithm.loss!r}; expected {', '.join(LOSSES)}, or a function's import path")
     if evaluation.samples and not all(1 <= k <= evaluation.samples for k in evaluation.k):
         raise ValueError(f"evaluation.k is {list(evaluation.k)}; each is 1 to evaluation.samples, {evaluation.samples}")
     if data.held_out is not None and data.num_held_out:

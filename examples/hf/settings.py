@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from helmsman import SamplingParams
+
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,7 +192,7 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Shared memory or Ray's store; broadcasts of gloo, nccl or hccl; files."""
     folder: str | None = None
     """Of ``disk``: a folder that all nodes reach; one in ``out`` when absent."""
-    dtype: str | None = None
+    dtype: DType | None = None
     """Type in which weights are sent, such as bfloat16; null leaves them as they are."""
     bucket_mb: int = 256
     """Parameters that are sent together."""
@@ -268,7 +270,7 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     export: Literal["none", "last", "all"] = "last"
     """Write the model in the Hugging Face layout: the last into ``model`` in ``out``, or each checkpoint's into ``model`` in
     its folder."""
-    export_dtype: str | None = None
+    export_dtype: DType | None = None
     """Type of what is exported, such as bfloat16; null leaves it as it is."""
 
 

@@ -95,7 +95,7 @@ def test_the_command_line_is_on_top_and_has_the_fields_types() -> None:
 def test_a_value_of_another_type_is_refused_by_its_key() -> None:
     with pytest.raises(ValueError, match=r"steps: Expected `int`, got `str`"):
         settings(("steps", "many"))
-    with pytest.raises(ValueError, match=r"cluster.placement: Invalid enum value 'together'"):
+    with pytest.raises(ValueError, match=r"cluster.placement: Invalid enum value 'together'; expected 'separated' or 'colocated'$"):
         settings(("cluster.placement", "together"))
 
 
@@ -113,6 +113,9 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         (("data.held_out", "other.jsonl"), "data.held_out and data.num_held_out are both given"),
         (("train.engine.gradient_checkpoint", "true"), "train.engine: Object contains unknown field `gradient_checkpoint`"),
         (("train.engine.eps", "small"), "train.engine.eps: Expected `float`, got `str`"),
+        (("train.engine.head", "reward"), "train.engine.head: Invalid enum value 'reward'; expected 'lm' or 'value'"),
+        (("sync.dtype", "int3"), "sync.dtype: Invalid enum value 'int3'; expected 'float32' or 'bfloat16' or 'float16'"),
+        (("algorithm.loss", "grop"), "algorithm.loss is 'grop'; expected sft, .*, or a function's import path"),
         (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0 and at most 1"),
         (("rollout.engine", "vlm"), "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path"),
         (("rewards.use", "math"), "--rewards.use: rewards has no keys below it; give it as a whole, in JSON"),
