@@ -95,7 +95,9 @@ def test_the_command_line_is_on_top_and_has_the_fields_types() -> None:
 def test_a_value_of_another_type_is_refused_by_its_key() -> None:
     with pytest.raises(ValueError, match=r"steps: Expected `int`, got `str`"):
         settings(("steps", "many"))
-    with pytest.raises(ValueError, match=r"cluster.placement: Invalid enum value 'together'; expected 'separated' or 'colocated'$"):
+    with pytest.raises(
+        ValueError, match=r"cluster.placement: Invalid enum value 'together'; expected 'separated' or 'colocated'$"
+    ):
         settings(("cluster.placement", "together"))
 
 
