@@ -43,7 +43,7 @@ from helmsman import (
     Turns,
     WorkflowExecutor,
 )
-from helmsman.api.errors import EngineCallError
+from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
 from helmsman.controller.generation.sampling import Episode
 
 log = logging.getLogger(__name__)
@@ -225,13 +225,30 @@ class Run:
                     sample["logprobs" if old == "trainer" else "prox_logprobs"] = logprobs
         if self.reference is not None:
             with self.clock.phase("reference"):
-                if self.turns is not None:
-                    self.reference.wake()
-                for sample, logprobs in zip(samples, self.reference.forward(tokens), strict=True):
+                for sample, logprobs in zip(samples, self._ask(self.reference, tokens), strict=True):
                     sample["ref_logprobs"] = logprobs
-                if self.turns is not None:
-                    self.reference.sleep()
         return metrics
+
+    def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
+        """The reference's log-probabilities. Its ranks are built anew when one dies: they have nothing of their own."""
+        while True:
+            try:
+                if self.turns is not None:
+                    reference.wake()
+                logprobs: list[Any] = reference.forward(tokens)
+                if self.turns is not None:
+                    reference.sleep()
+            except (WorkerFailedError, GroupCallError) as error:
+                loss = error.first if isinstance(error, GroupCallError) else error
+                if (
+                    not isinstance(loss, WorkerFailedError)
+                    or reference.num_recoveries >= self.settings.checkpoints.max_recoveries
+                ):
+                    raise
+                log.warning("a rank of the reference was lost, and all of them are built anew: %s", str(loss).split("\n", 1)[0])
+                reference.recover()
+            else:
+                return logprobs
 
     def _to_rollout(self) -> None:
         """Give the devices, where they are shared, to the instances, with the weights of now."""

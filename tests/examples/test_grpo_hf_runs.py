@@ -168,6 +168,25 @@ def test_an_asynchronous_run_with_a_reference_and_partial_rollouts(
     assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in found), "its own log-probabilities are the old ones"
 
 
+def test_a_reference_that_dies_is_built_anew(
+    given: tuple[Path, Path, str], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    model, data, rewards = given
+    out = tmp_path / "out"
+    flags = (*LOCAL, "--rewards", rewards, "--steps", "6", "--algorithm.kl_coef", "0.01", "--cluster.train_workers", "2")
+    process = subprocess.Popen(command(model, data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for(lambda: process.poll() is not None or _num_steps(out) > 1, 120.0)
+        victim = pids_of("reference", out)[0]
+        os.kill(victim, signal.SIGKILL)
+        said, _ = process.communicate(timeout=200.0)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "a rank of the reference was lost, and all of them are built anew" in said
+    assert [each["step"] for each in metrics("out")] == list(range(7)), "no step was done again"
+
+
 def test_roles_that_take_turns_on_their_devices_do_what_separate_ones_do(
     given: tuple[Path, Path, str],
     begin: Callable[..., int],
