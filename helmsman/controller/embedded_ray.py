@@ -68,7 +68,7 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
                 os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
                 if preload is not None and sys.platform == "linux":
                     serving = _forked_workers(run_id, log_dir, preload)
-            with serving, _spawning() if sys.platform == "linux" else contextlib.nullcontext():
+            with serving, _spawning():
                 ray.init(
                     address=address,
                     namespace=f"helmsman-{run_id}",
@@ -212,7 +212,7 @@ def _end_half_started(others: set[int]) -> None:
 
 @contextlib.contextmanager
 def _spawning() -> Iterator[None]:
-    """What this thread starts of Ray within the block is spawned, and not forked; see ray_exec.
+    """What this thread starts of Ray within the block is spawned, and on Linux without a fork of the script; see ray_exec.
 
     Each gets a process group of its own: a signal to the script's group, such as a terminal's Ctrl-C, would otherwise end them
     under the script, whose clean-up then waits for a cluster that is gone. They still die with the script.
@@ -232,6 +232,8 @@ def _spawning() -> Iterator[None]:
     def spawn(command: list[str], *args: Any, preexec_fn: Any = None, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return popen(command, *args, preexec_fn=preexec_fn, **kwargs)
+        if sys.platform != "linux":
+            return popen(command, *args, preexec_fn=preexec_fn, process_group=0, **kwargs)
         become = [sys.executable, "-I", "-S", ray_exec.__file__, str(os.getpid())]
         return popen([*become, *command], *args, process_group=0, **kwargs)
 
