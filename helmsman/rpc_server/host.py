@@ -68,6 +68,7 @@ class EngineHost:
         self._listener = reach.Listener()
         self._faults = Faults()
         self._num_calls = 0
+        self._is_closed = False
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -103,11 +104,16 @@ class EngineHost:
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 
     def close(self) -> None:
-        """Stop the host's threads and give its ports back; engines are not asked."""
+        """Stop the host's threads and give its ports back; engines are not asked, and calls in flight not answered."""
+        self._is_closed = True
         self.engine_thread.stop()
         self._loop.stop()
         self._listener.close()
         self._ports.close()
+
+    def join(self) -> None:
+        """After close, wait for the calls in flight to have ended, so that the process can; a second or two at most."""
+        self._loop.join()
 
     def set_environment(self, variables: Sequence[EnvironmentVariable]) -> None:
         """Set variables of this process, before its engines are created, and remember who set them."""
@@ -334,6 +340,8 @@ class EngineHost:
             try:
                 result = await method(*args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
+                if self._is_closed:
+                    return  # this is no answer of the engine's: its caller learns of the worker's end
                 reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
             else:
                 self._send_result(request, reply, result)

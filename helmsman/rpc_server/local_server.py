@@ -62,6 +62,7 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
     host.engine_thread.run()
     server.close()
     host.close()
+    host.join()
     return 0
 
 

@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 
 SWITCH_INTERVAL_S = 1e-6
+_LAST_TASKS_S = 1.0
+"""For what is in flight on a loop that is stopped to end by its cancellation."""
 _PYTHONS_INTERVAL_S = 5e-3
 
 
@@ -148,7 +150,7 @@ class EngineThread:
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop on this thread until it is stopped.
+    """Run a loop on this thread until it is stopped; what is in flight on it then is cancelled, and the loop closed.
 
     SystemExit and KeyboardInterrupt, which asyncio lets through when a task raises them, end nothing else on it; who awaits
     that task gets them, too.
@@ -158,7 +160,14 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt):
             continue
-        return
+        break
+    try:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(left, timeout=_LAST_TASKS_S))
+    finally:
+        loop.close()
 
 
 class EngineLoop:
@@ -168,6 +177,7 @@ class EngineLoop:
         self._name = name
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._ids = itertools.count()
         self.running: dict[int, Running] = {}
 
@@ -192,15 +202,21 @@ class EngineLoop:
         return counts
 
     def stop(self) -> None:
-        """End the loop; what is in flight is abandoned."""
+        """End the loop; what is in flight is cancelled."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
 
+    def join(self) -> None:
+        """Wait for what stop has begun, or until it is late."""
+        if self._thread is not None:
+            self._thread.join(2 * _LAST_TASKS_S)
+
     def _ensure(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=run_loop, args=(self._loop,), name=self._name, daemon=True).start()
+                self._thread = threading.Thread(target=run_loop, args=(self._loop,), name=self._name, daemon=True)
+                self._thread.start()
             return self._loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import pickle
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import CodecError, ProtocolError
+from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
 from helmsman.controller.local import LocalScheduler
 from helmsman.rpc_server import frames, proof
@@ -229,3 +230,34 @@ def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
             assert engine.call("add") == 2
     finally:
         scheduler.delete_workers("liar")
+
+
+class Busy(Counter):
+    """Has work of its own on the event loop."""
+
+    async def begin(self, ended: str) -> None:
+        """Work until it is cancelled, and make this file then."""
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                Path(ended).touch()
+
+        self.work = asyncio.create_task(work())
+        await asyncio.sleep(0)
+
+
+def test_what_is_on_the_event_loop_when_a_worker_ends_is_ended_in_order(tmp_path: Path) -> None:
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    with LocalScheduler(log_dir=tmp_path / "logs", preload=()) as scheduler:
+        (worker,) = scheduler.create_workers(Job(role="busy"))
+        engine = Engine.create(scheduler, worker, Busy)
+        engine.call("begin", str(ended))
+        call = engine.begin("async_wait", str(started), str(tmp_path / "never"))
+        wait_until(started.exists, "the call is in flight")
+        scheduler.delete_workers("busy")
+        assert isinstance(call.exception(LIMIT_S), WorkerFailedError), "no answer of the engine's"
+        assert ended.exists()
+    logs = "".join(path.read_text() for path in (tmp_path / "logs").rglob("*") if path.is_file())
+    assert "pending" not in logs, logs

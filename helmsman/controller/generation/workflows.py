@@ -114,8 +114,6 @@ class WorkflowExecutor:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
-        if not self._thread.is_alive():
-            self._loop.close()
 
     def __enter__(self) -> Self:
         return self
