@@ -151,8 +151,13 @@ class RolloutController(RolloutWeights):
         self._requests = run_sync(start())
 
     def _why_hopeless(self) -> Exception | None:
-        """As _why_none_will_serve; what waits has hope while weights are brought, and for those that sleep has dropped."""
-        return None if self._num_updating or self._sleep_level or self._lacks_weights else self._why_none_will_serve()
+        """As _why_none_will_serve; what waits has hope, while an instance lives, as long as weights are brought, and for those
+        that sleep has dropped."""
+        assert self._requests is not None
+        may_serve_yet = self._num_updating or self._sleep_level or self._lacks_weights
+        if may_serve_yet and any(each.health.lives for each in self._requests.instances.values()):
+            return None
+        return self._why_none_will_serve()
 
     def _on_closing(self) -> None:
         requests, supervisor = self._requests, self._supervisor

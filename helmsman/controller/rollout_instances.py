@@ -149,7 +149,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
     def _living_ids(self) -> list[str]:
         """Of instances that have not died; none while all are on their way back. Raises why none lives or will."""
         instances = self._queue().instances.values()
-        living = [each.instance_id for each in instances if each.health not in (Health.DEAD, Health.RESTARTING)]
+        living = [each.instance_id for each in instances if each.health.lives]
         if not living and (reason := self._why_none_will_serve("any call")) is not None:
             raise reason
         return living

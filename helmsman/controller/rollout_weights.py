@@ -349,10 +349,20 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         return self._served is not None and self._served[0] is weights
 
     async def _bring_weights(self, worker_id: str) -> bool:
-        """Bring a worker that was just built the weights that are served; whether it has them now."""
-        if not self._has_room.is_set():
-            await self._ask(worker_id, "sleep", self._sleep_level)
-            return False
+        """Bring a worker that was just built the weights that are served; whether it has them now. Where the others sleep, it
+        sleeps as well, and waits for the next update."""
+        while True:
+            if self._has_room.is_set():
+                has_weights = await self._bring_served(worker_id)
+                if self._has_room.is_set():
+                    return has_weights
+            async with self._in_turn(None):  # or the others might wake meanwhile, and leave it asleep
+                if not self._has_room.is_set():
+                    await self._ask(worker_id, "sleep", self._sleep_level)
+                    return False
+
+    async def _bring_served(self, worker_id: str) -> bool:
+        """Bring a worker the weights of the last update; whether it has what is served now."""
         if self._version is None:
             return True  # there was no update: it serves what all serve, the weights that it was built with
         while self._served is not None:

@@ -257,6 +257,29 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):
         self.child.wait()
 
 
+class SleepyRollout(CountingRollout):
+    """A CountingRollout that sleeps; where the file ``hold`` is there, it does not get to it until it is removed."""
+
+    def __init__(self, hold: str) -> None:
+        super().__init__()
+        self.hold, self.state = Path(hold), "awake"
+
+    async def sleep(self, level: int = 1) -> None:
+        """Note it."""
+        self.state = "drowsy"
+        while self.hold.exists():  # noqa: ASYNC110 - another process removes it
+            await asyncio.sleep(0.01)
+        self.state = "asleep"
+
+    async def wake(self, *, weights_only: bool = False) -> None:
+        """Note it."""
+        self.state = "awake"
+
+    async def how_awake(self) -> str:
+        """Awake, drowsy or asleep."""
+        return self.state
+
+
 class CountingRolloutThatStops(CountingRollout):
     """Stops its process in the constructor, once for each time that the file is made."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import GroupCallError, InstanceLostError, WorkerFailedError
+from helmsman.api.errors import GroupCallError, HelmsmanError, InstanceLostError, WorkerFailedError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
@@ -106,6 +106,64 @@ def test_a_rollout_goes_to_sleep_though_an_engines_own_process_has_died(schedule
         assert len(rollout.generate([[1]] * 8)) == 8
         states = {id_: each.state for id_, each in rollout.load().instances.items()}
         assert states == {"rollout/0": Health.DEAD, "rollout/1": Health.HEALTHY}
+
+
+def _sleepy(scheduler: Scheduler, hold: Path, policy: SupervisionPolicy = POLICY) -> RolloutController:
+    rollout = RolloutController(
+        scheduler,
+        "tests.controller.engines.SleepyRollout",
+        Job(role="rollout", replicas=2),
+        engine_kwargs={"hold": str(hold)},
+        supervision=policy,
+    )
+    rollout.initialize()
+    return rollout
+
+
+def test_what_is_built_anew_while_the_others_fall_asleep_does_so_and_wakes_with_them(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+    with _sleepy(scheduler, hold, SupervisionPolicy(restart_pause_s=0.05)) as rollout:
+        updating = asyncio.run_coroutine_threadsafe(rollout.aupdate_weights({"weight": "held"}, 3), background_loop())
+        for worker in rollout.workers:
+            scheduler.call_engine(worker.id, "finish")
+        assert updating.result(30) == 3
+        os.kill(_pid(scheduler, "rollout/0"), signal.SIGKILL)
+        wait_until(lambda: _ask(scheduler, "rollout/0", "figures", [0])[0] == 1, "it is built anew, and waits for the weights")
+        rollout.sleep()
+        hold.touch()
+        scheduler.call_engine("rollout/0", "finish")
+        wait_until(lambda: scheduler.call_engine("rollout/0", "how_awake") == "drowsy", "it goes to sleep as the others have")
+        waking = asyncio.run_coroutine_threadsafe(rollout.awake(), background_loop())
+        rollout.load()  # a turn of the loop at least
+        hold.unlink()
+        waking.result(30)
+        assert [scheduler.call_engine(worker.id, "how_awake") for worker in rollout.workers] == ["awake", "awake"]
+        assert rollout.update_weights({"weight": [1.0]}, 4) == 4
+        assert _all_serve(rollout)
+
+
+def _ask(scheduler: Scheduler, worker_id: str, method: str, otherwise: Any) -> Any:
+    """An answer, or this while the worker or its engine is not there."""
+    try:
+        return scheduler.call_engine(worker_id, method)
+    except HelmsmanError:
+        return otherwise
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_waits_for_instances_that_sleep_fails_when_all_are_dead_for_good(
+    scheduler: Scheduler, tmp_path: Path, level: int
+) -> None:
+    policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=10.0, max_restarts=0)
+    with _sleepy(scheduler, tmp_path / "hold", policy) as rollout:
+        rollout.sleep(level)
+        waiting = rollout.submit([1])
+        _kill_all(rollout, scheduler)
+        assert isinstance(waiting.exception(30), GroupCallError)
+        with pytest.raises(GroupCallError):
+            rollout.wake()
 
 
 def _rollout_of_children(

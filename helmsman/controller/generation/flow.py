@@ -175,7 +175,7 @@ class RequestFlow:
                 self._settle(ticket, outcome)
                 if isinstance(outcome, InstanceLostError):
                     lost = outcome
-        if lost is not None and instance.health not in (Health.DEAD, Health.RESTARTING):
+        if lost is not None and instance.health.lives:
             self.on_lost(instance.instance_id, lost)  # or the requests would go there again, and again
         self.pump()
 

@@ -39,6 +39,11 @@ class Health(Enum):
         """Whether it may be given requests."""
         return self is Health.HEALTHY
 
+    @property
+    def lives(self) -> bool:
+        """Whether it is there, as far as is known."""
+        return self not in (Health.DEAD, Health.RESTARTING)
+
 
 class Event(Enum):
     """What can happen to an instance."""
@@ -152,7 +157,7 @@ class Watched:
 
     def should_probe(self, now: float) -> bool:
         """Whether to ask it now; there is at most one question at a time."""
-        if self.health in (Health.DEAD, Health.RESTARTING) or self._asked_at is not None:
+        if not self.health.lives or self._asked_at is not None:
             return False
         return now - self._last_probe >= self.policy.probe_every_s
 
@@ -162,7 +167,7 @@ class Watched:
 
     def overdue(self, now: float) -> Event | None:
         """What the silence since the last probe means."""
-        if self._asked_at is None or self.health in (Health.DEAD, Health.RESTARTING):
+        if self._asked_at is None or not self.health.lives:
             return None
         silent_s = now - self._asked_at
         if silent_s >= self.policy.dead_s:

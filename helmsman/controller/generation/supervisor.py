@@ -209,7 +209,7 @@ class Supervisor:
         for instance_id, reason in leaving.items():
             watched = self._watched.get(instance_id)
             is_news = instance_id not in self._left and instance_id not in self._moving
-            if is_news and watched is not None and _is_there(watched):
+            if is_news and watched is not None and watched.health.lives:
                 self._left[instance_id] = reason
                 log.warning("%s is left, since %s; its requests go on elsewhere", instance_id, reason)
                 self._keep(self._moving, instance_id, self._move(instance_id, watched, reason))
@@ -220,7 +220,7 @@ class Supervisor:
         except HelmsmanError as error:
             log.warning("%s is not left: %s", instance_id, error)
             return
-        if _is_there(watched):  # it may have died meanwhile
+        if watched.health.lives:  # it may have died meanwhile
             self.note(instance_id, Event.LEFT, InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False))
         self._requests.undrain(instance_id, drain)
 
@@ -238,7 +238,3 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - whatever it is, the instance is not there, and the budget decides
             log.warning("%s could not be built anew: %s", instance_id, error)
             self.note(instance_id, Event.LOST, error)
-
-
-def _is_there(watched: Watched) -> bool:
-    return watched.health not in (Health.DEAD, Health.RESTARTING)
