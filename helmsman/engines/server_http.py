@@ -160,6 +160,8 @@ class ServerClient:
             pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
 
     def _connected(self) -> aiohttp.ClientSession:
+        if self.is_closed:
+            raise self._lost("its engine was destroyed")
         if self._session is None:
             aiohttp = self._library
             self.loop = asyncio.get_running_loop()

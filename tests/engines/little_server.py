@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 50
+STEP_S = 0.002
 
 
 def next_token(token_ids: list[int], weight: float) -> int:
@@ -56,6 +57,7 @@ class Server:
         self.num_refusing = 0
         self.is_paused = False
         self.is_asleep = False
+        self.is_held = options.held
         self.running: dict[str, asyncio.Event] = {}
         """What ends each generation."""
         self.seen: list[dict[str, Any]] = []
@@ -157,6 +159,7 @@ class Server:
 
         assert body["method"] == "helmsman_load_files"
         assert self.is_paused or self.options.sleepy
+        self.is_held = False
         try:
             self.weight = weight_in(*body["args"])
         except ValueError as error:
@@ -167,6 +170,7 @@ class Server:
         from aiohttp import web
 
         assert self.is_paused or self.options.sleepy
+        self.is_held = False
         try:
             self.weight = weight_in(body["model_path"])
         except ValueError as error:
@@ -187,7 +191,9 @@ class Server:
         made = list(token_ids)
         try:
             while True:
-                await asyncio.sleep(self.options.step_s)
+                await asyncio.sleep(STEP_S)
+                if self.is_held and not end.is_set():
+                    continue
                 if end.is_set() or self.is_paused:
                     yield len(made) - len(token_ids), None, "abort"
                     return
@@ -304,7 +310,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--api-key", dest="key", default=os.environ.get("VLLM_API_KEY", ""))
     parser.add_argument("--max-model-len", "--context-length", type=int, default=100_000)
-    parser.add_argument("--step-s", type=float, default=0.002)
+    parser.add_argument("--held", action="store_true", help="generate nothing until weights have been loaded")
     parser.add_argument("--busy", type=int, default=0, help="answers of 503 before it is ready")
     parser.add_argument("--family", default="", help="a file for the ids of children that hide")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")

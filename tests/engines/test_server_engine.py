@@ -270,6 +270,18 @@ async def test_connections_are_closed_though_nothing_was_generated(dialect: str,
         assert session.closed
 
 
+async def test_who_would_ask_again_opens_no_connection_of_an_engine_that_was_destroyed(tmp_path: Path) -> None:
+    async with running("vllm", tmp_path) as engine:
+        client = engine._running()
+        await client.call("POST", "/refuse", body={"count": 10**6}, limit_s=LIMIT_S)
+        call = asyncio.create_task(client.call("POST", "/v1/completions", limit_s=LIMIT_S))
+        await until(lambda: generations(engine))
+        await asyncio.to_thread(engine.destroy)
+        with pytest.raises(ServerLostError):
+            await call
+        assert client._session is None
+
+
 async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
@@ -320,7 +332,7 @@ PROMPTS = {"a": [1, 2], "b": [5]}
 
 
 async def test_what_an_update_cuts_before_its_first_token_is_done_by_the_new_weights(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path, "--step-s", "1.0") as engine:
+    async with running(dialect, tmp_path, "--held") as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 1)))
         await until(lambda: server_has(engine, 1))
         await engine.update_weights(weights_of("mapping", tmp_path, 1.0), 1)
