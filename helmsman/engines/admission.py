@@ -19,7 +19,8 @@ def check_request(request: GenerationRequest, *, max_model_len: int | None, voca
         )
     if min(prompt) < 0 or (vocab_size is not None and max(prompt) >= vocab_size):
         wrong = next(token for token in prompt if token < 0 or (vocab_size is not None and token >= vocab_size))
-        raise ValueError(f"{name} has the token {wrong} in its prompt; the vocabulary has {vocab_size}")
+        expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise ValueError(f"{name} has the token {wrong} in its prompt; expected {expected}")
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"{name} has the seed {seed}; expected one from 0 to 2**64 - 1")
 

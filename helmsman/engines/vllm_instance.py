@@ -181,7 +181,9 @@ class VLLMInstance:
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if not self.config.keep_prefix_cache:
-            inputs["cache_salt"] = f"weights {self._num_updates}"  # what was computed before the last update is not found
+            # What was computed before the last update, or by an adapter that had this one's name and folder, is not found.
+            number = flight.adapter.lora_int_id if flight.adapter is not None else 0
+            inputs["cache_salt"] = f"weights {self._num_updates} adapter {number}"
         is_first = True
         async with contextlib.aclosing(
             self._llm.generate(inputs, params, f"helmsman-{next(self._numbers)}", lora_request=flight.adapter)
@@ -227,8 +229,9 @@ class VLLMInstance:
     def stats(self) -> dict[str, float]:
         """See VLLMEngine.stats."""
         frozen = not self._gate.is_set()
-        num = len(self._flights)
-        num_running = min(sum(bool(each.tokens) for each in list(self._flights.values())), self.config.max_concurrency)
+        flights = list(self._flights.values())  # of another thread
+        num = len(flights)
+        num_running = min(sum(bool(each.tokens) for each in flights), self.config.max_concurrency)
         return {
             "num_running": 0 if frozen else num_running,
             "num_waiting": num if frozen else num - num_running,

@@ -31,7 +31,7 @@ def _adapter(model: Any, seed: int, folder: Path) -> str:
             path = f"base_model.model.{name.removesuffix('.weight')}"
             tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator) * 0.1
             tensors[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], RANK, generator=generator) * 0.1
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -90,6 +90,10 @@ async def test_an_adapter_can_be_replaced_by_one_of_its_name(served: Served, tmp
     await served.engine.load_lora("first", third)
     served.model = _merged(LLAMA, 1, third)
     await require_the_trainers(served, "a replaced adapter")
+    _adapter(model_of(LLAMA, seed=1), 4, tmp_path / "third")
+    await served.engine.load_lora("first", third)
+    served.model = _merged(LLAMA, 1, third)
+    await require_the_trainers(served, "an adapter replaced in its folder, whose keys and values are not found again")
 
 
 async def test_weights_beneath_adapters_are_updated(served: Served, tmp_path: Path) -> None:
