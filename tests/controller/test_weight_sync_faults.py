@@ -201,9 +201,9 @@ def test_what_an_instance_has_whose_sync_was_interrupted_goes_on_elsewhere(world
 def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(world: World) -> None:
     last = world.ids[1]
     pid = world.pid(last)
-    futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
     stop(pid)
     try:
+        futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
         assert set(WeightSync(world.trainer, world.rollout).push(timeout=1.0).failed) == {last}
         for in_flight in ("finish", "recall"):
             sync = WeightSync(world.trainer, world.rollout, in_flight=in_flight)  # type: ignore[arg-type]
