@@ -178,7 +178,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
 
     async def _ask_living(self, method: str, ids: Sequence[str], timeout: float, *args: Any, **kwargs: Any) -> None:
         """Call instances; one that dies by it, or has died, holds nothing of a device any more."""
-        calls = (self._ask(worker_id, method, *args, timeout=timeout, **kwargs) for worker_id in ids)
+        calls = (self._ask_while_it_lives(worker_id, method, *args, timeout=timeout, **kwargs) for worker_id in ids)
         outcomes = dict(zip(ids, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         failures = {id_: each for id_, each in outcomes.items() if isinstance(each, Exception)}
         errors = {id_: each for id_, each in failures.items() if not is_death(each)}
@@ -195,6 +195,25 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         self._lacks_weights = False
         if not self._sleep_level:
             self._queue().resume(_ASLEEP)
+
+    async def _ask_while_it_lives(
+        self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """As _ask; raises also when the instance is given up meanwhile, as the answer of one that hangs may never come."""
+        assert self._supervisor is not None
+        call = asyncio.ensure_future(self._ask(worker_id, method, *args, timeout=timeout, **kwargs))
+        dead = asyncio.ensure_future(self._supervisor.until_dead(worker_id))
+        try:
+            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():  # where it has ended, the call says so soon, and what of
+                await asyncio.wait([call], timeout=DEFAULT_GRACE_S)
+            if not call.done():
+                instance = self._queue().instances.get(worker_id)
+                raise (instance and instance.error) or HelmsmanError(f"{worker_id} was given up.", worker_id=worker_id)
+            return call.result()
+        finally:
+            dead.cancel()
+            call.cancel()
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -279,19 +298,8 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         return failures
 
     async def _update_one(self, worker_id: str, weights: ResultHandle | Weights, version: int, timeout: float | None) -> None:
-        """Have an instance serve weights; raises why it does not, also when it is given up meanwhile."""
-        assert self._supervisor is not None
-        call = asyncio.ensure_future(self._ask(worker_id, "update_weights", weights, version, timeout=timeout))
-        dead = asyncio.ensure_future(self._supervisor.until_dead(worker_id))
-        try:
-            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                instance = self._queue().instances.get(worker_id)
-                raise (instance and instance.error) or HelmsmanError(f"{worker_id} was given up.")
-            served = call.result()
-        finally:
-            dead.cancel()
-            call.cancel()
+        """Have an instance serve weights; raises why it does not."""
+        served = await self._ask_while_it_lives(worker_id, "update_weights", weights, version, timeout=timeout)
         if served != version:
             raise HelmsmanError(
                 f"{worker_id} serves weight version {served} after an update to {version}; it takes no requests until an "

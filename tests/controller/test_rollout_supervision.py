@@ -152,6 +152,20 @@ def _ask(scheduler: Scheduler, worker_id: str, method: str, otherwise: Any) -> A
         return otherwise
 
 
+def test_one_that_hangs_holds_a_sleep_up_until_it_is_given_up_and_the_next_one_not_at_all(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    with _sleepy(scheduler, tmp_path / "hold") as rollout:
+        hanging = _pid(scheduler, "rollout/0")
+        stop(hanging)
+        sleeping = asyncio.run_coroutine_threadsafe(rollout.asleep(), background_loop())
+        with pytest.raises(HelmsmanError, match="rollout/0.* has not answered a probe for 1.5 s"):
+            sleeping.result(30)
+        rollout.sleep()
+        rollout.wake()
+        wait_until(lambda: _others_serve(rollout, scheduler, {hanging}), "it is built anew")
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_waits_for_instances_that_sleep_fails_when_all_are_dead_for_good(
     scheduler: Scheduler, tmp_path: Path, level: int
