@@ -110,6 +110,10 @@ async def start(arguments: Mapping[str, Any], on_stats: Callable[[float], None])
                 f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs has not"
                 + (f"; did you mean: {', '.join(close)}?" if close else "")
             )
+    if is_on_host():
+        # There EngineCore ends by a request with a seed whose prompt is computed in parts (0.32): "CPU Generator does not use
+        # offset". Without parts, a step has room for the longest prompt.
+        arguments = {"enable_chunked_prefill": False, **arguments}
     return llm_class.from_engine_args(args_class(**arguments), stat_loggers=[_stat_logger(on_stats)])
 
 

@@ -115,6 +115,12 @@ async def test_a_continuation_with_a_seed_repeats_itself_and_not_what_came_befor
     assert again[0].token_ids != fresh.token_ids, "a stream of its own, or it would draw the first numbers again"
 
 
+async def test_more_prompts_with_seeds_than_a_step_computes_are_served(served: Served) -> None:
+    prompts = [[each] * (MAX_LEN - 8) for each in range(16)]
+    results = await served.generate(prompts, SamplingParams(seed=1, max_new_tokens=4))
+    assert differences(served.model, prompts, results).max() < 1e-3
+
+
 async def test_samples_have_seeds_of_their_own_and_their_prompt_is_computed_once(served: Served) -> None:
     prompt = [(7 * each) % VOCAB for each in range(300)]  # two blocks of 128 tokens, and a rest
     requests = [served.request(prompt, SamplingParams(seed=seed, max_new_tokens=16)) for seed in range(8)]
