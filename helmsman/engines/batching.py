@@ -182,6 +182,7 @@ def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[
     input_ids = columns["input_ids"]
     if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
         raise ValueError(f"sample {index}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0")
+    input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(f"sample {index}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
     for name, column in columns.items():
@@ -195,7 +196,7 @@ def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[
         raise ValueError(f"sample {index}: 'loss_mask' is a scalar; expected one entry per token")
     mask = mask.bool().clone()
     mask[0] = False
-    return {**columns, "input_ids": input_ids.long(), "loss_mask": mask}
+    return {**columns, "input_ids": input_ids, "loss_mask": mask}
 
 
 def _to_tensor(index: int, name: str, value: Any) -> torch.Tensor:

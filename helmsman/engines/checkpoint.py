@@ -192,17 +192,15 @@ class Checkpointer:
         with failing_together(f"loading {path}"):
             saved = _read_saved(path)
             check_saved_head(path, head_of(model), exact=True)
-            reader = dcp.FileSystemReader(folder)
-            metadata = reader.read_metadata()
+            reader, metadata, found = _read_contents(path)
             if problem := _missing(folder, metadata):
                 raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
-            found = {
-                name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
-            }
             _check_shapes(path, model, found)
             states = _empty_states(model, found)
         self._join_group()
         random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
+        # One that was saved on another kind of device has no state of this one.
+        random = {name: tensor for name, tensor in random.items() if name in found and found[name].size == tensor.shape}
         state = {**_model_tensors(model), **{name: tensor for _, _, name, tensor in states}, **random}
         with _plain_errors(f"loading {path}"):
             dcp.load(state, storage_reader=reader, process_group=self._group)
@@ -236,9 +234,8 @@ def is_checkpoint(path: str) -> bool:
 def read_parameters(path: str, model: nn.Module) -> None:
     """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises: ValueError as load."""
     _read_saved(path)
-    reader = dcp.FileSystemReader(os.path.join(path, _STATE_FOLDER))
-    found = reader.read_metadata().state_dict_metadata
-    _check_shapes(path, model, {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)})
+    reader, _, found = _read_contents(path)
+    _check_shapes(path, model, found)
     with _plain_errors(f"reading {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
@@ -321,8 +318,31 @@ def _read_saved(path: str) -> _Saved:
                 "weights can still be given as the engine's model"
             )
         raise ValueError(f"{path!r} is a part of a checkpoint: it has no {_STATE_FOLDER}/.metadata")
-    with open(progress_path, "rb") as file:
+    with open(progress_path, "rb") as file, _readable(progress_path):
         return msgspec.json.decode(file.read(), type=_Saved)
+
+
+def _read_contents(path: str) -> tuple[dcp.FileSystemReader, Metadata, dict[str, TensorStorageMetadata]]:
+    """A reader of a checkpoint's state, and what it finds; the tensors by name."""
+    folder = os.path.join(path, _STATE_FOLDER)
+    reader = dcp.FileSystemReader(folder)
+    with _readable(os.path.join(folder, ".metadata")):
+        metadata = reader.read_metadata()
+    found = {name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    return reader, metadata, found
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Whatever a file's decoder makes of what is not its format, as ValueError; what the system says of it stays."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # a decoder, pickle's above all, raises anything
+        raise ValueError(
+            f"{path!r} cannot be read, as after a crash of its host: {type(error).__name__}: {error}. Load another checkpoint"
+        ) from error
 
 
 def _missing(folder: str, metadata: Metadata) -> str:

@@ -41,6 +41,14 @@ def test_columns_keep_their_kind() -> None:
     assert batch.num_loss_tokens == 2
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64, np.int16])
+def test_token_ids_may_be_of_any_integer_type(kind: type[np.integer[Any]]) -> None:
+    samples = [{"input_ids": np.array(ids, dtype=kind), "loss_mask": np.array([0, 1], dtype=kind)} for ids in ([1, 2], [3, 4])]
+    (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=5)
+    assert batch.columns["input_ids"].tolist() == [[1, 2], [3, 4]]
+    assert batch.num_loss_tokens == 2
+
+
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
