@@ -28,7 +28,10 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from helmsman.engines.distributed import failing_together, gather_objects
 from helmsman.engines.files import check_replaceable, copy_tokenizer, replace_folder
@@ -134,7 +137,7 @@ class Checkpointer:
         folder = os.path.join(unfinished, _STATE_FOLDER)
         try:
             with _plain_errors(f"writing to {path}"):
-                metadata = dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), process_group=self._group)
+                metadata = dcp.save(dict(state), storage_writer=_Writer(folder), process_group=self._group)
             if is_root:
                 if problem := _missing(folder, metadata):
                     raise OSError(f"{problem}, which another rank has written; {path} must be one folder for all ranks")
@@ -366,6 +369,19 @@ def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorage
         names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         shown = ", ".join(f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4])
         raise ValueError(f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}")
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says what the system has said: where a file takes no more, torch's archive fails once again while it is closed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
 
 
 @contextlib.contextmanager

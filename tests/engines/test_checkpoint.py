@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
+from helmsman.api.weights import OntoDisk, WeightFormat
 from helmsman.engines.checkpoint import Checkpointer, Progress
 from helmsman.engines.distributed import join_process_group, leave_process_group
 from helmsman.engines.model import build_model, decoder_layers, full_tensor
+from helmsman.engines.server_weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import LLAMA, QWEN2, random_tokens
 from tests.engines.ranks import free_port, run_ranks
@@ -215,6 +219,38 @@ def test_a_background_save_that_fails_is_told_once_and_leaves_nothing(tmp_path: 
     assert first["version"] == 1, "no step was taken"
     assert first["loaded"] == second["loaded"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
+    engine = make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    found: list[tuple[type, str]] = []
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: engine.save(f"{folder}/checkpoint"),
+        lambda: engine.export_hf(f"{folder}/model"),
+        lambda: engine.publish_weights(OntoDisk(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()),
+        lambda: write_folder([{"weight": torch.zeros(10_000)}], folder),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except OSError as error:
+            found.append((type(error), str(error)))
+    left = sorted(os.listdir(folder)) + os.listdir(f"{folder}/weights")
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    engine.destroy()
+    return found, left
+
+
+def test_a_file_that_cannot_be_written_is_said_as_the_system_says_it(tmp_path: Path) -> None:
+    """As of a disk that is full: torch's archives and safetensors have errors of their own for it."""
+    ((found, left),) = run_ranks(write_too_much, 1, str(tmp_path))
+    assert [kind for kind, _ in found] == [OSError] * 4
+    assert all(os.strerror(errno.EFBIG) in text and str(tmp_path) in text for _, text in found)
+    assert "set ServerConfig.exchange_folder to a folder with room" in found[3][1]
+    assert left == ["weights"]
 
 
 def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
