@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from helmsman.api.engines import Head
 from helmsman.api.platforms import current_platform
+from helmsman.engines.checkpoint_files import is_checkpoint
 from helmsman.engines.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head, give_values
 
 
@@ -79,7 +80,7 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
             raise ValueError(
                 f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
             )
-        from helmsman.engines.checkpoint import is_checkpoint, read_parameters  # which reads models by this module
+        from helmsman.engines.checkpoint import read_parameters  # which reads models by this module
 
         check_saved_head(model, head, exact=is_checkpoint(model))
         with without_progress_bars(), _seeded(seed):

@@ -32,7 +32,8 @@ from helmsman.engines.batching import (
     group_samples,
     make_micro_batch,
 )
-from helmsman.engines.checkpoint import Checkpointer, Progress
+from helmsman.engines.checkpoint import Checkpointer
+from helmsman.engines.checkpoint_files import Progress
 from helmsman.engines.distributed import (
     environment_int,
     failing_together,

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from helmsman.api.weights import OntoDisk, WeightFormat
-from helmsman.engines.checkpoint import Checkpointer, Progress
+from helmsman.engines.checkpoint import Checkpointer
+from helmsman.engines.checkpoint_files import Progress
 from helmsman.engines.distributed import join_process_group, leave_process_group
 from helmsman.engines.model import build_model, decoder_layers, full_tensor
 from helmsman.engines.server_weights import write_folder

@@ -265,6 +265,8 @@ def test_load_refuses_what_is_not_its_checkpoint(engines: list[FSDPTrainEngine],
     part.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes"):
         engine.load(str(tmp_path / "own"))
+    with pytest.raises(ValueError, match=r"is a part of a checkpoint: .* has \d+ of \d+ bytes"):
+        make(engines, model=str(tmp_path / "own"))
     part.unlink()
     with pytest.raises(ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"):
         engine.load(str(tmp_path / "own"))
