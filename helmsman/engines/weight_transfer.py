@@ -191,7 +191,8 @@ class _MemorySink(_Sink):
     def put(self, bucket: _Bucket) -> None:
         assert isinstance(self._weights.tensors, dict)
         assert isinstance(self._weights.checksums, dict)
-        self._weights.tensors.update({name: tensor.cpu() for name, tensor in bucket.tensors.items()})
+        # Copies also of what is on the host: a parameter of one shard would go on changing, and go when the trainer sleeps.
+        self._weights.tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors.items()})
         self._weights.checksums.update(bucket.checksums)
 
     def finish(self) -> WeightsInMemory:

@@ -117,6 +117,17 @@ def test_a_sleeping_engine_can_be_destroyed(engine: FSDPTrainEngine) -> None:
         engine.wake()
 
 
+def test_what_was_published_stays_as_it_was_while_its_trainer_goes_on(engine: FSDPTrainEngine) -> None:
+    """A rollout keeps it for instances that are built anew."""
+    expected = engine.export_weights()
+    published = engine.publish_weights(IntoMemory(version=0), WeightFormat())
+    assert isinstance(published, WeightsInMemory)
+    assert expected is not None
+    engine.train_batch(SAMPLES, "sft")
+    engine.sleep()
+    assert all(torch.equal(published.tensors[name], expected[name]) for name in expected)
+
+
 def train_and_sleep(offload: str, *, sleeps: bool) -> list[dict[str, float]]:
     engine = FSDPTrainEngine(model=QWEN2, lr=1e-2, offload=offload)
     engine.initialize()
