@@ -78,7 +78,7 @@ class Checkpointer:
             path: A folder that all ranks reach.
             source: The folder that the model came from, whose tokenizer is copied.
             background: Return once the state has been copied to the host, and write it while training goes on. What
-                goes wrong then is raised by the next call of save, load, wait or tell_failure.
+                goes wrong then is raised by the next call of save, load, or wait.
 
         Raises:
             OSError: A rank cannot write there, or there is something else than a checkpoint; other ranks raise RuntimeError.
@@ -135,15 +135,11 @@ class Checkpointer:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        self.tell_failure()
-
-    def tell_failure(self) -> None:
-        """Raise what a save in the background met, once. A collective."""
         with failing_together("the last save in the background"):
             self.raise_failure()
 
     def raise_failure(self) -> None:
-        """As tell_failure, on rank 0 alone, inside a block that fails together."""
+        """Raise what a save in the background met, once: on rank 0 alone, so inside a block that fails together."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

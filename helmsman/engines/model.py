@@ -170,17 +170,3 @@ def target_logprobs(logits: torch.Tensor, targets: torch.Tensor, chunk_numel: in
     flat = logits.reshape(-1, logits.shape[-1])
     picked: torch.Tensor = _GatherLogSoftmax.apply(flat, targets.reshape(-1), chunk_numel)  # type: ignore[no-untyped-call]
     return picked.view(targets.shape)
-
-
-def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, chunk_numel: int = 1 << 24) -> torch.Tensor:
-    """Log-probability of every token given those before it.
-
-    Args:
-        logits: (B, T, V) of any floating-point type; entry t predicts token t + 1.
-        input_ids: (B, T) int64.
-        chunk_numel: As target_logprobs.
-
-    Returns:
-        (B, T) float32, differentiable in ``logits``; entry 0 of each row, which nothing predicts, is 0.
-    """
-    return nn.functional.pad(target_logprobs(logits, input_ids.roll(-1, dims=1), chunk_numel)[:, :-1], (1, 0))

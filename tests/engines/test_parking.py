@@ -30,14 +30,12 @@ def test_parked_tensors_have_no_memory_and_come_back_as_they_were() -> None:
     parking = Parking()
     parking.park([*layer.parameters(), view])
     parking.park(layer.parameters())
-    assert parking.num_bytes == 80
     assert memory_of(layer.parameters()) == 0
     with parking.present(layer.weight):
         assert torch.equal(layer.weight, expected)
         assert memory_of([layer.bias]) == 0
     assert memory_of(layer.parameters()) == 0
     parking.bring_back()
-    assert parking.num_bytes == 0
     assert torch.equal(layer.weight, expected)
     assert torch.equal(view, expected[1:, :2])
     parking.bring_back()
