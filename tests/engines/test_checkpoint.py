@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import resource
 import signal
@@ -28,7 +27,7 @@ from helmsman.engines.model import build_model, decoder_layers, full_tensor
 from helmsman.engines.server_weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import LLAMA, QWEN2, random_tokens
-from tests.engines.ranks import free_port, run_ranks
+from tests.engines.ranks import free_port, processes, run_ranks
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
 STEPS_BEFORE, STEPS_AFTER = 2, 3
@@ -276,7 +275,7 @@ def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context, port = processes(), free_port()
     ranks = [context.Process(target=die_in_a_save, args=(str(tmp_path), rank, 2, port)) for rank in range(2)]
     for process in ranks:
         process.start()
