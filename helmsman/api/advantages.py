@@ -71,7 +71,7 @@ def sequence_weights(num_tokens: Sequence[int], aggregation: Aggregation, *, max
         max_tokens: The constant; the most tokens that a sequence can generate.
 
     Returns:
-        One weight per sequence, for the samples' ``loss_weights``; 0 for a sequence without tokens.
+        One weight per sequence, for the samples' ``loss_weights``; of no meaning for a sequence without tokens.
 
     Raises:
         ValueError: An unknown aggregation, or ``constant`` without max_tokens.
@@ -155,7 +155,15 @@ def whiten(
 
     Returns:
         Rows like those given, 0 outside of the masks.
+
+    Raises:
+        ValueError: The lengths do not fit, or the masks have fewer than two tokens.
     """
+    if len(rows) != len(masks):
+        raise ValueError(f"{len(rows)} rows for {len(masks)} masks; expected one for each")
+    for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
+        if len(row) != len(mask):
+            raise ValueError(f"sample {index}: {len(row)} numbers for {len(mask)} tokens")
     rows, places = [plain(row) for row in rows], [chosen_tokens(plain(mask)) for mask in masks]
     numbers = [row[token] for row, chosen in zip(rows, places, strict=True) for token in chosen]
     if len(numbers) < 2:

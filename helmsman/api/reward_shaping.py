@@ -42,8 +42,10 @@ def token_rewards(
     if kl_coef and (logprobs is None or ref_logprobs is None):
         raise ValueError("kl_coef needs logprobs and ref_logprobs of every sample")
     masks = [plain(mask) for mask in masks]
-    if len(scores) != len(masks):
-        raise ValueError(f"{len(scores)} scores for {len(masks)} samples; expected one for each")
+    columns = {"scores": scores, "rows of logprobs": logprobs, "rows of ref_logprobs": ref_logprobs}
+    for name, column in columns.items():
+        if column is not None and len(column) != len(masks):
+            raise ValueError(f"{len(column)} {name} for {len(masks)} samples; expected one for each")
     rewards, total_kl = [], 0.0
     for index, (score, mask) in enumerate(zip(scores, masks, strict=True)):
         chosen = chosen_tokens(mask)

@@ -101,7 +101,7 @@ class TrainController(RoleController):
 
         Args:
             samples: the batch, in any order; see helmsman.api.engines.Sample.
-            loss_fn: import path 'package.module.function', or a function that can be pickled.
+            loss_fn: a name of docs/training.md, an import path 'package.module.function', or a function that can be pickled.
             loss_kwargs: further arguments of the loss.
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the engine's statistics over the global batch.

@@ -27,8 +27,6 @@ class MicroBatch(msgspec.Struct, frozen=True):
     columns: dict[str, torch.Tensor]
     """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T) or (B,), on the host;
     padded on the right to one length."""
-    num_loss_tokens: int
-    """True entries of ``loss_mask``."""
     rows: TokenRows
     """The same tokens as the model gets them."""
 
@@ -48,15 +46,6 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model gets the samples end to end in one row, or one row each, padded."""
     multiple: int = 1
     """The model's rows are padded to a multiple of this, since so many ranks share them."""
-
-
-def make_micro_batches(
-    samples: Sequence[Sample], *, max_tokens: int, vocab_size: int, packing: bool = False
-) -> list[MicroBatch]:
-    """Check samples, group them under the budget and make the micro-batches; see check_samples for what is raised."""
-    batching = Batching(max_tokens=max_tokens, vocab_size=vocab_size, packing=packing)
-    checked = check_samples(samples, vocab_size)
-    return [make_micro_batch(group, checked, batching) for group in group_samples(checked, batching)]
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
@@ -116,7 +105,6 @@ def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batchin
         indices=tuple(indices),
         lengths=tuple(len(sample["input_ids"]) for sample in chosen),
         columns=columns,
-        num_loss_tokens=int(columns["loss_mask"].sum()),
         rows=(pack if batching.packing else pad)([sample["input_ids"] for sample in chosen], batching.multiple),
     )
 
@@ -182,6 +170,7 @@ def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[
     input_ids = columns["input_ids"]
     if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
         raise ValueError(f"sample {index}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0")
+    input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(f"sample {index}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
     for name, column in columns.items():
@@ -195,7 +184,7 @@ def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[
         raise ValueError(f"sample {index}: 'loss_mask' is a scalar; expected one entry per token")
     mask = mask.bool().clone()
     mask[0] = False
-    return {**columns, "input_ids": input_ids.long(), "loss_mask": mask}
+    return {**columns, "input_ids": input_ids, "loss_mask": mask}
 
 
 def _to_tensor(index: int, name: str, value: Any) -> torch.Tensor:

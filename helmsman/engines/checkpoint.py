@@ -10,52 +10,39 @@ need of them. The folder gets its name when everything is in it. To give the wei
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from helmsman.engines.checkpoint_files import (
+    STATE_FOLDER,
+    Progress,
+    Saved,
+    Writer,
+    begin_folder,
+    missing_part,
+    plain_errors,
+    read_contents,
+    read_saved,
+)
 from helmsman.engines.distributed import failing_together, gather_objects
-from helmsman.engines.files import check_replaceable, copy_tokenizer, replace_folder
-from helmsman.engines.heads import check_saved_head, head_of, plain_config
+from helmsman.engines.files import replace_folder
+from helmsman.engines.heads import check_saved_head, head_of
 from helmsman.engines.model import named_tensors
 
 logger = logging.getLogger(__name__)
-
-_PROGRESS_FILE = "helmsman.json"
-_STATE_FOLDER = "state"
-_OLD_OPTIMIZER_FILE = "optimizer.pt"
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """How far training has come; the schedule of the learning rate follows from it and the configuration."""
-
-    version: int
-    """Weight version."""
-    num_steps: int
-    """Optimizer steps that were taken."""
-
-
-class _Saved(msgspec.Struct, frozen=True):
-    """What helmsman.json has."""
-
-    progress: Progress
-    num_ranks: int
 
 
 class Checkpointer:
@@ -91,7 +78,7 @@ class Checkpointer:
             path: A folder that all ranks reach.
             source: The folder that the model came from, whose tokenizer is copied.
             background: Return once the state has been copied to the host, and write it while training goes on. What
-                goes wrong then is raised by the next call of save, load, wait or tell_failure.
+                goes wrong then is raised by the next call of save, load, or wait.
 
         Raises:
             OSError: A rank cannot write there, or there is something else than a checkpoint; other ranks raise RuntimeError.
@@ -102,7 +89,7 @@ class Checkpointer:
         unfinished = ""
         with failing_together(f"saving to {path}"):
             if is_root:
-                unfinished = _begin(path, model, source, _Saved(progress, dist.get_world_size()))
+                unfinished = begin_folder(path, model, source, Saved(progress, dist.get_world_size()))
         unfinished = gather_objects(unfinished)[0]
         state = {**_tensors(model, optimizer), **self._random_state()}
         self._join_group()
@@ -131,12 +118,12 @@ class Checkpointer:
                 self._failure = error
 
     def _write(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
-        folder = os.path.join(unfinished, _STATE_FOLDER)
+        folder = os.path.join(unfinished, STATE_FOLDER)
         try:
-            with _plain_errors(f"writing to {path}"):
-                metadata = dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), process_group=self._group)
+            with plain_errors(f"writing to {path}"):
+                metadata = dcp.save(dict(state), storage_writer=Writer(folder), process_group=self._group)
             if is_root:
-                if problem := _missing(folder, metadata):
+                if problem := missing_part(folder, metadata):
                     raise OSError(f"{problem}, which another rank has written; {path} must be one folder for all ranks")
                 replace_folder(unfinished, path)
         finally:
@@ -148,15 +135,11 @@ class Checkpointer:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        self.tell_failure()
-
-    def tell_failure(self) -> None:
-        """Raise what a save in the background met, once. A collective."""
         with failing_together("the last save in the background"):
             self.raise_failure()
 
     def raise_failure(self) -> None:
-        """As tell_failure, on rank 0 alone, inside a block that fails together."""
+        """Raise what a save in the background met, once: on rank 0 alone, so inside a block that fails together."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -188,23 +171,18 @@ class Checkpointer:
             RuntimeError: It cannot be read to its end; the model has some of its parameters. Or another rank failed.
         """
         self.wait()
-        folder = os.path.join(path, _STATE_FOLDER)
         with failing_together(f"loading {path}"):
-            saved = _read_saved(path)
+            saved = read_saved(path)
             check_saved_head(path, head_of(model), exact=True)
-            reader = dcp.FileSystemReader(folder)
-            metadata = reader.read_metadata()
-            if problem := _missing(folder, metadata):
-                raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
-            found = {
-                name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)
-            }
+            reader, found = read_contents(path)
             _check_shapes(path, model, found)
             states = _empty_states(model, found)
         self._join_group()
         random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
+        # One that was saved on another kind of device has no state of this one.
+        random = {name: tensor for name, tensor in random.items() if name in found and found[name].size == tensor.shape}
         state = {**_model_tensors(model), **{name: tensor for _, _, name, tensor in states}, **random}
-        with _plain_errors(f"loading {path}"):
+        with plain_errors(f"loading {path}"):
             dcp.load(state, storage_reader=reader, process_group=self._group)
         for parameter, key, _, tensor in states:
             optimizer.state[parameter][key] = tensor
@@ -228,18 +206,12 @@ class Checkpointer:
                 torch.get_device_module(self._device).set_rng_state(tensor)
 
 
-def is_checkpoint(path: str) -> bool:
-    """Whether a folder is what a Checkpointer has written."""
-    return os.path.isfile(os.path.join(path, _PROGRESS_FILE)) and os.path.isdir(os.path.join(path, _STATE_FOLDER))
-
-
 def read_parameters(path: str, model: nn.Module) -> None:
     """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises: ValueError as load."""
-    _read_saved(path)
-    reader = dcp.FileSystemReader(os.path.join(path, _STATE_FOLDER))
-    found = reader.read_metadata().state_dict_metadata
-    _check_shapes(path, model, {name: each for name, each in found.items() if isinstance(each, TensorStorageMetadata)})
-    with _plain_errors(f"reading {path}"), warnings.catch_warnings():
+    read_saved(path)
+    reader, found = read_contents(path)
+    _check_shapes(path, model, found)
+    with plain_errors(f"reading {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
 
@@ -289,56 +261,6 @@ def _staged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
-# --- files --------------------------------------------------------------------------------------------------------------------
-
-
-def _begin(path: str, model: nn.Module, source: str | None, saved: _Saved) -> str:
-    """Make a folder beside ``path`` with everything but the state."""
-    check_replaceable(path, _PROGRESS_FILE)
-    parent, name = os.path.split(path)
-    os.makedirs(parent, exist_ok=True)
-    unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
-    try:
-        os.chmod(unfinished, 0o755)
-        plain_config(model).save_pretrained(unfinished)
-        copy_tokenizer(source, unfinished)
-        with open(os.path.join(unfinished, _PROGRESS_FILE), "wb") as file:
-            file.write(msgspec.json.encode(saved))
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return unfinished
-
-
-def _read_saved(path: str) -> _Saved:
-    progress_path = os.path.join(path, _PROGRESS_FILE)
-    if not os.path.isfile(progress_path):
-        raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {_PROGRESS_FILE}")
-    if not os.path.isfile(os.path.join(path, _STATE_FOLDER, ".metadata")):
-        if os.path.isfile(os.path.join(path, _OLD_OPTIMIZER_FILE)):
-            raise ValueError(
-                f"{path!r} is a checkpoint of an earlier layout ({_OLD_OPTIMIZER_FILE}), which is not read any more; its "
-                "weights can still be given as the engine's model"
-            )
-        raise ValueError(f"{path!r} is a part of a checkpoint: it has no {_STATE_FOLDER}/.metadata")
-    with open(progress_path, "rb") as file:
-        return msgspec.json.decode(file.read(), type=_Saved)
-
-
-def _missing(folder: str, metadata: Metadata) -> str:
-    """Which of the files that should be there are not, or not whole; '' when all are."""
-    sizes: dict[str, int] = {}
-    for each in (metadata.storage_data or {}).values():
-        sizes[each.relative_path] = max(sizes.get(each.relative_path, 0), each.offset + each.length)
-    for name, size in sizes.items():
-        path = os.path.join(folder, name)
-        if not os.path.isfile(path):
-            return f"it has no {_STATE_FOLDER}/{name}"
-        if os.path.getsize(path) < size:
-            return f"{_STATE_FOLDER}/{name} has {os.path.getsize(path)} of {size} bytes"
-    return ""
-
-
 def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorageMetadata]) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
     other = {name: tuple(each.size) for name, each in found.items() if name.startswith("model.")}
@@ -346,18 +268,3 @@ def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorage
         names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         shown = ", ".join(f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4])
         raise ValueError(f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}")
-
-
-@contextlib.contextmanager
-def _plain_errors(what: str) -> Iterator[None]:
-    """torch's error of several ranks, which is no Exception, as that of the first of them."""
-    try:
-        yield
-    except CheckpointException as error:
-        _raise_first(what, error)
-
-
-def _raise_first(what: str, error: CheckpointException) -> NoReturn:
-    rank, (first, _) = next(iter(error.failures.items()))
-    kind = OSError if isinstance(first, OSError) else RuntimeError
-    raise kind(f"{what} failed on rank {rank}: {type(first).__name__}: {first}") from first

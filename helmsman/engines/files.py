@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Mapping
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 
 def check_replaceable(path: str, mark: str) -> None:
@@ -28,6 +34,17 @@ def replace_folder(source: str, path: str) -> None:
     os.rename(path, os.path.join(retired, "retired"))
     os.rename(source, path)
     shutil.rmtree(retired)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
+    """Write a safetensors file. Raises: OSError, which safetensors tells by a number in its message."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if found := re.search(r"os error (\d+)", str(error)):
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), path) from error
+        raise
 
 
 _TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")

@@ -16,12 +16,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from helmsman.engines.distributed import failing_together
-from helmsman.engines.files import check_replaceable, copy_tokenizer, replace_folder
+from helmsman.engines.files import check_replaceable, copy_tokenizer, replace_folder, save_tensors
 from helmsman.engines.heads import plain_config, skeleton
 from helmsman.engines.model import full_tensor, named_tensors, resolve_dtype
 
@@ -131,7 +130,7 @@ class _Folder:
     def _write(self) -> None:
         tensors = {name: each.contiguous() for name, each in revert_weight_conversion(self._skeleton, self._shard).items()}
         self._files.append(list(tensors))
-        save_file(tensors, self._file(len(self._files)), metadata={"format": "pt"})
+        save_tensors(tensors, self._file(len(self._files)))
         self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
         self._shard, self._shard_bytes = {}, 0
 

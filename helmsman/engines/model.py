@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from helmsman.api.engines import Head
 from helmsman.api.platforms import current_platform
+from helmsman.engines.checkpoint_files import is_checkpoint
 from helmsman.engines.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head, give_values
 
 
@@ -79,7 +80,7 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
             raise ValueError(
                 f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
             )
-        from helmsman.engines.checkpoint import is_checkpoint, read_parameters  # which reads models by this module
+        from helmsman.engines.checkpoint import read_parameters  # which reads models by this module
 
         check_saved_head(model, head, exact=is_checkpoint(model))
         with without_progress_bars(), _seeded(seed):
@@ -169,17 +170,3 @@ def target_logprobs(logits: torch.Tensor, targets: torch.Tensor, chunk_numel: in
     flat = logits.reshape(-1, logits.shape[-1])
     picked: torch.Tensor = _GatherLogSoftmax.apply(flat, targets.reshape(-1), chunk_numel)  # type: ignore[no-untyped-call]
     return picked.view(targets.shape)
-
-
-def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, chunk_numel: int = 1 << 24) -> torch.Tensor:
-    """Log-probability of every token given those before it.
-
-    Args:
-        logits: (B, T, V) of any floating-point type; entry t predicts token t + 1.
-        input_ids: (B, T) int64.
-        chunk_numel: As target_logprobs.
-
-    Returns:
-        (B, T) float32, differentiable in ``logits``; entry 0 of each row, which nothing predicts, is 0.
-    """
-    return nn.functional.pad(target_logprobs(logits, input_ids.roll(-1, dims=1), chunk_numel)[:, :-1], (1, 0))

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from helmsman.api.errors import ParallelLayoutError
@@ -88,21 +90,29 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelMesh:
-    """The process groups of a layout. Made by all ranks together, once the default group is there."""
+    """The process groups of a layout. Made by all ranks together, once the default group is there.
 
-    def __init__(self, layout: Layout, device_type: str) -> None:
+    Args:
+        timeout_s: How long a collective of these groups waits for the slowest rank; torch gives them not that of the default
+            group, but its own.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
         self.layout = layout
         sizes = {"replicate": layout.num_replicas, "shard": layout.shard_size, "tensor": layout.tensor_size}
         # FSDP needs its axis even if it has one rank.
         axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        ranks = torch.arange(layout.world_size).view(tuple(axes.values()))
+        lines = [_along(ranks, axis) for axis in range(ranks.ndim)]
+        groups = [_group_of(rows, timeout_s) if len(rows) > 1 else _everybody() for rows in lines]
+        mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
         self.data: DeviceMesh = mesh["replicate", "shard"] if "replicate" in axes else mesh["shard"]
         """What FSDP shards over, and replicates over."""
         self.tensor: DeviceMesh | None = mesh["tensor"] if "tensor" in axes else None
-        ranks, inner, group = range(layout.world_size), layout.tensor_size, layout.model_size
-        self.model_group = _group_of([list(ranks[start : start + group]) for start in ranks[::group]])
+        coordinates = torch.arange(layout.world_size).view(-1, layout.context_size, layout.tensor_size)
+        self.model_group = None if layout.model_size == 1 else _group_of(coordinates.flatten(1), timeout_s)
         """The ranks that share this one's samples; None when it is alone."""
-        self.context_group = _group_of([list(ranks[start : start + group : inner]) for start in _firsts(layout)])
+        self.context_group = None if layout.context_size == 1 else _group_of(_along(coordinates, 1), timeout_s)
         """The ranks that have the other parts of its sequences; None when it has all of them."""
 
     @property
@@ -111,16 +121,20 @@ class ParallelMesh:
         return 0 if self.context_group is None else dist.get_rank(self.context_group)
 
 
-def _firsts(layout: Layout) -> list[int]:
-    """The first rank of each context-parallel group."""
-    return [start + offset for start in range(0, layout.world_size, layout.model_size) for offset in range(layout.tensor_size)]
+def _along(ranks: torch.Tensor, axis: int) -> torch.Tensor:
+    """Ranks that differ along an axis alone, in rows."""
+    return ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
 
 
-def _group_of(groups: list[list[int]]) -> dist.ProcessGroup | None:
-    if len(groups[0]) == 1:
-        return None
+def _everybody() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _group_of(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's of new groups, one for each row of ranks."""
     group: dist.ProcessGroup
-    group, _ = dist.new_subgroups_by_enumeration(groups)
+    group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))
     return group
 
 

@@ -22,11 +22,6 @@ class Parking:
         self._parked: dict[int, _Parked] = {}
         """By the storage's address in this process."""
 
-    @property
-    def num_bytes(self) -> int:
-        """That wait here."""
-        return sum(each.num_bytes for each in self._parked.values())
-
     def park(self, tensors: Iterable[torch.Tensor]) -> None:
         """Bring tensors here and give their memory back. What is here already stays, and so does memory that cannot be given
         back, such as a mapped file's."""

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from helmsman.api.weights import Weights, WeightsOnDisk
+from helmsman.engines.files import save_tensors
 from helmsman.engines.vllm_fit import Expected, expected_of, require_fit
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
@@ -112,7 +112,7 @@ def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> No
         name = f"model-{number:05d}.safetensors"
         tensors = {key: tensor.cpu().contiguous() for key, tensor in bucket.items()}
         try:
-            save_file(_each_alone(tensors), os.path.join(path, name), metadata={"format": "pt"})
+            save_tensors(_each_alone(tensors), os.path.join(path, name))
         except OSError as error:
             raise OSError(
                 error.errno,

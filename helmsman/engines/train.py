@@ -32,7 +32,8 @@ from helmsman.engines.batching import (
     group_samples,
     make_micro_batch,
 )
-from helmsman.engines.checkpoint import Checkpointer, Progress
+from helmsman.engines.checkpoint import Checkpointer
+from helmsman.engines.checkpoint_files import Progress
 from helmsman.engines.distributed import (
     environment_int,
     failing_together,
@@ -107,10 +108,11 @@ class FSDPTrainEngine(TrainEngine):
             )
         if not dist.is_initialized():
             self.create_process_group()
+        current_platform.set_device(local_device_index())  # FSDP takes the current one; somebody else may have made the group
         self._device = current_platform.device(local_device_index())
         self._weight_group = WeightGroup(self._device)
         self._checkpointer = Checkpointer(self._device, self.config.collective_timeout_s)
-        self._mesh = ParallelMesh(self._layout(), current_platform.device_type)
+        self._mesh = ParallelMesh(self._layout(), current_platform.device_type, self.config.collective_timeout_s)
         with failing_together("building the model"):
             dtype = resolve_dtype(self.config.compute_dtype) if self.config.frozen else torch.float32
             model = build_model(self.config.model, seed=self.config.seed, dtype=dtype, head=self.config.head)
@@ -437,6 +439,7 @@ class FSDPTrainEngine(TrainEngine):
             self._checkpointer.close()
             self._weight_group.close()
             self._memory.clear()
+            self._progress = Progress(version=0, num_steps=0)  # of the next model, should there be one
         had_model, self._mesh, self._model, self._optimizer = self._model is not None, None, None, None
         if had_model:
             current_platform.empty_cache()

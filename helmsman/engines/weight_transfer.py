@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from helmsman.api.weights import (
     ByCollective,
@@ -33,7 +32,7 @@ from helmsman.api.weights import (
     WeightTarget,
 )
 from helmsman.engines.distributed import failing_together
-from helmsman.engines.files import replace_folder
+from helmsman.engines.files import replace_folder, save_tensors
 from helmsman.engines.model import full_tensor, resolve_dtype
 from helmsman.engines.weight_group import WeightGroup
 
@@ -192,7 +191,8 @@ class _MemorySink(_Sink):
     def put(self, bucket: _Bucket) -> None:
         assert isinstance(self._weights.tensors, dict)
         assert isinstance(self._weights.checksums, dict)
-        self._weights.tensors.update({name: tensor.cpu() for name, tensor in bucket.tensors.items()})
+        # Copies also of what is on the host: a parameter of one shard would go on changing, and go when the trainer sleeps.
+        self._weights.tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket.tensors.items()})
         self._weights.checksums.update(bucket.checksums)
 
     def finish(self) -> WeightsInMemory:
@@ -216,7 +216,7 @@ class _DiskSink(_Sink):
         self._num_files += 1
         file = f"model-{self._num_files:05d}.safetensors"
         tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket.tensors.items()}
-        save_file(tensors, os.path.join(self._unfinished, file), metadata={"format": "pt"})
+        save_tensors(tensors, os.path.join(self._unfinished, file))
         self._files.update(dict.fromkeys(tensors, file))
         self._checksums.update(bucket.checksums)
         self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -133,3 +133,7 @@ def test_whitened_advantages_have_the_mean_zero_and_the_deviation_one() -> None:
     assert whiten(rows, masks, shift_mean=False) == [[0, pytest.approx(1), 0], [0, pytest.approx(3), pytest.approx(2)]]
     with pytest.raises(ValueError, match="1 token"):
         whiten([[1, 2]], [[True, True]])
+    with pytest.raises(ValueError, match="1 rows for 2 masks"):
+        whiten([[1, 2]], [[True, True], [True, True]])
+    with pytest.raises(ValueError, match="sample 1: 1 numbers for 2 tokens"):
+        whiten([[1, 2], [3]], [[True, True], [True, True]])

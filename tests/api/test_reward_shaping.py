@@ -37,6 +37,8 @@ def test_without_a_divergence_no_log_probabilities_are_needed() -> None:
     [
         (([1.0], [MASK]), {"kl_coef": 0.1}, "needs logprobs and ref_logprobs"),
         (([1.0], [MASK, MASK]), {}, "1 scores for 2 samples"),
+        (([1.0], [MASK], [], [[0.0] * 4]), {"kl_coef": 0.1}, "0 rows of logprobs for 1 samples"),
+        (([1.0], [MASK], [[0.0] * 4], [[0.0] * 4] * 2), {"kl_coef": 0.1}, "2 rows of ref_logprobs for 1 samples"),
         (([1.0], [MASK], [[0.0] * 4], [[0.0] * 3]), {"kl_coef": 0.1}, "sample 0: 4 logprobs and 3 ref_logprobs for 4 tokens"),
         (([1.0], [MASK]), {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],

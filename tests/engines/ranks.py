@@ -8,10 +8,14 @@ import os
 import random
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
+
+from tests.engines.preload import PRELOAD
 
 TIMEOUT_S = 300.0
 
@@ -28,15 +32,21 @@ def free_port() -> int:
             return port
 
 
+def processes() -> ForkServerContext:
+    """Makes new processes, which have what engines import: to import it in each takes longer than most of these tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """What ``function(*args)`` returns on each rank, with torch's variables set as a scheduler sets them.
 
-    The processes stay for other functions, since to import torch takes longer than most of these. Those of a function that
-    failed are not used again.
+    The processes stay for other functions, but those of a function that failed.
     """
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     while len(_pools) < world_size:
-        _pools.append(multiprocessing.get_context("spawn").Pool(1))
+        _pools.append(processes().Pool(1))
     pending = [
         pool.apply_async(_with_environment, (function, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, args))
         for rank, pool in enumerate(_pools[:world_size])
@@ -49,11 +59,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 
 
 def end_ranks() -> None:
-    """End the processes."""
+    """End the processes, and the one that they are forked from."""
     while _pools:
         pool = _pools.pop()
         pool.terminate()
         pool.join()
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _with_environment(function: Callable[..., Any], environment: dict[str, str], args: tuple[Any, ...]) -> Any:

@@ -10,7 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.engines.batching import make_micro_batches
+from helmsman.engines.batching import Batching, MicroBatch, check_samples, group_samples, make_micro_batch
+
+
+def make_micro_batches(samples: list[dict[str, Any]], *, max_tokens: int, vocab_size: int) -> list[MicroBatch]:
+    batching = Batching(max_tokens=max_tokens, vocab_size=vocab_size)
+    checked = check_samples(samples, vocab_size)
+    return [make_micro_batch(group, checked, batching) for group in group_samples(checked, batching)]
+
+
+def num_loss_tokens(batch: MicroBatch) -> int:
+    return int(batch.columns["loss_mask"].sum())
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=20), max_tokens=st.integers(1, 100))
@@ -23,7 +33,7 @@ def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[int]
         assert input_ids.numel() <= max_tokens or len(batch.indices) == 1
         for row, index, length in zip(input_ids, batch.indices, batch.lengths, strict=True):
             assert row.tolist() == [index + 1] * length + [0] * (len(row) - length)
-    assert sum(batch.num_loss_tokens for batch in batches) == sum(length - 1 for length in lengths)
+    assert sum(map(num_loss_tokens, batches)) == sum(length - 1 for length in lengths)
 
 
 def test_columns_keep_their_kind() -> None:
@@ -38,7 +48,15 @@ def test_columns_keep_their_kind() -> None:
     assert batch.columns["logprobs"].tolist() == [[0.0, -1.0, -2.0], [0.0, -3.0, 0.0]]
     assert batch.columns["logprobs"].dtype == batch.columns["advantages"].dtype == torch.float32
     assert batch.columns["advantages"].tolist() == [0.5, -1.0]
-    assert batch.num_loss_tokens == 2
+    assert num_loss_tokens(batch) == 2
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64, np.int16])
+def test_token_ids_may_be_of_any_integer_type(kind: type[np.integer[Any]]) -> None:
+    samples = [{"input_ids": np.array(ids, dtype=kind), "loss_mask": np.array([0, 1], dtype=kind)} for ids in ([1, 2], [3, 4])]
+    (batch,) = make_micro_batches(samples, max_tokens=100, vocab_size=5)
+    assert batch.columns["input_ids"].tolist() == [[1, 2], [3, 4]]
+    assert num_loss_tokens(batch) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import errno
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
-from helmsman.engines.checkpoint import Checkpointer, Progress
+from helmsman.api.weights import OntoDisk, WeightFormat
+from helmsman.engines.checkpoint import Checkpointer
+from helmsman.engines.checkpoint_files import Progress
 from helmsman.engines.distributed import join_process_group, leave_process_group
 from helmsman.engines.model import build_model, decoder_layers, full_tensor
+from helmsman.engines.server_weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import LLAMA, QWEN2, random_tokens
-from tests.engines.ranks import free_port, run_ranks
+from tests.engines.ranks import free_port, processes, run_ranks
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
 STEPS_BEFORE, STEPS_AFTER = 2, 3
@@ -217,6 +221,38 @@ def test_a_background_save_that_fails_is_told_once_and_leaves_nothing(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
+def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
+    engine = make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    found: list[tuple[type, str]] = []
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: engine.save(f"{folder}/checkpoint"),
+        lambda: engine.export_hf(f"{folder}/model"),
+        lambda: engine.publish_weights(OntoDisk(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()),
+        lambda: write_folder([{"weight": torch.zeros(10_000)}], folder),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except OSError as error:
+            found.append((type(error), str(error)))
+    left = sorted(os.listdir(folder)) + os.listdir(f"{folder}/weights")
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    engine.destroy()
+    return found, left
+
+
+def test_a_file_that_cannot_be_written_is_said_as_the_system_says_it(tmp_path: Path) -> None:
+    """As of a disk that is full: torch's archives and safetensors have errors of their own for it."""
+    ((found, left),) = run_ranks(write_too_much, 1, str(tmp_path))
+    assert [kind for kind, _ in found] == [OSError] * 4
+    assert all(os.strerror(errno.EFBIG) in text and str(tmp_path) in text for _, text in found)
+    assert "set ServerConfig.exchange_folder to a folder with room" in found[3][1]
+    assert left == ["weights"]
+
+
 def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank)},
@@ -239,7 +275,7 @@ def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
 
 
 def test_a_rank_that_dies_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context, port = processes(), free_port()
     ranks = [context.Process(target=die_in_a_save, args=(str(tmp_path), rank, 2, port)) for rank in range(2)]
     for process in ranks:
         process.start()

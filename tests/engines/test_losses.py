@@ -114,6 +114,9 @@ def test_losses_are_found_by_name_and_by_import_path() -> None:
     for unknown in ("dqo", "helmsman.engines.losses.dqo", "nowhere.at.all"):
         with pytest.raises(ValueError, match="there is no loss"):
             resolve_loss(unknown)
+    for nothing, kind in ((None, "NoneType"), ("os.path", "module"), ("math.pi", "float")):
+        with pytest.raises(ValueError, match=f"the loss {nothing!r} is a {kind}; expected a function"):
+            resolve_loss(nothing)  # type: ignore[arg-type]
 
 
 NAN, INF = float("nan"), float("inf")
@@ -275,6 +278,28 @@ def test_the_dual_clip_bounds_tokens_of_negative_advantage(
     assert stats["clip_fraction"].item() == (gradient == 0)
     with pytest.raises(ValueError, match="more than 1 \\+ clip_high"):
         grpo_loss(logprobs, one_token(logprobs=-1.0, advantages=1.0), dual_clip=1.1)
+
+
+@pytest.mark.parametrize("behaviour", [-100.0, -INF])
+@pytest.mark.parametrize(
+    ("name", "kwargs", "advantage", "loss"),
+    [
+        ("grpo", {}, 1.0, -1.2),
+        ("grpo", {}, 0.0, 0.0),
+        ("grpo", {"dual_clip": 3.0}, -1.0, 3.0),
+        ("gspo", {"clip_high": 0.2}, 1.0, -1.2),
+    ],
+)
+def test_a_ratio_that_is_infinite_in_float32_is_clipped_like_others(
+    name: str, kwargs: dict[str, float], advantage: float, loss: float, behaviour: float
+) -> None:
+    logprobs = column(-0.1).requires_grad_()
+    result, stats = LOSSES[name](logprobs, one_token(logprobs=behaviour, advantages=advantage), **kwargs)
+    result.backward()
+    assert result.item() == pytest.approx(loss, abs=1e-5)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[0.0, 0.0]]
+    assert all(math.isfinite(value.item()) for value in stats.values())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,20 @@ def test_load_goes_on_exactly_where_save_was(engines: list[FSDPTrainEngine], tmp
         assert [loaded.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
 
 
+def test_a_checkpoint_without_a_random_state_of_this_kind_is_loaded(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+    """As one of ranks on the host by as many on devices, which draw from the devices' state, too."""
+    engine = make(engines)
+    engine.train_batch(SAMPLES, "sft")
+    engine.save(str(tmp_path / "checkpoint"))
+    expected = engine.train_batch(SAMPLES, "sft")
+    file = tmp_path / "checkpoint" / "state" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.state_dict_metadata["random.0.host"]
+    file.write_bytes(pickle.dumps(metadata))
+    engine.load(str(tmp_path / "checkpoint"))
+    assert engine.train_batch(SAMPLES, "sft") == expected
+
+
 def test_a_checkpoint_is_a_model_that_others_begin_with(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
     engine = make(engines)
     engine.train_batch(SAMPLES, "sft")
@@ -238,11 +253,20 @@ def test_load_refuses_what_is_not_its_checkpoint(engines: list[FSDPTrainEngine],
     with pytest.raises(ValueError, match="not a checkpoint"):
         engine.load(str(tmp_path))
     engine.save(str(tmp_path / "own"))
+    for file in (tmp_path / "own" / "helmsman.json", tmp_path / "own" / "state" / ".metadata"):
+        content = file.read_bytes()
+        for left in (b"", content[: len(content) // 2]):  # as a crash of its host leaves a file that was written last
+            file.write_bytes(left)
+            with pytest.raises(ValueError, match=f"'{file}' cannot be read, as after a crash of its host"):
+                engine.load(str(tmp_path / "own"))
+        file.write_bytes(content)
     part = tmp_path / "own" / "state" / "__0_0.distcp"
     content = part.read_bytes()
     part.write_bytes(content[:-1])
     with pytest.raises(ValueError, match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes"):
         engine.load(str(tmp_path / "own"))
+    with pytest.raises(ValueError, match=r"is a part of a checkpoint: .* has \d+ of \d+ bytes"):
+        make(engines, model=str(tmp_path / "own"))
     part.unlink()
     with pytest.raises(ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"):
         engine.load(str(tmp_path / "own"))
@@ -349,6 +373,15 @@ def test_the_group_lives_as_long_as_the_last_engine(engines: list[FSDPTrainEngin
     second.train_batch(SAMPLES, "sft")
     with pytest.raises(RuntimeError, match="initialize"):
         first.train_batch(SAMPLES, "sft")
+
+
+def test_the_steps_of_another_model_are_counted_anew(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines, num_warmup_steps=4)
+    expected = [engine.train_batch(SAMPLES, "sft") for _ in range(2)]
+    engine.destroy()
+    engine.initialize()
+    assert engine.get_version() == 0
+    assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
 
 
 def test_a_group_that_somebody_else_made_is_left_alone(engines: list[FSDPTrainEngine]) -> None:

@@ -23,7 +23,7 @@ from helmsman.api.advantages import sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
 from helmsman.engines.entropies import distribution_entropies
 from helmsman.engines.losses import LOSSES
-from helmsman.engines.model import token_logprobs
+from helmsman.engines.model import target_logprobs
 
 NUM_ROWS, NUM_PROMPT, NUM_COMPLETION, VOCAB = 4, 3, 7, 11
 LENGTH = NUM_PROMPT + NUM_COMPLETION
@@ -39,6 +39,11 @@ def gather(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
 ACCELERATOR = SimpleNamespace(
     num_processes=1, device=torch.device("cpu"), gather=gather, gather_for_metrics=gather, reduce=gather, sync_gradients=True
 )
+
+
+def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, **kwargs: int) -> torch.Tensor:
+    """Of every token given those before it; 0 at the first."""
+    return torch.nn.functional.pad(target_logprobs(logits[:, :-1], input_ids[:, 1:], **kwargs), (1, 0))
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def resolve_loss(loss: LossFn | str) -> LossFn:
         ValueError: There is no such loss.
     """
     if not isinstance(loss, str):
-        return loss
+        return _callable(loss, repr(loss))
     if loss in LOSSES:
         return LOSSES[loss]
     module, _, name = loss.rpartition(".")
@@ -136,4 +136,10 @@ def resolve_loss(loss: LossFn | str) -> LossFn:
         raise ValueError(
             f"there is no loss {loss!r}; give {', '.join(LOSSES)}, 'package.module.function' or a function"
         ) from exc
-    return found
+    return _callable(found, repr(loss))
+
+
+def _callable(loss: LossFn, name: str) -> LossFn:
+    if not callable(loss):
+        raise ValueError(f"the loss {name} is a {type(loss).__name__}; expected a function")
+    return loss

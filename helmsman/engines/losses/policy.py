@@ -18,6 +18,9 @@ from helmsman.engines.losses.regularizers import add_regularizers, kl_estimate
 
 ImportanceMode: TypeAlias = Literal["truncate", "mask"]
 
+_MAX_LOG_RATIO = 80.0
+"""Beyond e^88 a ratio is infinite in float32, and what a clip then leaves out of the gradient is 0 times infinity."""
+
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
 def grpo_loss(
@@ -220,6 +223,7 @@ def _clipped(
     dual_clip: float | None,
 ) -> LossResult:
     """The clipped loss (B, T) of each token, and its statistics."""
+    log_ratio = log_ratio.clamp(max=_MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = ratio * advantages
     objective = torch.minimum(plain, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
