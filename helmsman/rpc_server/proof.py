@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
@@ -17,6 +18,8 @@ from helmsman.api.errors import ProtocolError
 
 PROOF_LIMIT_S = 5.0
 """Seconds that a peer has to prove itself."""
+
+_FULL_PAUSE_S = 0.01
 
 
 def prove_as_server(connection: Connection, key: bytes) -> None:
@@ -51,8 +54,16 @@ def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with raw, fitting_path(path) as address:
         raw.settimeout(limit_s)
-        raw.connect(address)
-        return _prove(raw, key, limit_s, path)
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                raw.connect(address)
+            except BlockingIOError:  # others wait there to be accepted, and a Unix socket with a limit does not wait with them
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_FULL_PAUSE_S)
+            else:
+                return _prove(raw, key, limit_s, path)
 
 
 def connect_tcp(address: tuple[str, int], key: bytes, limit_s: float) -> socket.socket:

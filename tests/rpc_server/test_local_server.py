@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
@@ -160,6 +161,21 @@ def test_a_peer_with_another_key(engine: Engine, path: str) -> None:
     with pytest.raises(ProtocolError, match="did not prove|another key"):
         proof.connect(path, b"x" * 32, 5.0)
     assert engine.call("add", 0) >= 0
+
+
+def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as sockets, ThreadPoolExecutor(1) as pool:
+        listener = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(0)
+        sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(str(tmp_path / "s"))
+        with pytest.raises(BlockingIOError):
+            proof.connect(str(tmp_path / "s"), b"x" * 32, 0.01)
+        connecting = pool.submit(proof.connect, str(tmp_path / "s"), b"x" * 32, LIMIT_S)
+        for _ in range(2):
+            listener.accept()[0].close()
+        with pytest.raises(ProtocolError):
+            connecting.result(LIMIT_S)
 
 
 def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
