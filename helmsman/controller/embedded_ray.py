@@ -81,7 +81,6 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
             os.environ.pop(TAG_VARIABLE, None)
 
     others = descendants(os.getpid(), process_table())
-    was_connected = ray.is_initialized()
     # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
     # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
     starting = submit(init())
@@ -92,11 +91,11 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
             _guard_raylet(f"{run_id}/ray")
     except BaseException as error:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
-        failure = _failed_start(error, others)
+        is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
+        failure = _failed_start(error, others) if address == "local" and is_rays else None
         _end_half_started(others)
         _end_forks()
-        is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
-        if address == "local" and is_rays and not was_connected:
+        if failure is not None:
             raise failure from error
         raise
     finally:
