@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_INTERRUPTED_START_S = 4.0
-"""How long a start that an interrupt has made pointless may still come to its own end; Ray cannot be broken off midway."""
+_INTERRUPTED_START_S = 15.0
+"""How long a start that an interrupt has made pointless may still come to its own end. Ray cannot be broken off midway: without
+its head, it waits for that half a minute, and the script for it."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
 
