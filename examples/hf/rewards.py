@@ -288,18 +288,17 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         values_given = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
         given = dict(zip(GIVEN, values_given, strict=True))
         found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
-        values: dict[str, float] = {}
-        for reward, value in zip(self._rewards, found, strict=True):
-            values[name_of(reward)] = _as_number(name_of(reward), 0.0 if value is None else value)
+        names = [name_of(reward) for reward in self._rewards]
+        values = {name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)}
         total = sum(reward.weight * values[name_of(reward)] for reward in self._rewards)
-        return Scored(values, total, sum(value is None for value in found))
+        return Scored(values, total, sum(is_lost for _, is_lost in found))
 
-    async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> Any:
-        """None where it has not come to an end."""
+    async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> tuple[Any, bool]:
+        """What it is worth, and whether it has not come to an end."""
         try:
-            return await pool(given)
+            return await pool(given), False
         except (RewardTimeoutError, RewardLostError):
-            return None
+            return 0.0, True
 
     def __exit__(self, *_: object) -> None:
         self._held.close()

@@ -43,7 +43,7 @@ from helmsman import (
     Turns,
     WorkflowExecutor,
 )
-from helmsman.api.errors import EngineCallError, GroupCallError, StartError, WorkerFailedError
+from helmsman.api.errors import CheckpointError, EngineCallError, GroupCallError, StartError, WorkerFailedError
 from helmsman.controller.generation.sampling import Episode
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,12 @@ class Run:
 
     def _saved_draws(self) -> DrawState:
         found = Checkpoints(self.out / "checkpoints", self.settings.checkpoints.keep).latest()
-        return msgspec.json.decode((found[1] / DRAWS_FILE).read_bytes(), type=DrawState) if found else DrawState()
+        if found is None:
+            return DrawState()
+        try:
+            return msgspec.json.decode((found[1] / DRAWS_FILE).read_bytes(), type=DrawState)
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(role=self.trainer.role, path=str(found[1]), reason=f"{DRAWS_FILE}: {error}") from error
 
     def step(self, step: int) -> None:
         """One step, with its metrics."""

@@ -48,7 +48,7 @@ def mine(tmp_path: Path) -> Path:
         "def everything(**given):\n"
         "    return float(len(given))\n"
         "def no_number(completion):\n"
-        "    return {'text': 'good', 'nothing': float('nan')}[completion]\n"
+        "    return {'text': 'good', 'nothing': float('nan')}.get(completion)\n"
         "def of_a_list(completion, answers):\n"
         "    return 1.0\n"
     )
@@ -132,7 +132,7 @@ def test_one_that_does_not_end_counts_as_nothing_and_is_told(mine: Path) -> None
 def test_what_a_function_raises_is_an_error_with_its_traceback(mine: Path) -> None:
     with pytest.raises(EngineCallError, match="oops"):
         score(Reward(use=f"{mine}:broken", processes=1))
-    for completion, returned in (("text", "'good'"), ("nothing", "nan")):
+    for completion, returned in (("text", "'good'"), ("nothing", "nan"), ("2", "None")):
         with pytest.raises(ValueError, match=f"the reward 'no_number' returned {returned}; expected a finite number"):
             score(Reward(use=f"{mine}:no_number", processes=1), completion=completion)
 
