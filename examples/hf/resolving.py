@@ -123,7 +123,7 @@ def _check_numbers(value: Any, key: str) -> None:
 def _check_train(settings: Settings) -> None:
     if taken := _GIVEN_ELSEWHERE.keys() & settings.train.engine.keys():
         name = min(taken)
-        raise ValueError(f"train.engine.{name} is given, which this script does not read; set {_GIVEN_ELSEWHERE[name]} instead")
+        raise ValueError(f"train.engine.{name} is a setting of its own here; set {_GIVEN_ELSEWHERE[name]} instead")
     try:
         msgspec.convert({"model": settings.model, **settings.train.engine}, TrainConfig)
     except msgspec.ValidationError as error:

@@ -127,7 +127,7 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         (("seed", str(2**64)), "seed is 18446744073709551616; expected a number of at most 64 bits"),
         (("cluster.train_cpus", "-1"), "cluster.train_cpus is -1.0; expected 0 or more"),
         (("cluster.start_timeout_s", "0"), "cluster.start_timeout_s is 0; expected more than 0"),
-        (("train.engine.lr", "1e-3"), "train.engine.lr is given, which this script does not read; set train.lr instead"),
+        (("train.engine.lr", "1e-3"), "train.engine.lr is a setting of its own here; set train.lr instead"),
     ],
 )
 def test_what_does_not_fit_together_is_said_before_anything_starts(override: tuple[str, str], message: str) -> None:
