@@ -67,6 +67,7 @@ def prepare(settings: Settings, *, resume: bool) -> None:
         found = Checkpoints(out / "checkpoints", settings.checkpoints.keep).latest()
         if found is not None and found[0] > settings.steps:
             raise ValueError(f"the run in {out} is at step {found[0]} already; expected steps of {found[0]} or more")
+        MetricsFile(out / "metrics.jsonl").read()
     else:
         if Path(settings.model).resolve().is_relative_to(out.resolve()):
             raise ValueError(f"model {settings.model} lies in the output folder, which a new run replaces; give another out")

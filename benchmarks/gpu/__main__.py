@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="where the table goes, in Markdown")
     options = parser.parse_args(arguments)
     names = [name for name in CHECKS if not options.checks or name.startswith(tuple(options.checks))]
-    if not names:
-        print(f"there is no check {', '.join(options.checks)}; there are {', '.join(CHECKS)}", file=sys.stderr)
+    if unknown := [each for each in options.checks if not any(name.startswith(each) for name in CHECKS)]:
+        print(f"there is no check {', '.join(unknown)}; there are {', '.join(CHECKS)}", file=sys.stderr)
         return 2
     machine = Machine(rehearse=options.rehearse)
     if not machine.num_devices:

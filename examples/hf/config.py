@@ -36,7 +36,8 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Setting
     for key, text in overrides:
         _set(entries, key, text)
     try:
-        return resolve(msgspec.convert(entries, Settings, strict=False))
+        # Dates, which YAML and TOML have and settings.json has not, are texts.
+        return resolve(msgspec.convert(msgspec.to_builtins(entries), Settings, strict=False))
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {told(error, Settings)}") from error
     except ValueError as error:
@@ -163,10 +164,10 @@ def _set(entries: dict[str, Any], key: str, text: str) -> None:
             hint = typing.get_args(hint)[1]
         elif hint is not Any:
             raise ValueError(f"--{key}: {'.'.join(parts[:depth])} has no keys below it; give it as a whole, in JSON")
-    at[parts[-1]] = _value(text, hint)
+    at[parts[-1]] = _value(key, text, hint)
 
 
-def _value(text: str, hint: Any) -> Any:
+def _value(key: str, text: str, hint: Any) -> Any:
     """What a text of the command line means for a field of this type."""
     if text == "null":
         return None
@@ -174,7 +175,9 @@ def _value(text: str, hint: Any) -> Any:
         return text  # also where it looks like a number
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except msgspec.DecodeError as error:
+        if hint is not Any and text.startswith(("[", "{")):
+            raise ValueError(f"--{key}: {text!r:.80} is no JSON: {error}") from error
         return text
 
 

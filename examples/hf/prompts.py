@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +51,10 @@ class ChatTokenizer(FolderTokenizer):
     def __init__(self, folder: str, data: Data) -> None:
         super().__init__(folder)
         if data.chat_template is not None:
-            self._tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+            try:
+                self._tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"data.chat_template, {data.chat_template}, is no text in UTF-8: {error}") from error
         self._system, self._args = data.system_prompt, data.template_args
         self.stop_ids = tuple(sorted({self.eos_id, *_end_tokens(Path(folder))}))
         """Tokens that end an answer: the tokenizer's own, and those of generation_config.json."""
@@ -76,12 +78,19 @@ class ChatTokenizer(FolderTokenizer):
         return text, list(self._tokenizer.encode(text))
 
 
+class _Generation(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
 def _end_tokens(folder: Path) -> list[int]:
     path = folder / "generation_config.json"
     if not path.exists():
         return []
-    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return [ids] if isinstance(ids, int) else list(ids or [])
+    try:
+        ids = msgspec.json.decode(path.read_bytes(), type=_Generation).eos_token_id
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return [ids] if isinstance(ids, int) else ids or []
 
 
 def load_dataset(data: Data, tokenizer: ChatTokenizer, seed: int) -> Dataset:

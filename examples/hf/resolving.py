@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +41,8 @@ _LEAST: dict[str, float] = {
     ),
     **dict.fromkeys(
         (
-            *("seed", "cluster.devices_per_node", "cluster.train_mem", "cluster.rollout_mem", "train.lr", "train.lr_end"),
+            *("seed", "cluster.devices_per_node", "cluster.train_cpus", "cluster.rollout_cpus"),
+            *("cluster.train_mem", "cluster.rollout_mem", "train.lr", "train.lr_end"),
             *(
                 "rollout.temperature",
                 "rollout.top_k",
@@ -55,6 +57,9 @@ _LEAST: dict[str, float] = {
         0,
     ),
 }
+_TIMES = ("cluster.start_timeout_s", "cluster.engine_timeout_s", "cluster.call_timeout_s", "rollout.episode_timeout_s")
+_GIVEN_ELSEWHERE = {"model": "model", "lr": "train.lr", "seed": "seed"}
+"""Fields of the trainer's engine that the run has settings of its own for."""
 
 
 def resolve(settings: Settings) -> Settings:
@@ -62,12 +67,14 @@ def resolve(settings: Settings) -> Settings:
 
     Raises: ValueError that names the key.
     """
+    _check_numbers(msgspec.to_builtins(settings), "")
     for path, least in _LEAST.items():
-        value: Any = settings
-        for part in path.split("."):
-            value = getattr(value, part)
-        if value is not None and not least <= value < math.inf:
+        value = attrgetter(path)(settings)
+        if value is not None and value < least:
             raise ValueError(f"{path} is {value}; expected {least:g} or more")
+    for path in _TIMES:
+        if not (value := attrgetter(path)(settings)) > 0:
+            raise ValueError(f"{path} is {value:g}; expected more than 0")
     given = msgspec.structs.asdict(settings.algorithm)
     preset = {**_OFF, **PRESETS[settings.algorithm.preset]}
     missing = {name: preset[name] for name, value in given.items() if value is None}
@@ -99,7 +106,24 @@ def _choices(kind: Any, path: str) -> list[Any]:
     return [value for each in alternatives if typing.get_origin(each) is Literal for value in typing.get_args(each)]
 
 
+def _check_numbers(value: Any, key: str) -> None:
+    """Refuse what settings.json cannot hold: what is no number, or infinite, or has more than 64 bits."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            _check_numbers(each, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            _check_numbers(each, f"{key}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} is {value}; expected a finite number")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{key} is {value}; expected a number of at most 64 bits")
+
+
 def _check_train(settings: Settings) -> None:
+    if taken := _GIVEN_ELSEWHERE.keys() & settings.train.engine.keys():
+        name = min(taken)
+        raise ValueError(f"train.engine.{name} is a setting of its own here; set {_GIVEN_ELSEWHERE[name]} instead")
     try:
         msgspec.convert({"model": settings.model, **settings.train.engine}, TrainConfig)
     except msgspec.ValidationError as error:

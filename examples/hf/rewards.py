@@ -184,7 +184,7 @@ class Caller:
     def __init__(self, use: str, args: Mapping[str, Any]) -> None:
         self._use, self._args = use, dict(args)
         self._function: Callable[..., Any] | None = None
-        self._names: Sequence[str] | None = None
+        self._names: frozenset[str] = frozenset()
 
     def find(self) -> Callable[..., Any]:
         """The function itself. Raises: ValueError; BackendNotInstalledError."""
@@ -192,7 +192,7 @@ class Caller:
             if self._use in _BY_NAME:
                 try:
                     self._function = _BY_NAME[self._use](**self._args)
-                except (TypeError, re.error) as error:
+                except (TypeError, ArithmeticError, re.error) as error:
                     raise ValueError(f"the reward {self._use!r} does not take {self._args}: {error}") from error
             else:
                 self._function = find_function(self._use)
@@ -203,7 +203,7 @@ class Caller:
         """Those of ``given`` that the function has parameters for."""
         self.find()
         everything = {**given, **{alias: given[name] for alias, name in _ALIASES.items()}}
-        chosen = given if self._names is None else {name: everything[name] for name in self._names if name in everything}
+        chosen = {name: value for name, value in everything.items() if name in self._names}
         return {**chosen, **({} if self._use in _BY_NAME else self._args)}
 
     def require_parameters(self) -> None:
@@ -230,12 +230,11 @@ class AsyncCaller(Caller):
         return await self.find()(**self.arguments(given))
 
 
-def _names_of(function: Callable[..., Any]) -> list[str] | None:
-    """Names of its parameters; None where it takes any."""
+def _names_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of its parameters; also all that is given, by its first name, where it takes any."""
     parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        return None
-    return [each.name for each in parameters]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    return frozenset(each.name for each in parameters) | frozenset(GIVEN if takes_any else ())
 
 
 def make_caller(reward: Reward) -> Caller:
@@ -289,18 +288,17 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         values_given = (completion, row.answer, row.prompt, row.source, row.entry, num_tokens, is_truncated)
         given = dict(zip(GIVEN, values_given, strict=True))
         found = await asyncio.gather(*(self._one(pool, given) for pool in self._pools))
-        values: dict[str, float] = {}
-        for reward, value in zip(self._rewards, found, strict=True):
-            values[name_of(reward)] = _as_number(name_of(reward), 0.0 if value is None else value)
+        names = [name_of(reward) for reward in self._rewards]
+        values = {name: _as_number(name, value) for name, (value, _) in zip(names, found, strict=True)}
         total = sum(reward.weight * values[name_of(reward)] for reward in self._rewards)
-        return Scored(values, total, sum(value is None for value in found))
+        return Scored(values, total, sum(is_lost for _, is_lost in found))
 
-    async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> Any:
-        """None where it has not come to an end."""
+    async def _one(self, pool: RewardPool, given: Mapping[str, Any]) -> tuple[Any, bool]:
+        """What it is worth, and whether it has not come to an end."""
         try:
-            return await pool(given)
+            return await pool(given), False
         except (RewardTimeoutError, RewardLostError):
-            return None
+            return 0.0, True
 
     def __exit__(self, *_: object) -> None:
         self._held.close()

@@ -43,7 +43,7 @@ from helmsman import (
     Turns,
     WorkflowExecutor,
 )
-from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
+from helmsman.api.errors import CheckpointError, EngineCallError, GroupCallError, StartError, WorkerFailedError
 from helmsman.controller.generation.sampling import Episode
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,12 @@ class Run:
 
     def _saved_draws(self) -> DrawState:
         found = Checkpoints(self.out / "checkpoints", self.settings.checkpoints.keep).latest()
-        return msgspec.json.decode((found[1] / DRAWS_FILE).read_bytes(), type=DrawState) if found else DrawState()
+        if found is None:
+            return DrawState()
+        try:
+            return msgspec.json.decode((found[1] / DRAWS_FILE).read_bytes(), type=DrawState)
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(role=self.trainer.role, path=str(found[1]), reason=f"{DRAWS_FILE}: {error}") from error
 
     def step(self, step: int) -> None:
         """One step, with its metrics."""
@@ -231,22 +236,26 @@ class Run:
 
     def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
         """The reference's log-probabilities. Its ranks are built anew when one dies: they have nothing of their own."""
+        most, is_lost = self.settings.checkpoints.max_recoveries, False
         while True:
             try:
+                if is_lost:
+                    reference.recover()
                 if self.turns is not None:
                     reference.wake()
                 logprobs: list[Any] = reference.forward(tokens)
                 if self.turns is not None:
                     reference.sleep()
-            except (WorkerFailedError, GroupCallError) as error:
-                loss = error.first if isinstance(error, GroupCallError) else error
-                if (
-                    not isinstance(loss, WorkerFailedError)
-                    or reference.num_recoveries >= self.settings.checkpoints.max_recoveries
-                ):
+            except (WorkerFailedError, GroupCallError, StartError) as error:
+                errors = error.errors.values() if isinstance(error, GroupCallError) else [error]
+                loss = next((each for each in errors if isinstance(each, WorkerFailedError | StartError)), None)
+                if loss is None:
                     raise
-                log.warning("a rank of the reference was lost, and all of them are built anew: %s", str(loss).split("\n", 1)[0])
-                reference.recover()
+                is_lost, said = True, str(loss).split("\n", 1)[0]
+                if reference.num_recoveries >= most:
+                    log.warning("a rank of the reference was lost, and checkpoints.max_recoveries is %d: %s", most, said)
+                    raise
+                log.warning("a rank of the reference was lost, and all of them are built anew: %s", said)
             else:
                 return logprobs
 

@@ -318,7 +318,7 @@ class RayStartError(BackendError):
 
     def __init__(self, *, reason: str, processes: Sequence[str], log_path: str = "", log_tail: str = "") -> None:
         super().__init__(
-            f"no Ray of its own could be started on this machine: {reason}. "
+            f"no Ray of its own could be started on this machine: {reason.rstrip('.')}. "
             f"When it was given up, these of its processes were there: {', '.join(processes) or 'none'}; they were ended. See "
             "what Ray logged, and whether the machine has memory, processes (ulimit -u) and space under its temporary folder "
             "left; or start a cluster with `ray start --head` and give its address."

@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_INTERRUPTED_START_S = 4.0
-"""How long a start that an interrupt has made pointless may still come to its own end; Ray cannot be broken off midway."""
+_INTERRUPTED_START_S = 15.0
+"""How long a start that an interrupt has made pointless may still come to its own end. Ray cannot be broken off midway: without
+its head, it waits for that half a minute, and the script for it."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
 
@@ -81,7 +82,6 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
             os.environ.pop(TAG_VARIABLE, None)
 
     others = descendants(os.getpid(), process_table())
-    was_connected = ray.is_initialized()
     # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
     # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
     starting = submit(init())
@@ -92,11 +92,11 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
             _guard_raylet(f"{run_id}/ray")
     except BaseException as error:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
-        failure = _failed_start(error, others)
+        is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
+        failure = _failed_start(error, others) if address == "local" and is_rays else None
         _end_half_started(others)
         _end_forks()
-        is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
-        if address == "local" and is_rays and not was_connected:
+        if failure is not None:
             raise failure from error
         raise
     finally:

@@ -5,8 +5,10 @@ What does not need processes is run in this one, by `main` and the inline schedu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -75,6 +77,19 @@ def test_a_run_that_goes_on_is_the_unbroken_one(
         assert ours is not theirs
         for name in ("loss", "reward/mean", "groups/filtered", "epoch", "lr", "response_length/mean"):
             assert ours[name] == pytest.approx(theirs[name], abs=2e-4), (ours["step"], name)
+
+
+def test_a_run_whose_files_make_no_sense_is_not_gone_on_with(
+    begin: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert begin("out", *TWO_STEPS) == 0
+    draws, metrics = tmp_path / "out" / "checkpoints" / "latest" / "draws.json", tmp_path / "out" / "metrics.jsonl"
+    draws.write_text("{")
+    assert begin("out", *TWO_STEPS, "--steps", "3", "--resume") == 1
+    assert re.search(r"CheckpointError: .*step-000002: draws.json: .* Remove it", capsys.readouterr().err)
+    metrics.write_text("nonsense\n" * 2)
+    assert begin("out", *TWO_STEPS, "--steps", "3", "--resume") == 2
+    assert "metrics.jsonl is not the record of a run" in capsys.readouterr().err
 
 
 def test_instances_with_other_weights_end_the_run_with_a_message(
@@ -168,7 +183,7 @@ def test_an_asynchronous_run_with_a_reference_and_partial_rollouts(
     assert all(each["ratio"] == pytest.approx(1.0, abs=1e-3) for each in found), "its own log-probabilities are the old ones"
 
 
-def test_a_reference_that_dies_is_built_anew(
+def test_a_reference_that_dies_is_built_anew_also_where_it_dies_again_meanwhile(
     given: tuple[Path, Path, str], metrics: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     model, data, rewards = given
@@ -177,8 +192,12 @@ def test_a_reference_that_dies_is_built_anew(
     process = subprocess.Popen(command(model, data, out, *flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_for(lambda: process.poll() is not None or _num_steps(out) > 1, 120.0)
-        victim = pids_of("reference", out)[0]
-        os.kill(victim, signal.SIGKILL)
+        victims = set(pids_of("reference", out))
+        os.kill(min(victims), signal.SIGKILL)
+        wait_for(lambda: process.poll() is not None or set(pids_of("reference", out)) - victims, 120.0)
+        for victim in set(pids_of("reference", out)) - victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
         said, _ = process.communicate(timeout=200.0)
     finally:
         process.kill()

@@ -121,6 +121,13 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         (("evaluation.top_p", "0"), "evaluation.top_p is 0; expected more than 0 and at most 1"),
         (("rollout.engine", "vlm"), "rollout.engine is 'vlm'; expected vllm, hf, server, or a class's import path"),
         (("rewards.use", "math"), "--rewards.use: rewards has no keys below it; give it as a whole, in JSON"),
+        (("rewards", "[{use: math}]"), r"--rewards: '\[\{use: math\}\]' is no JSON: JSON is malformed"),
+        (("rewards", '[{"use": "exact", "weight": "nan"}]'), r"rewards\[0\].weight is nan; expected a finite number"),
+        (("evaluation.right_from", "inf"), "evaluation.right_from is inf; expected a finite number"),
+        (("seed", str(2**64)), "seed is 18446744073709551616; expected a number of at most 64 bits"),
+        (("cluster.train_cpus", "-1"), "cluster.train_cpus is -1.0; expected 0 or more"),
+        (("cluster.start_timeout_s", "0"), "cluster.start_timeout_s is 0; expected more than 0"),
+        (("train.engine.lr", "1e-3"), "train.engine.lr is a setting of its own here; set train.lr instead"),
     ],
 )
 def test_what_does_not_fit_together_is_said_before_anything_starts(override: tuple[str, str], message: str) -> None:
@@ -150,6 +157,13 @@ def test_a_number_without_a_dot_is_one_also_where_the_type_is_not_known(tmp_path
     path = tmp_path / "run.yaml"
     path.write_text("model: m\ndata: {train: t}\nrewards: [{use: exact}]\ntrain: {engine: {eps: 1e-6}}\n")
     assert config.load(path).train.engine == {"eps": 1e-6}
+
+
+def test_a_date_is_a_text_as_in_the_file_that_a_resumed_run_is_compared_with(file: Path) -> None:
+    file.write_text(file.read_text().replace('train = "t.jsonl"', 'train = "t.jsonl"\ntemplate_args = {today = 2026-01-31}'))
+    found = config.load(file)
+    assert found.data.template_args == {"today": "2026-01-31"}
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
 
 
 def test_a_file_that_extends_itself_is_refused(tmp_path: Path) -> None:

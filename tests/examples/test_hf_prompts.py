@@ -56,6 +56,16 @@ def test_answers_end_with_all_end_tokens_of_the_model(folder: Path) -> None:
     assert ChatTokenizer(str(folder), Data(train="")).stop_ids == (1, 7)
 
 
+def test_files_that_make_no_sense_are_named(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ValueError, match=r"generation_config.json: Expected `int`, got `str` - at `\$.eos_token_id"):
+        ChatTokenizer(str(folder), Data(train=""))
+    (folder / "generation_config.json").unlink()
+    (tmp_path / "mine.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"data.chat_template, .*mine.jinja, is no text in UTF-8"):
+        ChatTokenizer(str(folder), Data(train="", chat_template=str(tmp_path / "mine.jinja")))
+
+
 def test_long_prompts_are_left_out_and_counted_or_an_error(folder: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*SUMS[:6], {"prompt": "7" * 60, "answer": "7"}])
     data = Data(train=str(path), num_held_out=2, max_prompt_tokens=40)

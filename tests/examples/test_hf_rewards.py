@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.hf.prompts import Row
-from examples.hf.rewards import Scored, Scorer, make_caller
+from examples.hf.rewards import GIVEN, Scored, Scorer, make_caller
 from examples.hf.settings import Reward
 from helmsman import InlineScheduler
 from helmsman.api.errors import BackendNotInstalledError, EngineCallError
@@ -36,6 +36,8 @@ def mine(tmp_path: Path) -> Path:
         "import asyncio, time\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': float(solution_str == ground_truth) + extra_info['level'], 'note': data_source}\n"
+        "def with_more(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    return float(solution_str == ground_truth) + len(kwargs) + ('solution_str' in kwargs)\n"
         "async def by_a_judge(completion, scale=1.0):\n"
         "    await asyncio.sleep(0)\n"
         "    return scale * len(completion)\n"
@@ -46,7 +48,7 @@ def mine(tmp_path: Path) -> Path:
         "def everything(**given):\n"
         "    return float(len(given))\n"
         "def no_number(completion):\n"
-        "    return {'text': 'good', 'nothing': float('nan')}[completion]\n"
+        "    return {'text': 'good', 'nothing': float('nan')}.get(completion)\n"
         "def of_a_list(completion, answers):\n"
         "    return 1.0\n"
     )
@@ -74,6 +76,8 @@ def test_forms() -> None:
         make_caller(Reward(use="format"))
     with pytest.raises(ValueError, match="the reward 'format' does not take"):
         make_caller(Reward(use="format", args={"pattern": "("}))
+    with pytest.raises(ValueError, match="the reward 'number' does not take {'tolerance': 'small'}"):
+        make_caller(Reward(use="number", args={"tolerance": "small"}))
 
 
 def test_math_without_its_package_says_what_installs_it() -> None:
@@ -101,6 +105,8 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(mine
     with pytest.raises(ValueError, match="of_a_list' cannot be called: missing a required argument: 'answers'. It is given"):
         make_caller(Reward(use=f"{mine}:of_a_list"))
     assert make_caller(Reward(use=f"{mine}:of_a_list", args={"answers": []}))
+    with_more = make_caller(Reward(use=f"{mine}:with_more"))
+    assert with_more(dict.fromkeys(GIVEN)) == 1.0 + len(GIVEN), "and one that takes any is given all by their first names"
     with pytest.raises(ValueError, match="broken' cannot be called: got an unexpected keyword argument 'sharpness'"):
         make_caller(Reward(use=f"{mine}:broken", args={"sharpness": 1}))
 
@@ -126,7 +132,7 @@ def test_one_that_does_not_end_counts_as_nothing_and_is_told(mine: Path) -> None
 def test_what_a_function_raises_is_an_error_with_its_traceback(mine: Path) -> None:
     with pytest.raises(EngineCallError, match="oops"):
         score(Reward(use=f"{mine}:broken", processes=1))
-    for completion, returned in (("text", "'good'"), ("nothing", "nan")):
+    for completion, returned in (("text", "'good'"), ("nothing", "nan"), ("2", "None")):
         with pytest.raises(ValueError, match=f"the reward 'no_number' returned {returned}; expected a finite number"):
             score(Reward(use=f"{mine}:no_number", processes=1), completion=completion)
 
