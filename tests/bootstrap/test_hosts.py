@@ -153,10 +153,10 @@ def test_a_node_whose_own_raylet_dies_leaves_within_three_seconds_and_the_run_go
 
 def test_a_rank_that_never_comes_is_named_on_both_sides(make_hosts: Make) -> None:
     hosts = make_hosts(2)
-    commands = up_all(hosts, _script("wait"), "--num-nodes", "3", "--timeout", "6")
-    assert _codes(commands, 20) == [91, 91]
+    commands = up_all(hosts, _script("wait"), "--num-nodes", "3", "--timeout", "15")
+    assert _codes(commands, 60) == [91, 91]
     for command in commands:
-        assert "1 of 3 nodes are missing: rank 2, never heard of, after 6 s" in command.output
+        assert "1 of 3 nodes are missing: rank 2, never heard of, after 15 s" in command.output
         assert command.output.count("nodes are missing") <= 4, "a line for each change, not for each look"
     _nothing_left(hosts)
 
