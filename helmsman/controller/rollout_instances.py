@@ -19,7 +19,7 @@ from helmsman.api.errors import (
     WorkerNotFoundError,
 )
 from helmsman.api.scheduler import Job, Scheduler, Worker
-from helmsman.controller.generation.health import Event, Health
+from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
@@ -46,14 +46,17 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         engine_kwargs: Mapping[str, Any] | None,
         engine_name: str | None,
         max_in_flight_per_worker: int,
+        supervision: SupervisionPolicy | None,
     ) -> None:
         """As RoleController.
 
         Args:
             max_in_flight_per_worker: requests that a worker has at most.
+            supervision: with it, workers are probed, and dead ones built anew with the weights of the last update.
         """
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
         self._max_in_flight_per_worker = max_in_flight_per_worker
+        self._supervision = supervision
         self._supervisor: Supervisor | None = None
         self._builds: Counter[str] = Counter()
         """How often each worker was built anew: what is heard of an earlier process is no news of the one that is there."""

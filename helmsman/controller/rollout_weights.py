@@ -19,9 +19,9 @@ from helmsman.api.errors import (
     HelmsmanError,
     SchedulerClosedError,
 )
-from helmsman.api.scheduler import Job, ResultHandle, Scheduler
+from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weights import Weights
-from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
+from helmsman.controller.generation.health import Event, Health
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe, release
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances, is_death
@@ -42,24 +42,9 @@ class RolloutWeights(RolloutInstances, abc.ABC):
     and takes no request until it has.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        engine: str | type[Any],
-        job: Job,
-        engine_args: Sequence[Any],
-        engine_kwargs: Mapping[str, Any] | None,
-        engine_name: str | None,
-        max_in_flight_per_worker: int,
-        supervision: SupervisionPolicy | None,
-    ) -> None:
-        """As RolloutInstances.
-
-        Args:
-            supervision: with it, the weights of an update are kept for instances that are built anew before the next one.
-        """
-        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name, max_in_flight_per_worker)
-        self._supervision = supervision
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As RolloutInstances."""
+        super().__init__(*args, **kwargs)
         self._served: tuple[ResultHandle | Weights, int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
         self._version: int | None = None
