@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from examples.common.record import Record, Summary
 
@@ -27,45 +28,9 @@ def draw_curve(records: Sequence[Record], path: Path, summary: Summary) -> None:
 
     figure, axes = plt.subplots(figsize=(9.6, 5.4), dpi=150, layout="constrained")
     sft_end, last = summary.sft_steps, max(1, records[-1].step)
-
-    sampled = [(record.step, record.reward) for record in records if record.reward is not None]
-    if sampled:
-        steps, rewards = [step for step, _ in sampled], [reward for _, reward in sampled]
-        axes.plot(steps, rewards, color=_BLUE, alpha=0.2, linewidth=1)
-        axes.plot(steps, _smooth(rewards), color=_BLUE, linewidth=1.8, label="reward of sampled answers (training tasks)")
-    points = [(record.step, record.held_out_accuracy) for record in records if record.held_out_accuracy is not None]
-    axes.plot(
-        [step for step, _ in points],
-        [accuracy for _, accuracy in points],
-        color=_GREEN,
-        linewidth=2.4,
-        marker="o",
-        markersize=6,
-        markeredgecolor="white",
-        label="accuracy on held-out tasks, greedy",
-        zorder=3,
-    )
-    accuracies = dict(points)
-    # Where two of them are the same step, the later one has the say.
-    labels = {sft_end: ((-9, 6), "right"), points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
-    for step, (offset, alignment) in labels.items():
-        axes.annotate(
-            f"{accuracies[step]:.1%}",
-            (step, accuracies[step]),
-            xytext=offset,
-            textcoords="offset points",
-            ha=alignment,
-            fontsize=11,
-            fontweight="bold",
-            color=_GREEN,
-            zorder=4,
-        )
-    if 0 < sft_end < last:
-        axes.axvspan(-0.015 * last, sft_end, color=_GREY, alpha=0.08, linewidth=0)
-        axes.axvline(sft_end, color=_GREY, linewidth=1, linestyle="--")
-    for begin, end, name in ((0, sft_end, "supervised"), (sft_end, last, "GRPO: rewards alone")):
-        if end > begin:
-            axes.text((begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10)
+    _draw_rewards(axes, records)
+    _draw_accuracies(axes, records, sft_end)
+    _draw_phases(axes, sft_end, last)
 
     axes.set_xlim(-0.015 * last, 1.035 * last)
     axes.set_ylim(-0.02, 1.12)
@@ -93,6 +58,54 @@ def draw_curve(records: Sequence[Record], path: Path, summary: Summary) -> None:
     figure.savefig(temporary, format="png")
     plt.close(figure)
     temporary.replace(path)
+
+
+def _draw_rewards(axes: Any, records: Sequence[Record]) -> None:
+    sampled = [(record.step, record.reward) for record in records if record.reward is not None]
+    if sampled:
+        steps, rewards = [step for step, _ in sampled], [reward for _, reward in sampled]
+        axes.plot(steps, rewards, color=_BLUE, alpha=0.2, linewidth=1)
+        axes.plot(steps, _smooth(rewards), color=_BLUE, linewidth=1.8, label="reward of sampled answers (training tasks)")
+
+
+def _draw_accuracies(axes: Any, records: Sequence[Record], sft_end: int) -> None:
+    """The curve, with the numbers of its first, its last and the last supervised step."""
+    points = [(record.step, record.held_out_accuracy) for record in records if record.held_out_accuracy is not None]
+    axes.plot(
+        [step for step, _ in points],
+        [accuracy for _, accuracy in points],
+        color=_GREEN,
+        linewidth=2.4,
+        marker="o",
+        markersize=6,
+        markeredgecolor="white",
+        label="accuracy on held-out tasks, greedy",
+        zorder=3,
+    )
+    accuracies = dict(points)
+    # Where two of them are the same step, the later one has the say.
+    labels = {sft_end: ((-9, 6), "right"), points[-1][0]: ((0, 11), "center"), points[0][0]: ((6, 10), "left")}
+    for step, (offset, alignment) in labels.items():
+        axes.annotate(
+            f"{accuracies[step]:.1%}",
+            (step, accuracies[step]),
+            xytext=offset,
+            textcoords="offset points",
+            ha=alignment,
+            fontsize=11,
+            fontweight="bold",
+            color=_GREEN,
+            zorder=4,
+        )
+
+
+def _draw_phases(axes: Any, sft_end: int, last: int) -> None:
+    if 0 < sft_end < last:
+        axes.axvspan(-0.015 * last, sft_end, color=_GREY, alpha=0.08, linewidth=0)
+        axes.axvline(sft_end, color=_GREY, linewidth=1, linestyle="--")
+    for begin, end, name in ((0, sft_end, "supervised"), (sft_end, last, "GRPO: rewards alone")):
+        if end > begin:
+            axes.text((begin + end) / 2, 1.075, name, ha="center", va="center", color=_GREY, fontsize=10)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -51,10 +51,12 @@ class RemoteBatch(Batch):
 
     @property
     def columns(self) -> Mapping[str, Column]:
+        """As Batch; fetches the rows."""
         return self.fetch().columns
 
     @property
     def meta(self) -> Mapping[str, Any]:
+        """As Batch; fetches the rows."""
         return self.fetch().meta
 
     def fetch(self) -> Batch:
@@ -88,11 +90,13 @@ class RemoteBatch(Batch):
         return RemoteBatch(self._scheduler, [*part.pieces, *copies], part.num_padding + num_missing)
 
     def with_padding(self, num_padding: int) -> Batch:
+        """As Batch; the rows stay where they are."""
         if not 0 <= num_padding <= len(self):
             raise ValueError(f"num_padding is {num_padding} of {len(self)} rows")
         return RemoteBatch(self._scheduler, self._pieces, num_padding)
 
     def unpad(self) -> Batch:
+        """As Batch; the rows stay where they are."""
         return self._slice(0, len(self) - self.num_padding)
 
     def _slice(self, start: int, stop: int) -> Batch:
