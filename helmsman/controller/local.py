@@ -34,6 +34,7 @@ from helmsman.rpc_server.forkserver import Spawn
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
+from helmsman.rpc_server.oom import oom_count, oom_kills_since
 from helmsman.rpc_server.proof import connect
 
 _ADDRESS = "127.0.0.1"
@@ -177,6 +178,7 @@ class LocalProcess:
         self._server = server
         self._worker_id = worker_id
         self._log_path = log_path
+        self._oom = oom_count(pid)
 
     async def kill(self) -> None:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
@@ -207,7 +209,7 @@ class LocalProcess:
             self._server.kill(self.pid)
             return Ending("closed its connection and was then ended", None, signal.SIGKILL, tail_of(self._log_path))
         code, number = split_status(ended.status)
-        return Ending(describe_exit(code, number), code, number, tail_of(self._log_path))
+        return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, tail_of(self._log_path))
 
 
 class LocalTransport(ChannelTransport):

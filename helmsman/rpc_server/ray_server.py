@@ -26,6 +26,7 @@ from helmsman.rpc_server.frames import ReplyFrame, decode_request, encode_frame
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
+from helmsman.rpc_server.oom import OomCount, oom_count
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
@@ -119,6 +120,8 @@ class Greeting(msgspec.Struct, frozen=True):
     pid: int
     node_id: str
     granted: Granted
+    oom: OomCount | None
+    """Processes that the OOM killer has ended around it so far."""
 
 
 def granted_here() -> Granted:
@@ -160,7 +163,7 @@ class RayRPCServer:
     @_control
     async def greet(self) -> Greeting:
         """Say where this is, and which devices Ray has granted."""
-        return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here())
+        return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count())
 
     @_control
     async def adopt(self, identity: WorkerIdentity) -> None:
