@@ -28,13 +28,13 @@ from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
 from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import absolute_search_path
 from helmsman.rpc_server.forkserver import Spawn
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
-from helmsman.rpc_server.proof import connect
 
 _ADDRESS = "127.0.0.1"
 
@@ -221,7 +221,7 @@ class LocalTransport(ChannelTransport):
     @classmethod
     async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
         """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-        return cls(await asyncio.to_thread(connect, path, key, 30.0), process)
+        return cls(await connect(path, key, 30.0), process)
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         raise TransportLostError

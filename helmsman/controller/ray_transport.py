@@ -20,11 +20,11 @@ from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_request, encode_frame, numbered_request
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
-from helmsman.rpc_server.proof import connect_tcp
 from helmsman.rpc_server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
 from helmsman.rpc_server.segments import HAS_SEGMENTS, pack
 from helmsman.rpc_server.wire_payload import from_wire
@@ -93,8 +93,16 @@ class RayTransport(ChannelTransport):
         self._pid = greeting.pid
         return greeting
 
-    async def adopt(self, identity: WorkerIdentity, key: bytes) -> None:
-        """Make it this worker, and open the direct channel to it. Raises TransportLostError."""
+    async def adopt(self, identity: WorkerIdentity, key: bytes, *, tls: bool) -> None:
+        """Make it this worker, and open the direct channel to it.
+
+        Args:
+            identity: the worker's.
+            key: of the run; without one there is no direct channel.
+            tls: whether a channel between machines uses TLS.
+
+        Raises: TransportLostError.
+        """
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         await self._await(self._actor.adopt.remote(identity))
         if not key:
@@ -102,16 +110,16 @@ class RayTransport(ChannelTransport):
         try:
             with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
                 location = None if sample is None else sample.location
-                address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location))
+                address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location, tls))
         except errors.ProtocolError as error:  # no socket could be had there
             log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
             return
         try:
-            sock = await asyncio.to_thread(connect_tcp, (address.host, address.port), key, _CONNECT_S)
+            sock = await connect(address.where, key, _CONNECT_S, tls=tls and not address.shares_memory)
         except (OSError, errors.ProtocolError) as error:
             log.warning(
-                "%s: no direct connection to %s:%d (%s); its calls go by way of Ray, which takes longer",
-                *(self._worker_id, address.host, address.port, error),
+                "%s: no direct connection to it (%s); its calls go by way of Ray, which takes longer",
+                *(self._worker_id, error),
             )
             return
         self._channel = Channel(

@@ -1,4 +1,4 @@
-"""The worker's end of a direct connection: requests and their replies over a proved socket.
+"""The worker's end of a direct connection: requests and their replies over an authenticated socket.
 
 On Ray such a channel may be lost while its worker lives. So that nothing is sent twice then, the worker remembers each request
 that came by the channel, and its reply, until the controller has said that it has the reply; by way of Ray the controller asks
@@ -8,23 +8,24 @@ what became of a request (``collect``). One that has not arrived by then is refu
 from __future__ import annotations
 
 import functools
+import secrets
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server.authenticated_server import BACKLOG, AuthenticatedServer, Connection
 from helmsman.rpc_server.codec import Payload, encode
-from helmsman.rpc_server.frames import MAX_FRAME_BYTES, ReplyFrame, RequestFrame, decode_request, encode_frame
+from helmsman.rpc_server.frames import ReplyFrame, RequestFrame, decode_request, encode_frame
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Verb
-from helmsman.rpc_server.proved_server import ProvedServer
 from helmsman.rpc_server.segments import ShmSegment
+from helmsman.rpc_server.tls import ServerTls
 from helmsman.rpc_server.wire_payload import WirePayload, from_wire, to_wire
 
 CHANNEL_BYTES = 1 << 20
@@ -34,12 +35,25 @@ Answer = tuple[Reply, Any]
 """A reply, and its payload or what ``keep_apart`` made of it."""
 
 
-def listen(address: str) -> socket.socket:
+def listen_tcp(address: str) -> socket.socket:
     """A listening socket on a free port of this address. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    return _listening(socket.AF_INET6 if ":" in address else socket.AF_INET, (address, 0))
+
+
+def listen_abstract() -> socket.socket:
+    """A listening Unix socket with a random name in Linux's abstract namespace.
+
+    It has no file: nothing is left when the process is killed, and no TMPDIR is too long. Any user may connect, so the server
+    checks the peer's user id (AuthenticatedServer).
+    """
+    return _listening(socket.AF_UNIX, f"\0helmsman-{secrets.token_hex(16)}")
+
+
+def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
-        listener.listen(16)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -72,12 +86,13 @@ class _Outcome:
             self.asked.set_result((reply, payload if self.wire is None else from_wire(self.wire)))
 
 
-class ChannelServer(ProvedServer):
+class ChannelServer(AuthenticatedServer):
     """Serves the channel of one worker.
 
     Args:
         host: answers the requests.
         shares_memory: whether the controller is on this machine, so that large buffers need not go over the socket.
+        tls: the certificate for connections from other machines; None for plain ones.
         in_turn: runs what begins engine work, given with its number, in the order of these; at once when None, as requests
             arrive.
         keep_apart: where the connection may be lost without the worker's end, what keeps a payload that the channel cannot
@@ -91,10 +106,11 @@ class ChannelServer(ProvedServer):
         host: EngineHost,
         *,
         shares_memory: bool,
+        tls: ServerTls | None = None,
         in_turn: Callable[[int, Callable[[], None]], None] | None = None,
         keep_apart: Callable[[Payload], Any] | None = None,
     ) -> None:
-        super().__init__(listener, key)
+        super().__init__(listener, key, tls)
         self._host = host
         self._shares_memory = shares_memory
         self._in_turn = in_turn
@@ -103,10 +119,6 @@ class ChannelServer(ProvedServer):
         self._outcomes: dict[int, _Outcome] = {}
         """By request id: of all that arrived, where the connection may be lost; else of those whose replies are in segments."""
         self._refused: set[int] = set()
-
-    def start(self) -> None:
-        """Accept on a thread of its own."""
-        threading.Thread(target=self.serve_forever, name="accept", daemon=True).start()
 
     def collect(self, request_id: int) -> Future[Answer] | None:
         """The reply of a request that arrived. None for one that did not, and now never will."""
@@ -127,23 +139,21 @@ class ChannelServer(ProvedServer):
             if outcome is not None and outcome.segment is not None:
                 outcome.segment.close()
 
-    def _serve_requests(self, connection: Connection, peer: socket.socket) -> None:
-        if peer.family != socket.AF_UNIX:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sending = threading.Lock()
-
+    def _serve_requests(self, connection: Connection) -> None:
         def send(message: bytes) -> bool:
-            with sending:
-                try:
-                    connection.send_bytes(message)
-                except OSError:  # the channel is lost: the controller asks by another way, or is gone as well
-                    return False
+            try:
+                connection.send(message)
+            except OSError:  # the channel is lost: the controller asks by another way, or is gone as well
+                return False
             return True
 
         while True:
             try:
-                message = connection.recv_bytes(MAX_FRAME_BYTES)
+                message = connection.receive()
             except (EOFError, OSError):
+                return
+            except ProtocolError as error:
+                print(f"helmsman: closed a connection that sent nonsense: {error}", file=sys.stderr)
                 return
             try:
                 self._take(*decode_request(message), send)

@@ -28,6 +28,7 @@ from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
+from helmsman.rpc_server.tls import server_tls
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
 
 
@@ -98,8 +99,8 @@ def _packed(reply: Reply, payload: Payload) -> RayReply:
 class ChannelAddress(msgspec.Struct, frozen=True):
     """Where a worker listens for the direct connection."""
 
-    host: str
-    port: int
+    where: str | tuple[str, int]
+    """A Unix socket's path, or address and port."""
     shares_memory: bool
     """Whether worker and controller can map each other's segments."""
 
@@ -179,18 +180,30 @@ class RayRPCServer:
         self._host.engine_thread.start("engine")
 
     @_control
-    async def open_channel(self, key: bytes, sample: SegmentLocation | None) -> ChannelAddress:
-        """Listen for the controller's direct connection, on this node's own address; ``sample`` is a segment of the controller,
-        to see whether it can be mapped here. Raises OSError."""
-        listener = channel.listen(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
+        """Listen for the controller's direct connection: on a Unix socket where they share a machine, else on this node's own
+        address.
+
+        Args:
+            key: of the run.
+            sample: a segment of the controller, to see whether it can be mapped here.
+            tls: whether a connection between machines uses TLS.
+
+        Raises: OSError.
+        """
         shares_memory = sample is not None and can_attach(sample)
         self._store.in_segments = shares_memory
+        if shares_memory:
+            listener, certificate = channel.listen_abstract(), None
+        else:
+            certificate = await asyncio.to_thread(server_tls) if tls else None
+            listener = channel.listen_tcp(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._channel = channel.ChannelServer(
-            listener, key, self._host, shares_memory=shares_memory, in_turn=self._in_turn, keep_apart=_frozen
+            listener, key, self._host, shares_memory=shares_memory, tls=certificate, in_turn=self._in_turn, keep_apart=_frozen
         )
+        name = listener.getsockname()
         self._channel.start()
-        host, port = listener.getsockname()[:2]
-        return ChannelAddress(host, port, shares_memory)
+        return ChannelAddress(name.decode() if shares_memory else name[:2], shares_memory)
 
     @_control
     async def collect(self, request_id: int) -> tuple[Reply, Any] | None:

@@ -152,7 +152,7 @@ class Member:
             NodeRefusedError.
         """
         plan = self._plan
-        link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience)
+        link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience, tls=plan.tls)
         link.send(
             Hello(
                 rank=plan.identity.rank,

@@ -66,6 +66,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
     dashboard: bool = False
+    tls: bool = True
+    """Whether the nodes' supervisors talk to each other by TLS."""
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND

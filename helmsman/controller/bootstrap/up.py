@@ -32,6 +32,7 @@ from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, stop_
 from helmsman.controller.devices import detect_devices
 from helmsman.controller.launchers import NodeIdentity, identify_node
 from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_allowed, size
+from helmsman.rpc_server.tls import uses_tls
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
 
@@ -192,6 +193,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         timeout_s=options.timeout,
         grace_s=options.grace,
         folder=folder,
+        tls=_tls(),
         dashboard=options.dashboard,
         elastic=options.elastic,
     )
@@ -227,6 +229,13 @@ def describe(plan: NodePlan) -> str:
             shown(plan.node_settings),
         ]
     )
+
+
+def _tls() -> bool:
+    try:
+        return uses_tls(os.environ)
+    except ValueError as error:
+        raise UnfitNodeError(str(error)) from error
 
 
 def _secret(path: str | None) -> str:
