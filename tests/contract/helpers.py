@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,11 @@ def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:
                     os.kill(pid, signal.SIGKILL)
             pytest.fail(f"still there after {limit_s:g} s (now killed): {left}", pytrace=False)
         time.sleep(0.02)
+
+
+def has_shared_memory(names: Iterable[str]) -> bool:
+    """Whether one of these segments of multiprocessing.shared_memory exists."""
+    return any(os.path.exists(f"/dev/shm/{name.lstrip('/')}") for name in names)
 
 
 def processes_with(variable: str, value: str) -> dict[str, int]:
