@@ -8,8 +8,8 @@ by its own pid, as workers in containers do. Requests that are not for a plain w
     raylet --- exec ---> client of each <--- Unix socket, alive as long as the worker --->
 
 It runs no user code, apart from what the modules that it preloads do at their import, and has one thread. When the driver's
-connection or process is gone, it ends every worker and exits, or its watcher ends it (driver_watch.py); when it dies itself, its
-workers go on, and Ray starts new ones.
+connection or process is gone, it ends every worker and exits, or its watcher ends it (driver_watch.py); when it dies itself,
+its workers go on, and Ray starts new ones.
 """
 
 from __future__ import annotations

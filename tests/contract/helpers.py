@@ -153,6 +153,28 @@ def processes_with(variable: str, value: str) -> dict[str, int]:
     return found
 
 
+WITH_FAMILY = """
+scheduler = make()
+scheduler.create_workers(Job(role="family", replicas=2))
+pids, memory = {}, []
+for index in range(2):
+    own = os.path.join(folder, str(index))
+    os.mkdir(own)
+    asyncio.run(scheduler.create_engine(f"family/{index}", engines.Family, None, own))
+    started = scheduler.call_engine(f"family/{index}", "start", timeout=60)
+    pids |= {f"{name} of {index}": pid for name, pid in started.items()}
+    memory.append(scheduler.call_engine(f"family/{index}", "share_memory"))
+tell(pids=pids, memory=memory)
+"""
+"""A script of a Driver: two workers with a family and a segment of shared memory each."""
+
+WAIT = """
+while True:
+    time.sleep(3600)
+"""
+"""The end of a script that waits for a signal."""
+
+
 class Driver:
     """A script in a process group of its own, with a temporary folder of its own, that tells its state as JSON lines.
 

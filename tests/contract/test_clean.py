@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from helmsman.controller.runs import RunRecord
-from tests.contract.helpers import ROOT, Driver, is_running, processes_with, wait_gone, wait_until
-from tests.contract.test_orphans import WAIT, WITH_FAMILY
+from tests.contract.helpers import ROOT, WAIT, WITH_FAMILY, Driver, is_running, processes_with, wait_gone, wait_until
 
 pytestmark = [
     pytest.mark.slow,

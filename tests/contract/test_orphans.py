@@ -18,28 +18,10 @@ import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
 from tests.contract.engines import Family
-from tests.contract.helpers import Driver, Engine, has_shared_memory, is_running, wait_gone, wait_until
+from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, Engine, has_shared_memory, is_running, wait_gone, wait_until
 
 pytestmark = pytest.mark.slow
 inline_has_no_processes = pytest.mark.not_on("inline", "one process, whose engines' children are the script's own")
-
-WITH_FAMILY = """
-scheduler = make()
-scheduler.create_workers(Job(role="family", replicas=2))
-pids, memory = {}, []
-for index in range(2):
-    own = os.path.join(folder, str(index))
-    os.mkdir(own)
-    asyncio.run(scheduler.create_engine(f"family/{index}", engines.Family, None, own))
-    started = scheduler.call_engine(f"family/{index}", "start", timeout=60)
-    pids |= {f"{name} of {index}": pid for name, pid in started.items()}
-    memory.append(scheduler.call_engine(f"family/{index}", "share_memory"))
-tell(pids=pids, memory=memory)
-"""
-WAIT = """
-while True:
-    time.sleep(3600)
-"""
 
 
 def _sigkill(driver: Driver) -> None:
