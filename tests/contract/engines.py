@@ -342,6 +342,24 @@ class Family:
         os.waitpid(child, 0)
 
 
+class Driving:
+    """An engine that is the driver of a run of its own, with a Family."""
+
+    def start(self, folder: str) -> dict[str, int]:
+        """Start it; returns the pids of the inner worker's family by kind."""
+        from helmsman import Job, make_scheduler
+
+        self.inner = make_scheduler("local", log_dir=f"{folder}/logs", preload=())
+        self.inner.create_workers(Job(role="inner"))
+        asyncio.run(self.inner.create_engine("inner/0", Family, None, folder))
+        pids: dict[str, int] = self.inner.call_engine("inner/0", "start", timeout=60)
+        return pids
+
+    def pid(self) -> int:
+        """This worker's pid."""
+        return os.getpid()
+
+
 def stay(folder: str, kind: str) -> NoReturn:
     """Write this process's pid and wait for ever, deaf to the polite signals."""
     import signal

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
-from tests.contract.engines import Family
+from tests.contract.engines import Driving, Family
 from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, Engine, has_shared_memory, is_running, wait_gone, wait_until
 
 pytestmark = pytest.mark.slow
@@ -201,6 +201,30 @@ make(preload=["stuck_module"]).create_workers(Job(role="a"))
 
 
 @inline_has_no_processes
+def test_the_scheduler_is_closed_while_a_forked_child_of_the_driver_runs(run_driver: Callable[..., Driver]) -> None:
+    driver = run_driver(
+        """
+scheduler = make()
+scheduler.create_workers(Job(role="a"))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+began = time.monotonic()
+scheduler.close()
+tell(child=child, elapsed_s=time.monotonic() - began, limit_s=scheduler.timeouts.shutdown_s)
+"""
+        + WAIT
+    )
+    facts = driver.facts()
+    os.kill(facts["child"], signal.SIGKILL)
+    assert facts["elapsed_s"] < facts["limit_s"]
+    _sigkill(driver)
+    driver.wait()
+    driver.wait_nothing_left()
+
+
+@inline_has_no_processes
 def test_a_hung_engine_does_not_hold_up_control_c(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         """
@@ -243,8 +267,10 @@ def family(scheduler: Scheduler, role: str, tmp_path: Path) -> tuple[Engine, dic
 def test_a_killed_worker_takes_its_family_along_and_no_other(family: tuple[Engine, dict[str, int]]) -> None:
     engine, pids = family
     others: dict[str, int] = engine.others  # type: ignore[attr-defined]
+    memory = engine.call("share_memory")
     os.kill(pids["worker"], signal.SIGKILL)
     wait_gone(pids)
+    wait_until(lambda: not has_shared_memory([memory]), "its shared memory is removed", limit_s=10.0)
     assert all(is_running(pid) for pid in others.values()), "the other worker's family is untouched"
 
 
@@ -256,6 +282,21 @@ def test_deleted_workers_take_their_families_along(
     others: dict[str, int] = engine.others  # type: ignore[attr-defined]
     scheduler.delete_workers(role)
     wait_gone(pids | {f"{name} of the other": pid for name, pid in others.items()})
+
+
+@inline_has_no_processes
+@pytest.mark.parametrize("end", ["kill", "delete_workers"])
+def test_a_worker_that_drives_a_run_of_its_own_ends(scheduler: Scheduler, role: str, tmp_path: Path, end: str) -> None:
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker_id, Driving)
+    pid = engine.call("pid")
+    pids = engine.call("start", str(tmp_path), timeout=60.0)
+    assert all(map(is_running, pids.values()))
+    if end == "kill":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        scheduler.delete_workers(role)
+    wait_gone(pids | {"the driver": pid})
 
 
 @inline_has_no_processes
