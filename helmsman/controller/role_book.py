@@ -54,7 +54,7 @@ class RoleBook(Scheduler):
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
         self.timeouts = timeouts or Timeouts()
-        self.run_id = uuid.uuid4().hex[:12]
+        self.run_id = uuid.uuid4().hex[:10]
         self._seed = seed
         self._log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.run_id)
         self._roles: dict[str, Role] = {}

@@ -284,13 +284,29 @@ class Family:
         self._forked("fork")
         self._forked("fork_setsid", os.setsid)
         self._daemonized()
-        kinds = ("subprocess", "grandchild", "new_session", "spawn", "fork", "fork_setsid", "daemon")
+        self._hidden()
+        kinds = ("subprocess", "grandchild", "new_session", "spawn", "fork", "fork_setsid", "daemon", "hidden")
         pids = {"worker": os.getpid()}
         for kind in kinds:
             path = f"{self.folder}/{kind}"
             wait_for_file(path)
             pids[kind] = int(Path(path).read_text())
         return pids
+
+    def share_memory(self) -> str:
+        """Create a segment of shared memory that is never unlinked; returns its name."""
+        from multiprocessing import shared_memory
+
+        self.memory = shared_memory.SharedMemory(create=True, size=4096)
+        return self.memory.name
+
+    def _hidden(self) -> None:
+        """A daemon of a program of its own, in its own session, with an empty environment and without inherited descriptors."""
+        script = (
+            f"import os, sys; sys.path[:] = {sys.path!r}; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+            f"from tests.contract.engines import stay; stay({self.folder!r}, 'hidden')"
+        )
+        subprocess.run([sys.executable, "-I", "-c", script], env={}, start_new_session=True, close_fds=True, check=True)
 
     def _subprocess(self, kind: str, **options: Any) -> None:
         script = f"from tests.contract.engines import stay; stay({self.folder!r}, {kind!r})"
@@ -324,6 +340,24 @@ class Family:
                 stay(self.folder, "daemon")
             os._exit(0)
         os.waitpid(child, 0)
+
+
+class Driving:
+    """An engine that is the driver of a run of its own, with a Family."""
+
+    def start(self, folder: str) -> dict[str, int]:
+        """Start it; returns the pids of the inner worker's family by kind."""
+        from helmsman import Job, make_scheduler
+
+        self.inner = make_scheduler("local", log_dir=f"{folder}/logs", preload=())
+        self.inner.create_workers(Job(role="inner"))
+        asyncio.run(self.inner.create_engine("inner/0", Family, None, folder))
+        pids: dict[str, int] = self.inner.call_engine("inner/0", "start", timeout=60)
+        return pids
+
+    def pid(self) -> int:
+        """This worker's pid."""
+        return os.getpid()
 
 
 def stay(folder: str, kind: str) -> NoReturn:
