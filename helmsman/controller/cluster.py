@@ -377,6 +377,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                 raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
         self._verified = True
 
+    def _after_death(self) -> str:
+        return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     def health(self) -> list[WorkerStatus]:
@@ -415,6 +418,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def close(self) -> None:
         """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
         was_closed = self._closed
+        if not was_closed:
+            forbid_blocking()  # before its devices are given back
         try:
             super().close()
         finally:

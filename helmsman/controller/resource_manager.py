@@ -22,6 +22,7 @@ from helmsman.api.plan import Node, Reservation
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.device_mapping import parse_device_mapping, show_devices
 from helmsman.controller.factory import make_scheduler
+from helmsman.controller.loop import forbid_blocking
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,6 +294,7 @@ class ResourceManager:
         """Give all devices back; the workers that use them end. Idempotent."""
         if self._destroyed:
             return
+        forbid_blocking()  # before they count as given back
         self._destroyed = True
         with self._lock:
             self._allocations.clear()

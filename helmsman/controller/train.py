@@ -402,6 +402,9 @@ class TrainController(RoleController):
             if not rollout.keeps(handle):
                 await asyncio.to_thread(release, self.scheduler, handle)
 
+    def _after_death(self) -> str:
+        return "RecoverableTraining starts all ranks again and goes on from the last checkpoint, and recover() does so by hand."
+
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         master = self._environment(workers)[workers[0].id]
         await self.scheduler.probe_rendezvous(self.role, master["MASTER_ADDR"], int(master["MASTER_PORT"]))
