@@ -608,10 +608,10 @@ class WorkerFailedError(CallError):
         since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
         doing = f" while {running} ran{since}" if running else ""
         lost = f"{_operation(engine_name, method)} has no result and was not sent again; other" if method else "Other"
+        step = next_step or f"restart_worker({worker_id!r}) starts it again, without its engines."
         super().__init__(
             f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. "
-            f"{lost} workers are unharmed. {next_step or f'restart_worker({worker_id!r}) starts it again, without its engines.'} "
-            f"delete_workers({role!r}) frees what the role holds."
+            f"{lost} workers are unharmed. {step} delete_workers({role!r}) frees what the role holds."
             f"{_log_section(log_path, log_tail)}",
             worker_id=worker_id,
             engine_name=engine_name,

@@ -73,6 +73,16 @@ def _hint(function: str, argument: str, value: object) -> str:
     )
 
 
+def require_seconds(method: str, timeout: object) -> None:
+    """Raise TypeError unless a ``timeout`` is a number or None, and ValueError for nan."""
+    if timeout is None:
+        return
+    if not _is_number(timeout):
+        raise refusal(method, "timeout", timeout, "float | None, a number of seconds")
+    if math.isnan(cast(float, timeout)):
+        raise ValueError(f"{method}: timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
+
+
 class _Argument:
     """The check of one argument."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import math
-import numbers
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +24,7 @@ from helmsman.api.scheduler import (
     WorkerState,
     WorkerStatus,
 )
-from helmsman.controller.arguments import checked, refusal
+from helmsman.controller.arguments import checked, refusal, require_seconds
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.elastic_roles import ElasticRoles
@@ -201,10 +199,7 @@ class SchedulerBase(ElasticRoles):
         """Seconds that a call may take, and what says so."""
         if timeout is None:
             return self.timeouts.call_s, "Timeouts.call_s"
-        if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool):
-            raise refusal(caller, "timeout", timeout, "float | None, a number of seconds")
-        if math.isnan(timeout):
-            raise ValueError("timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
+        require_seconds(caller, timeout)
         return timeout, "the call's timeout argument"
 
     def _packed_call(

@@ -17,7 +17,7 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.controller.generation.health import SupervisionPolicy
 from helmsman.controller.generation.instance import InstanceLoad, RolloutLoad
 from helmsman.controller.generation.prompts import RequestMaker
-from helmsman.controller.generation.retries import RetryGeneration, RetryPolicy
+from helmsman.controller.generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
@@ -130,17 +130,13 @@ class RolloutController(RolloutWeights):
         return self._requests
 
     def _after_death(self) -> str:
-        continued = isinstance(self._retries, RetryGeneration)
+        supervised = "Its RolloutController starts it again"
         if self._supervision is None:
-            step = "supervision=SupervisionPolicy() of its RolloutController has dead instances built anew"
-        else:
-            step = "Its RolloutController builds it anew"
-        others = (
-            "its requests are continued elsewhere"
-            if continued
-            else "retries=RetryGeneration() has requests continued elsewhere"
-        )
-        return f"{step}, and {others}."
+            supervised = "With supervision=SupervisionPolicy() its RolloutController starts dead instances again"
+        retried = "its retries decide which requests go on elsewhere"
+        if self._retries is None or isinstance(self._retries, RetryUnbegun):
+            retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
+        return f"{supervised}, and {retried}."
 
     def _on_started(self) -> None:
         async def start() -> GenerateScheduler:

@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api import errors
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, encode_frame
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb, dotted
 from helmsman.rpc_server.segments import ShmSegment
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
 
@@ -60,9 +60,16 @@ class Outgoing:
         return self._body
 
     def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
-        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError."""
+        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError,
+        ProtocolError."""
         wire, segment = to_wire(self.payload, segments=shares_memory)
-        return encode_frame(RequestFrame(self.request, wire)), segment
+        try:
+            return encode_frame(RequestFrame(self.request, wire)), segment
+        except (UnicodeEncodeError, TypeError, OverflowError) as error:
+            if segment is not None:
+                segment.close()
+            name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
+            raise errors.ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
 
 
 class Awaited(Protocol):
