@@ -21,7 +21,7 @@ def checked(function: F) -> F:
     """Make a public function refuse arguments whose types are not those of its annotations.
 
     A wrong type is a TypeError that names the function, the argument, the value and the annotation; nan for a number is a
-    ValueError. The items of lists and tuples are checked where the annotation gives them a class.
+    ValueError. The items of built-in collections are checked where the annotation gives them a class.
     """
     signature: list[_Signature] = []
 
@@ -181,6 +181,10 @@ _SCALARS: dict[Any, Test] = {int: _is_integer, float: _is_number}
 """NumPy's numbers are numbers, too, and True is none."""
 
 
+_PLAIN_COLLECTIONS = (list, tuple, range, set, frozenset)
+"""Those whose items cost nothing to look at."""
+
+
 def _has_class_named(name: str, value: Any) -> bool:
     return any(cls.__name__ == name for cls in type(value).__mro__)
 
@@ -191,4 +195,4 @@ def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, 
         return may_be_text and isinstance(value, str)
     if isinstance(value, Mapping) or not hasattr(value, "__len__" if not is_ordered else "__getitem__"):
         return False
-    return item_test is None or not isinstance(value, (list, tuple)) or all(map(item_test, value))
+    return item_test is None or not isinstance(value, _PLAIN_COLLECTIONS) or all(map(item_test, value))
