@@ -25,7 +25,7 @@ Sample: TypeAlias = Mapping[str, Any]
 whether the prediction *of* token t counts, and ``logprobs[t]`` is the log-probability of token t given those before it (entry
 0 is unused). A scalar ``pair`` keeps two samples together, see helmsman.api.pairs."""
 
-LossFn: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
+LossFn: TypeAlias = Callable[..., tuple["torch.Tensor", dict[str, "torch.Tensor"]]]
 """``loss_fn(outputs, batch, **kwargs) -> (loss_sum, stats)``, a pure function.
 
 ``outputs`` (B, T) float32 is what the model says of each token under the current weights: its log-probability given those

@@ -602,14 +602,16 @@ class WorkerFailedError(CallError):
         running_s: float | None = None,
         log_path: str = "",
         log_tail: str = "",
+        next_step: str = "",
     ) -> None:
         role, _, index = worker_id.rpartition("/")
         since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
         doing = f" while {running} ran{since}" if running else ""
         lost = f"{_operation(engine_name, method)} has no result and was not sent again; other" if method else "Other"
+        step = next_step or f"restart_worker({worker_id!r}) starts it again, without its engines."
         super().__init__(
             f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. "
-            f"{lost} workers are unharmed. delete_workers({role!r}) frees what the role holds."
+            f"{lost} workers are unharmed. {step} delete_workers({role!r}) frees what the role holds."
             f"{_log_section(log_path, log_tail)}",
             worker_id=worker_id,
             engine_name=engine_name,
@@ -679,9 +681,10 @@ class _RemoteError(CallError):
         remote_traceback: str,
         node: str = "",
         log_path: str = "",
+        reason: str = "cannot be pickled",
     ) -> None:
         on = f" on {node}" if node else ""
-        what = self._what.format(engine=engine_name, operation=_operation(engine_name, method))
+        what = self._what.format(engine=engine_name, operation=_operation(engine_name, method), reason=reason)
         super().__init__(
             f"{worker_id}{on}: {what} raised {remote_type}: {remote_message}\n"
             f"  traceback in the worker:\n{_indent(remote_traceback)}{_log_section(log_path, '')}",
@@ -712,9 +715,9 @@ class EngineCallError(_RemoteError):
 
 
 class ExceptionNotSerializableError(EngineCallError):
-    """As EngineCallError, for an exception that cannot be pickled: its type, message and traceback still arrive."""
+    """As EngineCallError, for an exception that cannot be pickled, or is too large: its type, message and traceback arrive."""
 
-    _what = "{operation} (with an exception that cannot be pickled, so __cause__ is not set)"
+    _what = "{operation} (with an exception that {reason}, so __cause__ is not set)"
 
 
 class MethodNotFoundError(CallError, AttributeError):

@@ -585,6 +585,9 @@ class Scheduler(abc.ABC):
     def close(self) -> None:
         """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
 
+    def _advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
+        """Have the WorkerFailedErrors of a role end with this sentence; '' for the scheduler's own. For controllers."""
+
     def __enter__(self) -> Self:
         return self
 

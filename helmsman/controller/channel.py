@@ -214,11 +214,12 @@ class ChannelTransport(Transport):
             and (not in_order or not self._turn.num_claims)
             and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=channel.shares_memory))
         ):
+            body = outgoing.body()  # may raise, so the number is taken after it: the worker waits for every number
             number = 0
             if in_order:
                 number = self._num_sent
                 self._num_sent += 1
-            channel.write(outgoing.request.id, number, outgoing.body(), awaited)
+            channel.write(outgoing.request.id, number, body, awaited)
             return
         turn = self._turn.claim() if in_order else contextlib.nullcontext()
         task = asyncio.ensure_future(self._send(outgoing, awaited, turn))

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -18,9 +19,16 @@ from helmsman.controller.exchange import Exchange, FutureExchange
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Ending, Outgoing, Transport
 from helmsman.rpc_server.codec import Payload, decode, encode
-from helmsman.rpc_server.messages import CallState, Reply, Request, Verb
+from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, dotted
 
 _decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
+
+log = logging.getLogger(__name__)
+
+_WITHDRAWAL_S = 0.1
+"""How long the error of a call that had not begun waits for its withdrawal, so that it can say whether it ever will."""
+_LATE_ANSWER_S = 60.0
+"""How long a worker may take to withdraw a late call; its caller does not wait for that."""
 
 request_ids = itertools.count(1)
 """Unique in this process, so that workers can be sent one and the same request."""
@@ -40,6 +48,8 @@ class WorkerClient:
         self.engine_ports: list[str] = []
         self.environment: dict[str, str] = {}
         """Variables that the backend wants in the worker, such as device masks."""
+        self.advice: Mapping[str, str] = {}
+        """Role -> what to do about the death of one of its workers, where a controller knows better than the scheduler."""
         self._timeouts = timeouts
         self.in_flight: dict[int, Exchange] = {}
         """Engine work that is not answered, by request id."""
@@ -152,28 +162,29 @@ class WorkerClient:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
             await self.control(Verb.RELEASE, handle.id)
 
-    async def timed_out(self, request: Request, elapsed_s: float, limit_s: float, source: str) -> errors.CallError:
-        """The error of a call that is late, with what the worker says of it. A call that has not begun is withdrawn."""
-        alive, stack = False, ""
-        state = f"it gave no answer to a control request within {self._timeouts.health_s:g} s"
+    async def timed_out(
+        self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None
+    ) -> errors.CallTimeoutError:
+        """The error of a call that is late. A call that has not begun is withdrawn, and its error waits a moment for that.
+
+        Args:
+            request: the call's.
+            elapsed_s: seconds since it began.
+            limit_s: its limit in seconds, and ``source`` the setting that it comes from.
+            seen: where the worker said that the call was, shortly before the limit; None when it gave no answer.
+        """
+        state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
-            try:
-                call: CallState = await self.control(Verb.CANCEL, request.id)
-            except errors.WorkerFailedError as error:
-                return error
-            except errors.CallError:
-                stack = ""
-            else:
-                alive, stack = True, call.stack
-                running = f"{call.running} (for {call.running_s or 0.0:.1f} s)"
-                state = {
-                    "running": f"the call still runs there: {running}",
-                    "withdrawn": f"the call had not begun behind {running} and was withdrawn",
-                    "ended": "the call does not run there: it ended just now and its result was dropped, or it had not "
-                    "arrived and will not be begun",
-                }[call.state]
-                if call.state == "withdrawn":
-                    self.overdue.discard(request.id)
+            if seen is None:
+                state = "it did not say in time where the call is; the log has it once it does"
+            withdrawal = asyncio.ensure_future(self._withdraw(request, elapsed_s, is_seen=seen is not None))
+            self._background.add(withdrawal)
+            withdrawal.add_done_callback(self._background.discard)
+            if seen is not None and seen.state != "running":
+                await asyncio.wait([withdrawal], timeout=_WITHDRAWAL_S)
+                seen = withdrawal.result() or seen if withdrawal.done() else seen
+        if seen is not None:
+            state, stack = _place_of(seen), seen.stack
         return errors.CallTimeoutError(
             worker_id=self.worker_id,
             engine_name=self.engine_of(request),
@@ -181,11 +192,25 @@ class WorkerClient:
             elapsed_s=elapsed_s,
             limit_s=limit_s,
             limit_source=source,
-            worker_alive=alive,
+            worker_alive=seen is not None,
             state=state,
             stack=stack,
             log_path=self.log_path,
         )
+
+    async def _withdraw(self, request: Request, elapsed_s: float, *, is_seen: bool) -> CallState | None:
+        """Withdraw a call that is late; where its error could not say where it was, the log does. None without an answer."""
+        try:
+            call: CallState = await self.control(Verb.CANCEL, request.id, limit_s=_LATE_ANSWER_S)
+        except errors.CallError:
+            return None
+        if call.state == "withdrawn":
+            self.overdue.discard(request.id)
+        if not is_seen:
+            name = dotted(self.engine_of(request), request.method or request.verb.value)
+            place = _place_of(call) + (f"; its engine thread is at:\n{call.stack}" if call.stack else "")
+            log.warning("%s: %s timed out after %.2f s: %s", self.worker_id, name, elapsed_s, place)
+        return call
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
@@ -209,7 +234,20 @@ class WorkerClient:
             running_s=running_s if running else None,
             log_path=self.log_path,
             log_tail=self._ending.log_tail,
+            next_step=self.advice.get(self.worker_id.rpartition("/")[0], ""),
         )
+
+
+def _place_of(call: CallState) -> str:
+    """Where a late call is, for people."""
+    running = f"{call.running} (for {call.running_s or 0.0:.1f} s)" if call.running else "nothing"
+    return {
+        "running": f"the call still runs there: {running}",
+        "waiting": f"the call had not begun behind {running}, and will be withdrawn if it still has not",
+        "withdrawn": f"the call had not begun behind {running} and was withdrawn",
+        "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and will "
+        "not be begun",
+    }[call.state]
 
 
 def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:

@@ -34,6 +34,7 @@ from helmsman.api.scheduler import (
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
+from helmsman.controller.arguments import checked, require_seconds
 from helmsman.controller.base import Call, SchedulerBase
 from helmsman.controller.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller.coordinates import difference, is_missing_method
@@ -151,6 +152,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """Context-parallel ranks."""
         return self.topology.cp_size
 
+    @checked
     def get_rank_info(self, rank: int) -> RankInfo:
         """The coordinates of a rank, as the controller has computed them. Raises: IndexError."""
         return self.topology.get_rank_info(rank)
@@ -236,6 +238,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """As execute_all_sync, without waiting."""
         return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
 
+    @checked
     def execute_on(
         self,
         ranks: Sequence[int],
@@ -311,6 +314,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def _send(self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options) -> Any:
         """Start the call; a future of the results of ``answering``, in their order."""
+        require_seconds(f"{self.name}.{method}", options.timeout)
         deadline = time.monotonic() + (self.scheduler.timeouts.call_s if options.timeout is None else options.timeout)
         packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
         wanted = set(answering)
@@ -346,6 +350,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     # --- topology ---------------------------------------------------------------------------------------------------
 
+    @checked
     def verify_topology(self, timeout: float | None = None) -> None:
         """Compare the coordinates that were computed here with what the workers themselves say, once.
 
@@ -377,6 +382,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                 raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
         self._verified = True
 
+    def _after_death(self) -> str:
+        return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     def health(self) -> list[WorkerStatus]:
@@ -385,6 +393,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         found = {status.worker_id: status for status in self.scheduler.status()}
         return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
 
+    @checked
     def restart(self, rank: int) -> None:
         """Give a rank a new process, on the same devices, with a new instance of the class.
 
@@ -415,6 +424,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def close(self) -> None:
         """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
         was_closed = self._closed
+        if not was_closed:
+            forbid_blocking()  # before its devices are given back
         try:
             super().close()
         finally:

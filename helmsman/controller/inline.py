@@ -19,6 +19,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
+from helmsman.controller.arguments import checked
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
@@ -92,6 +93,7 @@ class InlineScheduler(SchedulerBase):
             clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.timeouts))
         return clients
 
+    @checked
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         """As Scheduler's. Raises InvalidSpecError where two workers want different values: they share one environment."""
         for name, value in env.items():

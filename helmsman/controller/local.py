@@ -27,7 +27,7 @@ from helmsman.controller.loop import await_all
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
-from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
 from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import absolute_search_path
@@ -142,11 +142,12 @@ class LocalScheduler(SchedulerBase):
         devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
         environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
+        log_start = log_size(identity.log_path)
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 pid = await server.spawn(order)
-                ended = LocalProcess(server, pid, identity.worker_id, identity.log_path)
+                ended = LocalProcess(server, pid, identity.worker_id, identity.log_path, log_start)
                 resources.push_async_callback(ended.kill)
                 transport = await LocalTransport.open(path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
@@ -156,7 +157,7 @@ class LocalScheduler(SchedulerBase):
                 node=_ADDRESS,
                 reason=str(error) or f"it did not answer within {deadline.limit_s:g} s (Timeouts.start_s)",
                 log_path=identity.log_path,
-                log_tail=tail_of(identity.log_path),
+                log_tail=tail_of(identity.log_path, start=log_start),
             ) from error
         client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
         client.environment = devices
@@ -170,13 +171,14 @@ class LocalScheduler(SchedulerBase):
 
 
 class LocalProcess:
-    """A worker's process, as far as its end is concerned."""
+    """A worker's process, as far as its end is concerned; its log begins at byte ``log_start`` of the file."""
 
-    def __init__(self, server: ForkServer, pid: int, worker_id: str, log_path: str) -> None:
+    def __init__(self, server: ForkServer, pid: int, worker_id: str, log_path: str, log_start: int) -> None:
         self.pid = pid
         self._server = server
         self._worker_id = worker_id
         self._log_path = log_path
+        self._log_start = log_start
 
     async def kill(self) -> None:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
@@ -205,9 +207,12 @@ class LocalProcess:
             ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 0.8)
         except TimeoutError:
             self._server.kill(self.pid)
-            return Ending("closed its connection and was then ended", None, signal.SIGKILL, tail_of(self._log_path))
+            return Ending("closed its connection and was then ended", None, signal.SIGKILL, self._log_tail())
         code, number = split_status(ended.status)
-        return Ending(describe_exit(code, number), code, number, tail_of(self._log_path))
+        return Ending(describe_exit(code, number), code, number, self._log_tail())
+
+    def _log_tail(self) -> str:
+        return tail_of(self._log_path, start=self._log_start)
 
 
 class LocalTransport(ChannelTransport):

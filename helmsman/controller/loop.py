@@ -119,7 +119,8 @@ def forbid_blocking() -> None:
     if _running_loop() is background_loop():
         raise RuntimeError(
             "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own event loop, which would wait for "
-            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...)"
+            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...), or a thread: "
+            "await asyncio.to_thread(scheduler.close)"
         )
 
 

@@ -274,7 +274,7 @@ class RayScheduler(SchedulerBase):
             node=worker.place.node,
             reason=reason,
             log_path=worker.log_path,
-            log_tail=tail_of(worker.log_path),
+            log_tail=tail_of(worker.log_path, start=worker.log_start),
         )
 
     async def _granted(self, job: Job, index: int, worker: RayTransport, greeting: Greeting, deadline: Deadline) -> Place:

@@ -19,7 +19,7 @@ from helmsman.controller.channel import Channel, ChannelTransport, Posted
 from helmsman.controller.embedded_ray import bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
-from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
 from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_request, encode_frame, numbered_request
@@ -80,6 +80,8 @@ class RayTransport(ChannelTransport):
         self._here = here
         self._worker_id = "a worker that starts"
         self.log_path = ""
+        self.log_start = 0
+        """Bytes of earlier processes at the beginning of the log."""
         self._pid = 0
         self._reason: BaseException | None = None
         self._killed = False
@@ -104,7 +106,8 @@ class RayTransport(ChannelTransport):
         Raises: TransportLostError.
         """
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
-        await self._await(self._actor.adopt.remote(identity))
+        self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
+        self.log_start = await self._await(self._actor.adopt.remote(identity))
         if not key:
             return
         try:
@@ -174,10 +177,7 @@ class RayTransport(ChannelTransport):
         try:
             answer = await self._await(self._actor.collect.remote(posted.request_id))
             if answer is None:
-                _, frame = decode_request(numbered_request(posted.number, posted.body))
-                assert frame.payload is not None
-                payload = from_wire(frame.payload)
-                answer = await self._await(await in_thread(self._remote, frame.request, payload, posted.number))
+                answer = await self._await(await self._sent_again(posted))
             else:
                 self._actor.forget.remote([posted.request_id])
             reply, result = await self._fetched(answer)
@@ -187,6 +187,18 @@ class RayTransport(ChannelTransport):
             posted.awaited.replied(reply, result)
         finally:
             posted.settle()
+
+    async def _sent_again(self, posted: Posted) -> Any:
+        """Send by way of Ray what the channel has lost. What cannot be sent is sent without its arguments, which is refused in
+        its turn: the worker waits for every number."""
+        _, frame = decode_request(numbered_request(posted.number, posted.body))
+        try:
+            assert frame.payload is not None
+            return await in_thread(self._remote, frame.request, from_wire(frame.payload), posted.number)
+        except Exception:
+            empty = numbered_request(posted.number, encode_frame(RequestFrame(frame.request)))
+            getattr(self._actor, frame.request.verb.value).remote(empty)
+            raise
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         if outgoing.is_small and not outgoing.payload.handles:
@@ -237,9 +249,10 @@ class RayTransport(ChannelTransport):
     async def _remains(self) -> tuple[dict[str, int | None] | None, str]:
         """What the worker's guardian recorded and the end of its log, read on the worker's node."""
         if self.place.node_id == self._here:
-            return await in_thread(_read_remains, self.log_path, self._pid)
+            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
-        reference = reader.options(scheduling_strategy=placement.on_node(self.place.node_id)).remote(self.log_path, self._pid)
+        there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))
+        reference = there.remote(self.log_path, self._pid, self.log_start)
         try:
             async with asyncio.timeout(_REMAINS_S):
                 remains: tuple[dict[str, int | None] | None, str] = await reference
@@ -265,9 +278,9 @@ def _reason_text(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _read_remains(log_path: str, pid: int) -> tuple[dict[str, int | None] | None, str]:
+def _read_remains(log_path: str, pid: int, log_start: int) -> tuple[dict[str, int | None] | None, str]:
     """The record of a worker's end, for which its guardian needs a moment, and its log's tail."""
     from helmsman.rpc_server.guardian import wait_until
 
     wait_until(lambda: read_record(log_path, pid) is not None, _REMAINS_S)
-    return read_record(log_path, pid), tail_of(log_path)
+    return read_record(log_path, pid), tail_of(log_path, start=log_start)

@@ -20,8 +20,10 @@ from helmsman.api.errors import (
 )
 from helmsman.api.plan import Node, Reservation
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.controller.arguments import checked
 from helmsman.controller.device_mapping import parse_device_mapping, show_devices
 from helmsman.controller.factory import make_scheduler
+from helmsman.controller.loop import forbid_blocking
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +171,7 @@ class ResourceManager:
         """Devices of the run."""
         return len(self.devices)
 
+    @checked
     def allocate_placement_group(
         self,
         world_size: int,
@@ -255,6 +258,7 @@ class ResourceManager:
             for rank, worker in enumerate(plan.roles[0].workers)
         ]
 
+    @checked
     def free(self, holder: str) -> None:
         """Take back what a holder was given; nothing happens when that is nothing. Its workers are not touched."""
         with self._lock:
@@ -268,6 +272,7 @@ class ResourceManager:
         with self._lock:
             return dict(self._allocations)
 
+    @checked
     def holders(self, device: int) -> list[Holding]:
         """Who holds a device, longest first. Raises: IndexError."""
         if not 0 <= device < self.num_devices:
@@ -293,6 +298,7 @@ class ResourceManager:
         """Give all devices back; the workers that use them end. Idempotent."""
         if self._destroyed:
             return
+        forbid_blocking()  # before they count as given back
         self._destroyed = True
         with self._lock:
             self._allocations.clear()

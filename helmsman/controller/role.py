@@ -12,7 +12,7 @@ from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedErr
 from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
 from helmsman.controller.base import Call
 from helmsman.controller.group import call_all, gather_all
-from helmsman.controller.loop import run_sync
+from helmsman.controller.loop import forbid_blocking, run_sync
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class RoleController:
             state = "closed; make a new one" if self._closed else "started already"
             raise HelmsmanError(f"the controller of role {self.role!r} is {state}.", role=self.role)
         self.scheduler.create_workers(self.job)
+        self.scheduler._advise(self.role, self._after_death())
         try:
             workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
             run_sync(self._make_ready(workers, range(len(workers))))
@@ -106,6 +107,8 @@ class RoleController:
         Raises: ShutdownIncompleteError.
         """
         was_running = bool(self._workers) and not self._closed
+        if was_running:
+            forbid_blocking()  # before it counts as closed
         self._closed = True
         if was_running:
             self._on_closing()
@@ -126,6 +129,10 @@ class RoleController:
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> str | type[Any] | EngineSpec:
         """What is built on a rank."""
         return self._engine
+
+    def _after_death(self) -> str:
+        """What to do when a worker has died, as a sentence; '' where it is for the scheduler to say."""
+        return ""
 
     def _on_started(self) -> None:
         """Called once, when every worker is ready."""
@@ -156,6 +163,7 @@ class RoleController:
 
     def _delete_workers(self, cause: BaseException | None) -> None:
         """Take the role down; while ``cause`` is on its way, a failure to do so is added to it instead of replacing it."""
+        self.scheduler._advise(self.role, "")
         try:
             self.scheduler.delete_workers(self.role)
         except (NotFoundError, SchedulerClosedError):

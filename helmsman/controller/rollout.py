@@ -17,7 +17,7 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.controller.generation.health import SupervisionPolicy
 from helmsman.controller.generation.instance import InstanceLoad, RolloutLoad
 from helmsman.controller.generation.prompts import RequestMaker
-from helmsman.controller.generation.retries import RetryPolicy
+from helmsman.controller.generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
@@ -128,6 +128,15 @@ class RolloutController(RolloutWeights):
         self._check_started()
         assert self._requests is not None
         return self._requests
+
+    def _after_death(self) -> str:
+        supervised = "Its RolloutController starts it again"
+        if self._supervision is None:
+            supervised = "With supervision=SupervisionPolicy() its RolloutController starts dead instances again"
+        retried = "its retries decide which requests go on elsewhere"
+        if self._retries is None or isinstance(self._retries, RetryUnbegun):
+            retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
+        return f"{supervised}, and {retried}."
 
     def _on_started(self) -> None:
         async def start() -> GenerateScheduler:

@@ -7,11 +7,12 @@ number of 8 bytes and is otherwise the same for all workers that are asked the s
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.messages import Reply, Request
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request
 from helmsman.rpc_server.wire_payload import WirePayload
 
 MAX_FRAME_BYTES = 1 << 30
@@ -68,6 +69,27 @@ def decode_request(message: bytes) -> tuple[int, RequestFrame]:
     if len(message) < _NUMBER.size:
         raise msgspec.DecodeError(f"a request of {len(message)} bytes")
     return _NUMBER.unpack_from(message)[0], _decode_request(memoryview(message)[_NUMBER.size :])
+
+
+class Salvaged(NamedTuple):
+    """The head of a request whose rest cannot be decoded."""
+
+    number: int
+    request_id: int
+    in_order: bool
+    """Whether it is engine work, for whose number later ones wait."""
+
+
+def salvage_request(message: bytes) -> Salvaged | None:
+    """The head of a message that ``decode_request`` refuses; None when the request's id cannot be read."""
+    try:
+        number = _NUMBER.unpack_from(message)[0]
+        request_id, verb = msgspec.msgpack.decode(memoryview(message)[_NUMBER.size :])[0][:2]
+        if type(request_id) is int:
+            return Salvaged(number, request_id, number > 0 or verb in ENGINE_WORK)
+    except (struct.error, msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
+        pass  # so many bytes are not a request at all
+    return None
 
 
 class FrameReader:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,7 +32,7 @@ from helmsman.rpc_server.faults import Faults, Prepared
 from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
-from helmsman.rpc_server.remote_errors import remote_error, traceback_text
+from helmsman.rpc_server.remote_errors import clipped, remote_error, traceback_text
 from helmsman.rpc_server.threads import EngineLoop, EngineThread
 
 ReplyFn = Callable[[Reply, Payload], None]
@@ -168,6 +168,8 @@ class EngineHost:
                 return self._ports.lease(arguments[0])
             case Verb.LISTEN:
                 return self._listener.listen(*arguments)
+            case Verb.INSPECT:
+                return self._inspect(arguments[0])
             case Verb.CANCEL:
                 return self._cancel(arguments[0])
             case Verb.RELEASE:
@@ -225,23 +227,35 @@ class EngineHost:
         self._seed = None  # an engine that is created later must not repeat the first one's numbers
 
     def _cancel(self, request_id: object) -> CallState:
-        withdrawn = self.engine_thread.withdraw(request_id)
+        if self.engine_thread.withdraw(request_id):
+            return self._on_engine_thread("withdrawn")
+        seen = self._inspect(request_id)
+        if seen.state == "ended":
+            self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
+            if len(self._cancelled) > _REMEMBERED:
+                del self._cancelled[next(iter(self._cancelled))]
+        return seen
+
+    def _on_engine_thread(self, state: Literal["waiting", "running", "withdrawn"]) -> CallState:
+        running = self.engine_thread.running
+        return CallState(
+            state=state,
+            stack=inspection.thread_stack(self.engine_thread.thread),
+            running=running.name if running else None,
+            running_s=time.monotonic() - running.since if running else None,
+        )
+
+    def _inspect(self, request_id: object) -> CallState:
+        if self.engine_thread.is_waiting(request_id):
+            return self._on_engine_thread("waiting")
         running = self.engine_thread.running
         now = time.monotonic()
-        if withdrawn or (running and running.request_id == request_id):
-            return CallState(
-                state="withdrawn" if withdrawn else "running",
-                stack=inspection.thread_stack(self.engine_thread.thread),
-                running=running.name if running else None,
-                running_s=now - running.since if running else None,
-            )
+        if running and running.request_id == request_id:
+            return self._on_engine_thread("running")
         for call in list(self._loop.running.values()):
             if call.request_id == request_id and call.task is not None:
                 stack = inspection.task_stack(call.task)
                 return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
-        self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
-        if len(self._cancelled) > _REMEMBERED:
-            del self._cancelled[next(iter(self._cancelled))]
         return CallState(state="ended")
 
     # --- engines ----------------------------------------------------------------------------------------------------
@@ -297,7 +311,7 @@ class EngineHost:
             with needed_by(path):
                 return getattr(importlib.import_module(module_name), attribute)
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = clipped(f"{type(error).__name__}: {error}")
             if not isinstance(error, (ImportError, AttributeError)):
                 reason += "\n" + traceback_text(error)
             raise errors.EngineImportError(

@@ -25,11 +25,11 @@ from helmsman.rpc_server.environment import extend_search_path
 from helmsman.rpc_server.frames import ReplyFrame, decode_request, encode_frame
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
+from helmsman.rpc_server.messages import Reply, WorkerIdentity
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.tls import server_tls
-from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
+from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
 
 
 class RayHandleStore:
@@ -164,11 +164,14 @@ class RayRPCServer:
         return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here())
 
     @_control
-    async def adopt(self, identity: WorkerIdentity) -> None:
-        """Become this worker. Only now, since ranks are given in the order of devices, which Ray decides."""
+    async def adopt(self, identity: WorkerIdentity) -> int:
+        """Become this worker. Only now, since ranks are given in the order of devices, which Ray decides.
+
+        Returns: bytes that earlier processes have written to its log.
+        """
         Path(identity.log_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
-        _redirect_output(identity.log_path)
+        log_start = _redirect_output(identity.log_path)
         faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
         share_interpreter()
         # Unique per process: the guardian must not take a successor of the same name for the family of this one.
@@ -178,6 +181,7 @@ class RayRPCServer:
         self._store = RayHandleStore()
         self._host = EngineHost(identity, self._store)
         self._host.engine_thread.start("engine")
+        return log_start
 
     @_control
     async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
@@ -229,20 +233,19 @@ class RayRPCServer:
         await asyncio.get_running_loop().create_future()
 
     async def _ask(self, message: bytes, payload: Payload | None) -> RayReply:
-        number, frame = decode_request(message)
-        request = frame.request
+        try:
+            arrival = channel.understood(self._host, *decode_request(message), payload)
+        except channel.UNDECODABLE as error:
+            arrival = channel.refused(message, error)
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[RayReply] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
             loop.call_soon_threadsafe(answered.set_result, _packed(answer, result))
 
-        if payload is None:
-            assert frame.payload is not None
-            payload = from_wire(frame.payload)
-        begin = functools.partial(self._host.handle, request, payload, reply)
-        if request.verb in ENGINE_WORK:
-            self._in_turn(number, begin)
+        begin = functools.partial(arrival.answer, reply)
+        if arrival.in_order:
+            self._in_turn(arrival.number, begin)
         else:
             begin()
         return await answered
@@ -308,6 +311,11 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
     @_control
+    async def inspect(self, message: bytes, payload: Payload | None = None) -> RayReply:
+        """Verb.INSPECT."""
+        return await self._ask(message, payload)
+
+    @_control
     async def cancel(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.CANCEL."""
         return await self._ask(message, payload)
@@ -328,8 +336,10 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
 
-def _redirect_output(log_path: str) -> None:
+def _redirect_output(log_path: str) -> int:
+    """Append the output of this process to a file; returns how many bytes that had."""
     fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log_start = os.fstat(fd).st_size
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(fd, 1)
@@ -337,3 +347,4 @@ def _redirect_output(log_path: str) -> None:
     os.close(fd)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return log_start

@@ -139,6 +139,11 @@ class EngineThread:
         withdrawn()
         return True
 
+    def is_waiting(self, request_id: object) -> bool:
+        """Whether work is queued and has not begun."""
+        with self._lock:  # between the two there is a moment in which it neither waits nor runs
+            return request_id in self._waiting
+
     @property
     def num_waiting(self) -> int:
         """Work not begun."""
