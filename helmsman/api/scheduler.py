@@ -245,6 +245,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until it ends, where it was told to; None where it was not."""
     failed_engines: dict[str, str] = {}
     """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
+    failure: str | None = None
+    """Why the worker itself cannot serve calls, such as a thread that could not be started; None while it can."""
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,7 +119,7 @@ class RolloutController(RolloutWeights):
             health = await self.scheduler.check_health(worker_id, self._probe_limit_s)
         except WorkerFailedError as error:
             raise InstanceLostError(instance_id=worker_id, reason=str(error), may_have_begun=True) from error
-        if (reason := health.failed_engines.get(self.engine_name or worker_id)) is not None:
+        if (reason := health.failure or health.failed_engines.get(self.engine_name or worker_id)) is not None:
             raise InstanceLostError(instance_id=worker_id, reason=reason, may_have_begun=True)
 
     # --- life ----------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ class EngineHost:
             rss_bytes=_resident_bytes(),
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
             failed_engines=self._failed_engines(),
+            failure=self._loop.failure,
         )
 
     def _failed_engines(self) -> dict[str, str]:

@@ -78,9 +78,12 @@ def _take_notice(host: EngineHost) -> None:
         elif host.ends_at is not None:
             os._exit(code)
         else:
-            host.ends_at = time.monotonic() + NOTICE_S
             last = threading.Timer(NOTICE_S, os._exit, (code,))
             last.daemon = True
-            last.start()
+            try:
+                last.start()
+            except RuntimeError:  # no thread is left that could end it later
+                os._exit(code)
+            host.ends_at = time.monotonic() + NOTICE_S
 
     signal.signal(signal.SIGTERM, told)

@@ -47,7 +47,12 @@ class ProvedServer(abc.ABC):
             if not self._may_try(peer) or not self._unproved.acquire(blocking=False):
                 peer.close()
                 continue
-            threading.Thread(target=self._serve, args=(peer,), name="connection", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(peer,), name="connection", daemon=True).start()
+            except RuntimeError as error:  # the limit on threads: this connection's loss, and later ones may be served
+                print(f"helmsman: closed a connection: no thread can be started for it ({error})", file=sys.stderr)
+                peer.close()
+                self._unproved.release()
 
     def close(self) -> None:
         """Accept no more connections."""
@@ -58,11 +63,11 @@ class ProvedServer(abc.ABC):
         # A silent peer is cut off from outside: reads of a Connection have no deadline of their own.
         cut = threading.Timer(PROOF_LIMIT_S, _shutdown, args=(peer,))
         cut.daemon = True
-        cut.start()
         try:
+            cut.start()
             connection = Connection(os.dup(peer.fileno()))
             prove_as_server(connection, self._key)
-        except (AuthenticationError, EOFError, OSError, ValueError, AssertionError) as error:
+        except (AuthenticationError, EOFError, OSError, ValueError, AssertionError, RuntimeError) as error:
             print(f"helmsman: refused a connection that did not prove itself ({type(error).__name__})", file=sys.stderr)
             peer.close()
             return

@@ -170,10 +170,35 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
+def start_loop(
+    name: str, run: Callable[[asyncio.AbstractEventLoop], None] = run_loop
+) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    """Make an event loop and run it on a new daemon thread; without a thread, no loop is left.
+
+    Args:
+        name: of the thread.
+        run: the thread's whole work.
+    Returns:
+        The loop and its running thread.
+    Raises:
+        RuntimeError: No thread can be started, as a limit on threads or memory is reached.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=run, args=(loop,), name=name, daemon=True)
+    try:
+        thread.start()
+    except BaseException:
+        loop.close()
+        raise
+    return loop, thread
+
+
 class EngineLoop:
     """An event loop on a thread of its own, started when the first async method is called."""
 
     def __init__(self, name: str) -> None:
+        self.failure: str | None = None
+        """Why async methods cannot run: the last attempt to start the thread failed. The next call tries again."""
         self._name = name
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -182,7 +207,7 @@ class EngineLoop:
         self.running: dict[int, Running] = {}
 
     def submit(self, request_id: object, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop."""
+        """Start ``coroutine()``, which must not raise, on the loop. Raises RuntimeError when no thread can be started for it."""
         key = next(self._ids)
 
         async def tracked() -> None:
@@ -192,7 +217,8 @@ class EngineLoop:
             finally:
                 del self.running[key]
 
-        asyncio.run_coroutine_threadsafe(tracked(), self._ensure())
+        loop = self._ensure()
+        asyncio.run_coroutine_threadsafe(tracked(), loop)
 
     def counts(self) -> dict[str, int]:
         """Calls in flight by name."""
@@ -216,7 +242,13 @@ class EngineLoop:
     def _ensure(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=run_loop, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
+                try:
+                    self._loop, self._thread = start_loop(self._name)
+                except RuntimeError as error:
+                    self.failure = (
+                        f"no thread for async methods can be started ({self._name}): {error}. Raise the limit on processes and "
+                        "threads (ulimit -u, the container's pids limit) or start fewer; the next async call tries again."
+                    )
+                    raise RuntimeError(self.failure) from error
+                self.failure = None
             return self._loop

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -95,6 +96,19 @@ class Counter:
         """As add, on the event loop."""
         self.num_calls += number
         return self.num_calls
+
+    def refuse_threads(self) -> None:
+        """Leave this process less address space than the stack of a new Python thread takes."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), most))
+        threading.stack_size(4 << 30)
+
+    def allow_threads(self) -> None:
+        """Take refuse_threads back."""
+        threading.stack_size(0)
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def pid(self) -> int:
         """The worker's process."""

@@ -12,7 +12,8 @@ import time
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Scheduler, WorkerHealth, WorkerState
+from helmsman.api.scheduler import Job, Scheduler, WorkerHealth, WorkerState
+from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
 ANSWER_LIMIT_S = 0.5
@@ -98,3 +99,23 @@ def test_what_health_tells(engine: Engine, scheduler: Scheduler) -> None:
     statuses = scheduler.status()
     assert {"shared/0", "shared/1"} <= {status.worker_id for status in statuses}
     assert all(status.node for status in statuses)
+
+
+def test_async_methods_run_again_after_their_thread_could_not_be_started(scheduler: Scheduler, role: str) -> None:
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker_id, Counter)
+    engine.call("refuse_threads")
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                errors.EngineCallError, match="no thread for async methods can be started.*can't start new thread"
+            ):
+                engine.call("async_add")
+        failure = asyncio.run(scheduler.check_health(worker_id)).failure
+        assert failure is not None
+        assert "can't start new thread" in failure
+        assert engine.call("add") == 1, "synchronous methods go on"
+    finally:
+        engine.call("allow_threads")
+    assert engine.call("async_add") == 2
+    assert asyncio.run(scheduler.check_health(worker_id)).failure is None
