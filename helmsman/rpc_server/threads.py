@@ -207,7 +207,7 @@ class EngineLoop:
         self.running: dict[int, Running] = {}
 
     def submit(self, request_id: object, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop. Raises RuntimeError when no thread can be started for it."""
+        """Start ``coroutine()``, which must not raise, on the loop. Raises RuntimeError when no thread can be started."""
         key = next(self._ids)
 
         async def tracked() -> None:
