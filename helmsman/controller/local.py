@@ -23,18 +23,19 @@ from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
 from helmsman.controller.environment import as_mapping, worker_environment
-from helmsman.controller.loop import await_all
+from helmsman.controller.loop import await_all, in_thread
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
 from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import absolute_search_path
-from helmsman.rpc_server.forkserver import Spawn
+from helmsman.rpc_server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
 from helmsman.rpc_server.proof import connect
+from helmsman.rpc_server.pulse import find_page, observe
 
 _ADDRESS = "127.0.0.1"
 
@@ -146,7 +147,7 @@ class LocalScheduler(SchedulerBase):
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 pid = await server.spawn(order)
-                ended = LocalProcess(server, pid, identity.worker_id, identity.log_path)
+                ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path)
                 resources.push_async_callback(ended.kill)
                 transport = await LocalTransport.open(path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
@@ -172,10 +173,11 @@ class LocalScheduler(SchedulerBase):
 class LocalProcess:
     """A worker's process, as far as its end is concerned."""
 
-    def __init__(self, server: ForkServer, pid: int, worker_id: str, log_path: str) -> None:
+    def __init__(self, server: ForkServer, pid: int, tag: str, log_path: str) -> None:
         self.pid = pid
+        self.tag = tag
         self._server = server
-        self._worker_id = worker_id
+        self._worker_id = tag.partition("/")[2]
         self._log_path = log_path
 
     async def kill(self) -> None:
@@ -216,6 +218,7 @@ class LocalTransport(ChannelTransport):
     def __init__(self, sock: socket.socket, process: LocalProcess) -> None:
         super().__init__()
         self._process = process
+        self._page = find_page(process.pid, process.tag)
         self._channel = Channel(sock, shares_memory=True, acknowledges=False, on_apart=_lose_one, on_lost=_lose)
 
     @classmethod
@@ -225,6 +228,9 @@ class LocalTransport(ChannelTransport):
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         raise TransportLostError
+
+    async def observe(self, limit_s: float) -> bytes:
+        return b"" if self._page is None else await in_thread(observe, self._page, self._process.pid)
 
     async def ending(self) -> Ending:
         return await self._process.ending()

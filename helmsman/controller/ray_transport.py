@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_reques
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
 from helmsman.rpc_server.proof import connect_tcp
+from helmsman.rpc_server.pulse import find_page, observe
 from helmsman.rpc_server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
 from helmsman.rpc_server.segments import HAS_SEGMENTS, pack
 from helmsman.rpc_server.wire_payload import from_wire
@@ -86,6 +88,10 @@ class RayTransport(ChannelTransport):
         self._store = store
         self._watch: asyncio.Future[None] | None = None
         self._collecting: set[asyncio.Task[None]] = set()
+        self._page: mmap.mmap | None = None
+        """The worker's pulse, where it can be mapped here."""
+        self._observer: tuple[tuple[str, int], bytes] | None = None
+        """Address of the worker's observer, and the run's key; None where this process can observe the worker itself."""
 
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
@@ -97,6 +103,8 @@ class RayTransport(ChannelTransport):
         """Make it this worker, and open the direct channel to it. Raises TransportLostError."""
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         await self._await(self._actor.adopt.remote(identity))
+        if HAS_SEGMENTS:
+            self._page = find_page(self._pid, f"{identity.run_id}/{identity.worker_id}")
         if not key:
             return
         try:
@@ -106,6 +114,8 @@ class RayTransport(ChannelTransport):
         except errors.ProtocolError as error:  # no socket could be had there
             log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
             return
+        if address.observer_port:
+            self._observer = (address.host, address.observer_port), key
         try:
             sock = await asyncio.to_thread(connect_tcp, (address.host, address.port), key, _CONNECT_S)
         except (OSError, errors.ProtocolError) as error:
@@ -122,6 +132,18 @@ class RayTransport(ChannelTransport):
             on_lost=self._collect_all,
         )
         self._watch = asyncio.ensure_future(self._watch_end())
+
+    async def observe(self, limit_s: float) -> bytes:
+        if self._page is not None:
+            return await in_thread(observe, self._page, self._pid)
+        if self._observer is None:
+            return b""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.to_thread(_ask_observer, *self._observer, limit_s)
+        except (OSError, errors.ProtocolError, TimeoutError) as error:
+            log.debug("%s: its observer did not answer: %s", self._worker_id, error)
+            return b""
 
     def publish(self, handle: ResultHandle) -> Any:
         """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""
@@ -251,6 +273,13 @@ class RayTransport(ChannelTransport):
             async with asyncio.timeout(_DEATH_S):
                 await self._await(self._actor.greet.remote())  # fails as soon as the actor is known to be dead
         self._killed = True
+
+
+def _ask_observer(address: tuple[str, int], key: bytes, limit_s: float) -> bytes:
+    with connect_tcp(address, key, limit_s) as sock:
+        sock.settimeout(limit_s)
+        with sock.makefile("rb") as answer:
+            return answer.read()
 
 
 def _reason_text(error: BaseException) -> str:

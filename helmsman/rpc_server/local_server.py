@@ -17,6 +17,7 @@ from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import WorkerIdentity
 from helmsman.rpc_server.proof import fitting_path
+from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.threads import share_interpreter
 
 NOTICE_S = 25.0
@@ -54,7 +55,7 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
     """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
     faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
     share_interpreter()
-    host = EngineHost(identity, SegmentStore())
+    host = EngineHost(identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}"))
     host.on_shutdown = host.engine_thread.stop
     _take_notice(host)
     server = LocalServer(host, listener, key)

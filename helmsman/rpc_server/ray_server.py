@@ -26,6 +26,8 @@ from helmsman.rpc_server.frames import ReplyFrame, decode_request, encode_frame
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
+from helmsman.rpc_server.observer import start_observer
+from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
@@ -102,6 +104,8 @@ class ChannelAddress(msgspec.Struct, frozen=True):
     port: int
     shares_memory: bool
     """Whether worker and controller can map each other's segments."""
+    observer_port: int = 0
+    """Where an observer of the worker listens, on the same host; 0 for none."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -175,7 +179,8 @@ class RayRPCServer:
         os.environ[guardian.TAG_VARIABLE] = tag
         guardian.spawn_guardian(tag, identity.log_path)
         self._store = RayHandleStore()
-        self._host = EngineHost(identity, self._store)
+        self._pulse = Pulse(f"{identity.run_id}/{identity.worker_id}")
+        self._host = EngineHost(identity, self._store, pulse=self._pulse)
         self._host.engine_thread.start("engine")
 
     @_control
@@ -190,7 +195,13 @@ class RayRPCServer:
         )
         self._channel.start()
         host, port = listener.getsockname()[:2]
-        return ChannelAddress(host, port, shares_memory)
+        return ChannelAddress(host, port, shares_memory, 0 if shares_memory else self._start_observer(host, key))
+
+    def _start_observer(self, host: str, key: bytes) -> int:
+        """Have this worker observed for a controller on another machine; returns the observer's port."""
+        with channel.listen(host) as listener:
+            start_observer(listener, key, self._pulse)
+            return int(listener.getsockname()[1])
 
     @_control
     async def collect(self, request_id: int) -> tuple[Reply, Any] | None:

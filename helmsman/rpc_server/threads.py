@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from helmsman.rpc_server.pulse import CallRecord
+
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
 """For what is in flight on a loop that is stopped to end by its cancellation."""
@@ -94,9 +96,13 @@ class EngineThread:
     """Runs work one after another, in the order of submission, always on the same thread.
 
     That order is what keeps collectives of several ranks aligned, and one thread is what keeps a device context current.
+
+    Args:
+        record: for observers outside this process, where there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: CallRecord | None = None) -> None:
+        self._record = record
         self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._waiting: dict[object, Callable[[], None]] = {}
         self._lock = threading.Lock()
@@ -115,11 +121,15 @@ class EngineThread:
             with self._lock:
                 if self._waiting.pop(request_id, None) is None:
                     continue  # withdrawn
-                self.running = Running(request_id, name, time.monotonic())
+                self.running = running = Running(request_id, name, time.monotonic())
+            if self._record is not None:
+                self._record.begun(name, running.since)
             try:
                 work()
             finally:
                 self.running = None
+                if self._record is not None:
+                    self._record.ended()
                 del item, work  # or the arguments of this call would be kept until the next
 
     def submit(
@@ -194,9 +204,15 @@ def start_loop(
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, started when the first async method is called."""
+    """An event loop on a thread of its own, started when the first async method is called.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        record: for observers outside this process, where there are any.
+    """
+
+    def __init__(self, name: str, record: CallRecord | None = None) -> None:
+        self._record = record
         self.failure: str | None = None
         """Why async methods cannot run: the last attempt to start the thread failed. The next call tries again."""
         self._name = name
@@ -211,7 +227,9 @@ class EngineLoop:
         key = next(self._ids)
 
         async def tracked() -> None:
-            self.running[key] = Running(request_id, name, time.monotonic(), asyncio.current_task())
+            self.running[key] = running = Running(request_id, name, time.monotonic(), asyncio.current_task())
+            if self._record is not None:
+                self._record.begun(name, running.since)
             try:
                 await coroutine()
             finally:
