@@ -219,8 +219,16 @@ class WorkerState(Enum):
     """Its process died."""
 
 
+ProcessState = Literal["running", "sleeping", "disk", "stopped"]
+
+
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's answer to ``health``; given also while a call runs."""
+    """A worker's health; given also while a call runs, and while the worker itself cannot answer.
+
+    A worker cannot answer while C code holds its interpreter's lock, or while its process is stopped or swapped out. Its health
+    is then an observation from outside: ``stuck_s`` and ``process_state`` are set, engines and counts are ``stuck_s`` old,
+    and ``failed_engines`` is empty.
+    """
 
     worker_id: str
     pid: int
@@ -245,6 +253,23 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until it ends, where it was told to; None where it was not."""
     failed_engines: dict[str, str] = {}
     """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
+    failure: str | None = None
+    """Why the worker itself cannot serve calls, such as a thread that could not be started; None while it can."""
+    stuck_s: float | None = None
+    """Seconds since its interpreter last ran Python, where it did not answer itself; None where it did."""
+    process_state: ProcessState | None = None
+    """Where it did not answer itself. running: a thread of it computes; sleeping: all wait; disk: it waits for a disk or for
+    swapped memory; stopped: by a signal or a debugger."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the worker answered itself."""
+        return self.stuck_s is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it did not answer itself, yet makes progress as far as the kernel can see."""
+        return self.process_state in ("running", "disk")
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True):
@@ -453,10 +478,15 @@ class Scheduler(abc.ABC):
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         """Ask a worker whether it is there; it answers beside a call that runs.
 
+        A worker that does not answer within half a second is observed from outside, so that its health is known within a
+        second. This needs Linux, and on Ray a worker on this machine or direct connections (``direct_calls``). Inline workers
+        share the script's interpreter, so a lock that is held there holds up the script, too.
+
         Args:
-            timeout: seconds; ``timeouts.health_s`` when None.
-        Returns: what it says.
-        Raises: WorkerFailedError when it has died, CallTimeoutError when it does not answer, WorkerNotFoundError.
+            timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.
+        Returns: its answer, or the observation (``WorkerHealth.answered`` is False).
+        Raises: WorkerFailedError when it has died, CallTimeoutError when it neither answers nor can be observed,
+            WorkerNotFoundError.
         """
 
     @abc.abstractmethod

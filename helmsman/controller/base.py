@@ -30,6 +30,7 @@ from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.elastic_roles import ElasticRoles
 from helmsman.controller.exchange import GroupExchange, exchange_async, exchange_sync
 from helmsman.controller.fanout import Fanout
+from helmsman.controller.health import ask_health
 from helmsman.controller.injection import inject
 from helmsman.controller.loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller.places import Place
@@ -82,8 +83,11 @@ class SchedulerBase(ElasticRoles):
     @checked
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         client = self._client(worker_id)
-        limit_s = self.timeouts.health_s if timeout is None else timeout
-        return client.heard(await run_async(client.control(Verb.HEALTH, limit_s=limit_s)))
+        limit = (self.timeouts.health_s, "Timeouts.health_s") if timeout is None else (timeout, "the operation's deadline")
+        found, failures = await run_async(ask_health({worker_id: client}, *limit))
+        if worker_id in failures:
+            raise failures[worker_id]
+        return found[worker_id]
 
     async def leaving(self) -> dict[str, Leaving]:
         self._require_open("leaving")
@@ -300,13 +304,9 @@ class SchedulerBase(ElasticRoles):
         clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients.values()}
 
         async def ask() -> list[WorkerStatus]:
-            asked = Fanout(self.timeouts.health_s, "Timeouts.health_s")
-            question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
-            for worker_id, client in clients.items():
-                if client.is_there:
-                    GroupExchange(client, question, asked, worker_id).begin()
-            await asked.wait()  # the states below say what failures mean
-            return [client.status(asked.results.get(worker_id)) for worker_id, client in clients.items()]
+            there = {worker_id: client for worker_id, client in clients.items() if client.is_there}
+            found, _ = await ask_health(there, self.timeouts.health_s, "Timeouts.health_s")  # states say what failures mean
+            return [client.status(found.get(worker_id)) for worker_id, client in clients.items()]
 
         return run_sync(ask())
 

@@ -21,8 +21,6 @@ from helmsman.controller.transport import Ending, Outgoing, Transport
 from helmsman.rpc_server.codec import Payload, decode, encode
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, dotted
 
-_decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
-
 log = logging.getLogger(__name__)
 
 _WITHDRAWAL_S = 0.1
@@ -55,6 +53,8 @@ class WorkerClient:
         """Engine work that is not answered, by request id."""
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
+        self.unanswered: set[int] = set()
+        """Questions for its health that an observation has answered instead; they mark nothing."""
         self._background: set[asyncio.Task[None]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
@@ -90,11 +90,9 @@ class WorkerClient:
         """Whether it may answer: it has neither ended nor been told to."""
         return self._ending is None and not self._stopped
 
-    def heard(self, answer: bytes) -> WorkerHealth:
-        """What it has answered to HEALTH."""
-        health = _decode_health(answer)
+    def note(self, health: WorkerHealth) -> None:
+        """Take its health in."""
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
-        return health
 
     @property
     def leaving(self) -> Leaving | None:
@@ -103,15 +101,15 @@ class WorkerClient:
             return None
         return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
 
-    def status(self, health: bytes | None) -> WorkerStatus:
-        """What is known of the worker, with what it answered to HEALTH where it did."""
+    def status(self, health: WorkerHealth | None) -> WorkerStatus:
+        """What is known of the worker, with its health where that is known."""
         return WorkerStatus(
             worker_id=self.worker_id,
             state=self.state,
             node=self.node,
             pid=self.pid,
             log_path=self.log_path,
-            health=None if health is None else self.heard(health),
+            health=health,
         )
 
     @property
@@ -139,6 +137,7 @@ class WorkerClient:
     def answered_late(self, request: Request, reply: Reply, payload: Payload) -> None:
         """The reply to a request that was given up has come."""
         self.overdue.discard(request.id)
+        self.unanswered.discard(request.id)
         if reply.ok:
             self.forget_result(request, payload)
 

@@ -77,6 +77,7 @@ class Exchange(abc.ABC):
         if self._given_up:
             self._client.in_flight.pop(self._outgoing.request.id, None)
             self._client.overdue.discard(self._outgoing.request.id)
+            self._client.unanswered.discard(self._outgoing.request.id)
         elif isinstance(error, TransportLostError):
             self._is_lost = True
             self._client.in_background(self._lost(error))
@@ -101,6 +102,11 @@ class Exchange(abc.ABC):
         self._given_up = True
         self._client.overdue.add(self._outgoing.request.id)
         self._client.in_background(self._told_late(limit_s, source))
+
+    def withdraw(self) -> None:
+        """Its answer is not needed any more: a question for health, whose worker was observed instead."""
+        self._given_up = True
+        self._client.unanswered.add(self._outgoing.request.id)
 
     async def _lost(self, error: TransportLostError) -> None:
         failure = await self._client.failed(self._outgoing.request)

@@ -23,7 +23,7 @@ from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import DevicePool, detect_devices
 from helmsman.controller.environment import as_mapping, worker_environment
-from helmsman.controller.loop import await_all
+from helmsman.controller.loop import await_all, in_thread
 from helmsman.controller.one_machine import on_one_machine, one_machine
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
@@ -31,10 +31,11 @@ from helmsman.controller.transport import Ending, Outgoing, TransportLostError, 
 from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import absolute_search_path
-from helmsman.rpc_server.forkserver import Spawn
+from helmsman.rpc_server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
+from helmsman.rpc_server.pulse import find_page, observe
 
 _ADDRESS = "127.0.0.1"
 
@@ -147,7 +148,7 @@ class LocalScheduler(SchedulerBase):
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 pid = await server.spawn(order)
-                ended = LocalProcess(server, pid, identity.worker_id, identity.log_path, log_start)
+                ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
                 resources.push_async_callback(ended.kill)
                 transport = await LocalTransport.open(path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
@@ -173,10 +174,11 @@ class LocalScheduler(SchedulerBase):
 class LocalProcess:
     """A worker's process, as far as its end is concerned; its log begins at byte ``log_start`` of the file."""
 
-    def __init__(self, server: ForkServer, pid: int, worker_id: str, log_path: str, log_start: int) -> None:
+    def __init__(self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int) -> None:
         self.pid = pid
+        self.tag = tag
         self._server = server
-        self._worker_id = worker_id
+        self._worker_id = tag.partition("/")[2]
         self._log_path = log_path
         self._log_start = log_start
 
@@ -221,6 +223,7 @@ class LocalTransport(ChannelTransport):
     def __init__(self, sock: socket.socket, process: LocalProcess) -> None:
         super().__init__()
         self._process = process
+        self._page = find_page(process.pid, process.tag)
         self._channel = Channel(sock, shares_memory=True, acknowledges=False, on_apart=_lose_one, on_lost=_lose)
 
     @classmethod
@@ -230,6 +233,9 @@ class LocalTransport(ChannelTransport):
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         raise TransportLostError
+
+    async def observe(self, limit_s: float) -> bytes:
+        return b"" if self._page is None else await in_thread(observe, self._page, self._process.pid)
 
     async def ending(self) -> Ending:
         return await self._process.ending()

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from helmsman.rpc_server.threads import start_loop
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -39,8 +41,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
     global _loop, _loop_pid
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="helmsman-loop", daemon=True).start()
+            loop, _ = start_loop("helmsman-loop", run=lambda loop: loop.run_forever())
             _loop, _loop_pid = loop, os.getpid()
         return _loop
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import mmap
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,8 @@ from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_request, encode_frame, numbered_request
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
+from helmsman.rpc_server.observer import ask_observer
+from helmsman.rpc_server.pulse import find_page, observe
 from helmsman.rpc_server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
 from helmsman.rpc_server.segments import HAS_SEGMENTS, pack
 from helmsman.rpc_server.wire_payload import from_wire
@@ -88,6 +92,10 @@ class RayTransport(ChannelTransport):
         self._store = store
         self._watch: asyncio.Future[None] | None = None
         self._collecting: set[asyncio.Task[None]] = set()
+        self._page: mmap.mmap | None = None
+        """The worker's pulse, where it can be mapped here."""
+        self._observer: Callable[[float], Awaitable[bytes]] | None = None
+        """Asks the worker's observer within a limit in seconds; None where this process can observe the worker itself."""
 
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
@@ -108,6 +116,8 @@ class RayTransport(ChannelTransport):
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
         self.log_start = await self._await(self._actor.adopt.remote(identity))
+        if HAS_SEGMENTS:
+            self._page = find_page(self._pid, f"{identity.run_id}/{identity.worker_id}")
         if not key:
             return
         try:
@@ -117,6 +127,8 @@ class RayTransport(ChannelTransport):
         except errors.ProtocolError as error:  # no socket could be had there
             log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
             return
+        if address.observer_port:
+            self._observer = functools.partial(ask_observer, (address.where[0], address.observer_port), key, tls=tls)
         try:
             sock = await connect(address.where, key, _CONNECT_S, tls=tls and not address.shares_memory)
         except (OSError, errors.ProtocolError) as error:
@@ -133,6 +145,17 @@ class RayTransport(ChannelTransport):
             on_lost=self._collect_all,
         )
         self._watch = asyncio.ensure_future(self._watch_end())
+
+    async def observe(self, limit_s: float) -> bytes:
+        if self._page is not None:
+            return await in_thread(observe, self._page, self._pid)
+        if self._observer is None:
+            return b""
+        try:
+            return await self._observer(limit_s)
+        except (OSError, EOFError, errors.ProtocolError) as error:
+            log.debug("%s: its observer did not answer: %s", self._worker_id, error)
+            return b""
 
     def publish(self, handle: ResultHandle) -> Any:
         """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""

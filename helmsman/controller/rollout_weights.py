@@ -24,6 +24,7 @@ from helmsman.api.weights import Weights
 from helmsman.controller.arguments import checked
 from helmsman.controller.generation.health import Event, Health
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe, release
+from helmsman.controller.health import require_answer
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances, is_death
 from helmsman.controller.rollout_requests import InFlight
@@ -401,7 +402,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
 
     async def _answers(self, worker_id: str) -> bool:
         try:
-            await self.scheduler.check_health(worker_id, self.scheduler.timeouts.health_s)
+            await require_answer(self.scheduler, worker_id, self.scheduler.timeouts.health_s, or_busy=False)
         except CallError:
             return False
         return True

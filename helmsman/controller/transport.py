@@ -97,6 +97,10 @@ class Transport(abc.ABC):
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
 
+    async def observe(self, limit_s: float) -> bytes:
+        """An observation of the worker from outside its process, for ``pulse.read``; b'' when there is none in time."""
+        return b""
+
     async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for
         """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
 

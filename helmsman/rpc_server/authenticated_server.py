@@ -22,6 +22,7 @@ from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server.auth import HANDSHAKE_LIMIT_S, authenticate_connector
 from helmsman.rpc_server.frames import FrameReader, pack_length
 from helmsman.rpc_server.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server.threads import start_loop
 from helmsman.rpc_server.tls import ServerTls
 
 BACKLOG = 1024
@@ -287,9 +288,7 @@ class AuthenticatedServer(abc.ABC):
 
     def start(self) -> None:
         """Accept on a thread of its own."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(self._loop,), name="accept", daemon=True)
-        self._thread.start()
+        self._loop, self._thread = start_loop("accept", run=self._run)
 
     def close(self) -> None:
         """Accept no more connections. Idempotent."""
@@ -312,7 +311,12 @@ class AuthenticatedServer(abc.ABC):
             door.close()
 
     def _admit(self, stream: Stream, host: str) -> None:
-        threading.Thread(target=self._serve, args=(stream.detach(),), name="connection", daemon=True).start()
+        sock = stream.detach()
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+        except RuntimeError as error:  # the limit on threads: this connection is lost, and later ones may be served
+            _report(f"closed a connection from {host}: no thread can be started for it ({error})")
+            sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
         """One connection. A peer that breaks the protocol loses its connection only."""

@@ -40,6 +40,7 @@ decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
 _decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
 
 _LENGTH = struct.Struct("!i")
+LENGTH_BYTES = _LENGTH.size
 _NUMBER = struct.Struct("!q")
 _LENGTH_AND_NUMBER = struct.Struct("!iq")
 
@@ -48,6 +49,14 @@ def pack_length(size: int) -> bytes:
     """The prefix that ``Connection.recv_bytes`` expects."""
     _require_size(size)
     return _LENGTH.pack(size)
+
+
+def unpack_length(prefix: bytes) -> int:
+    """The size of the message behind this prefix. Raises ProtocolError for a size that cannot be."""
+    (size,) = _LENGTH.unpack(prefix)
+    if not 0 <= size <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {size} bytes was announced, expected at most {MAX_FRAME_BYTES}")
+    return int(size)
 
 
 def framed_request(number: int, body: bytes) -> bytes:

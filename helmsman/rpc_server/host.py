@@ -32,6 +32,7 @@ from helmsman.rpc_server.faults import Faults, Prepared
 from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
+from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.remote_errors import clipped, remote_error, traceback_text
 from helmsman.rpc_server.threads import EngineLoop, EngineThread
 
@@ -46,18 +47,23 @@ class EngineHost:
     Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are
     answered on the thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it
     is the process boundary.
+
+    Args:
+        pulse: by which others can observe this process while it cannot answer; None where it is the controller's own.
     """
 
-    def __init__(self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True, pulse: Pulse | None = None
+    ) -> None:
         self.identity = identity
-        self.engine_thread = EngineThread()
+        self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
         self.on_shutdown: Callable[[], None] = lambda: None
         self.ends_at: float | None = None
         """When this process ends, by time.monotonic(); None while nobody has told it to."""
         self._store = store
         self._seeding = seeding
         self._seed: int | None = None
-        self._loop = EngineLoop(f"{identity.worker_id} async")
+        self._loop = EngineLoop(f"{identity.worker_id} async", pulse.loop_call if pulse else None)
         self._engines: dict[str, Any] = {}
         self._creating: set[str] = set()
         self._cancelled: dict[object, None] = {}
@@ -69,6 +75,8 @@ class EngineHost:
         self._faults = Faults()
         self._num_calls = 0
         self._is_closed = False
+        if pulse is not None:
+            pulse.start(lambda: msgspec.msgpack.encode(self._activity()))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +188,15 @@ class EngineHost:
 
     def health(self) -> WorkerHealth:
         """What the worker is doing now."""
+        return msgspec.structs.replace(
+            self._activity(),
+            cpu_s=time.process_time(),
+            rss_bytes=_resident_bytes(),
+            failed_engines=self._failed_engines(),
+        )
+
+    def _activity(self) -> WorkerHealth:
+        """Its health as far as it is told without running an engine's code or asking the kernel."""
         running = self.engine_thread.running
         return WorkerHealth(
             worker_id=self.identity.worker_id,
@@ -191,10 +208,8 @@ class EngineHost:
             num_queued=self.engine_thread.num_waiting,
             async_running=self._loop.counts(),
             num_calls=self._num_calls,
-            cpu_s=time.process_time(),
-            rss_bytes=_resident_bytes(),
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
-            failed_engines=self._failed_engines(),
+            failure=self._loop.failure,
         )
 
     def _failed_engines(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from helmsman.rpc_server.channel import ChannelServer
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import WorkerIdentity
+from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.stream import fitting_path
 from helmsman.rpc_server.threads import share_interpreter
 
@@ -37,7 +38,7 @@ def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) 
     """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
     faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
     share_interpreter()
-    host = EngineHost(identity, SegmentStore())
+    host = EngineHost(identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}"))
     host.on_shutdown = host.engine_thread.stop
     _take_notice(host)
     server = ChannelServer(listener, key, host, shares_memory=True)
@@ -61,9 +62,12 @@ def _take_notice(host: EngineHost) -> None:
         elif host.ends_at is not None:
             os._exit(code)
         else:
-            host.ends_at = time.monotonic() + NOTICE_S
             last = threading.Timer(NOTICE_S, os._exit, (code,))
             last.daemon = True
-            last.start()
+            try:
+                last.start()
+            except RuntimeError:  # no thread is left that could end it later
+                os._exit(code)
+            host.ends_at = time.monotonic() + NOTICE_S
 
     signal.signal(signal.SIGTERM, told)

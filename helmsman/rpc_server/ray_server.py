@@ -26,6 +26,8 @@ from helmsman.rpc_server.frames import ReplyFrame, decode_request, encode_frame
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, WorkerIdentity
+from helmsman.rpc_server.observer import start_observer
+from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.tls import server_tls
@@ -103,6 +105,8 @@ class ChannelAddress(msgspec.Struct, frozen=True):
     """A Unix socket's path, or address and port."""
     shares_memory: bool
     """Whether worker and controller can map each other's segments."""
+    observer_port: int = 0
+    """Where an observer of the worker listens, on the same host; 0 for none."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -179,7 +183,8 @@ class RayRPCServer:
         os.environ[guardian.TAG_VARIABLE] = tag
         guardian.spawn_guardian(tag, identity.log_path)
         self._store = RayHandleStore()
-        self._host = EngineHost(identity, self._store)
+        self._pulse = Pulse(f"{identity.run_id}/{identity.worker_id}")
+        self._host = EngineHost(identity, self._store, pulse=self._pulse)
         self._host.engine_thread.start("engine")
         return log_start
 
@@ -207,7 +212,15 @@ class RayRPCServer:
         )
         name = listener.getsockname()
         self._channel.start()
-        return ChannelAddress(name.decode() if shares_memory else name[:2], shares_memory)
+        where = name.decode() if shares_memory else name[:2]
+        observer_port = 0 if shares_memory else self._start_observer(where[0], key, tls)
+        return ChannelAddress(where, shares_memory, observer_port)
+
+    def _start_observer(self, host: str, key: bytes, tls: bool) -> int:
+        """Start an observer of this worker for a controller on another machine; returns its port."""
+        with channel.listen_tcp(host) as listener:
+            start_observer(listener, key, self._pulse, tls=tls)
+            return int(listener.getsockname()[1])
 
     @_control
     async def collect(self, request_id: int) -> tuple[Reply, Any] | None:

@@ -30,12 +30,17 @@ class Listener:
         if port is None:
             return ""
         try:
-            self._listener = _bound(port)
+            listener = _bound(port)
         except OSError as error:
             return error.strerror or str(error)
-        self._listener.settimeout(limit_s)
-        self._thread = threading.Thread(target=_answer, args=(self._listener, proof), name="listen", daemon=True)
-        self._thread.start()
+        listener.settimeout(limit_s)
+        thread = threading.Thread(target=_answer, args=(listener, proof), name="listen", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit on threads
+            listener.close()
+            return str(error)
+        self._listener, self._thread = listener, thread
         return ""
 
     def close(self) -> None:
