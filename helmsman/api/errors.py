@@ -17,7 +17,8 @@ HelmsmanError
 │   ├── AmbiguousAddressError (ValueError)
 │   ├── ClusterNotFoundError (ConnectionError)
 │   ├── NodesMissingError (TimeoutError)
-│   └── RayStartError
+│   ├── RayStartError
+│   └── ClusterLostError (ConnectionError)  the Ray that a scheduler has started has ended
 ├── LauncherError (ValueError)            flags and variables that do not say which node of how many this is
 │   ├── LauncherConflictError
 │   └── LauncherIncompleteError
@@ -330,6 +331,37 @@ class RayStartError(BackendError):
         )
 
 
+class ClusterLostError(BackendError, ConnectionError):
+    """The embedded Ray of a scheduler has ended, and all of its workers with it."""
+
+    cause: str
+    """The process that ended first and how, as 'gcs_server (pid 7) was ended by SIGSEGV'."""
+    exit_code: int | None
+    exit_signal: int | None
+    log_path: str
+    """The log of that process."""
+    log_tail: str
+
+    def __init__(
+        self,
+        *,
+        cause: str,
+        exit_code: int | None = None,
+        exit_signal: int | None = None,
+        log_path: str = "",
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(
+            f"the Ray that this scheduler started has ended, and its workers with it: {cause}. Close the scheduler and start "
+            f"another; this process can do so.{_log_section(log_path, log_tail)}",
+            cause=cause,
+            exit_code=exit_code,
+            exit_signal=exit_signal,
+            log_path=log_path,
+            log_tail=log_tail,
+        )
+
+
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
@@ -586,6 +618,8 @@ class WorkerFailedError(CallError):
     running_s: float | None
     log_path: str
     log_tail: str
+    aftermath: str
+    """Sentences on the other workers and the next step, where a whole cluster was lost; else ''."""
 
     def __init__(
         self,
@@ -603,15 +637,16 @@ class WorkerFailedError(CallError):
         log_path: str = "",
         log_tail: str = "",
         next_step: str = "",
+        aftermath: str = "",
     ) -> None:
         role, _, index = worker_id.rpartition("/")
         since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
         doing = f" while {running} ran{since}" if running else ""
-        lost = f"{_operation(engine_name, method)} has no result and was not sent again; other" if method else "Other"
+        lost = f" {_operation(engine_name, method)} has no result and was not sent again." if method else ""
         step = next_step or f"restart_worker({worker_id!r}) starts it again, without its engines."
+        others = aftermath or f"Other workers are unharmed. {step} delete_workers({role!r}) frees what the role holds."
         super().__init__(
-            f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}. "
-            f"{lost} workers are unharmed. {step} delete_workers({role!r}) frees what the role holds."
+            f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}.{lost} {others}"
             f"{_log_section(log_path, log_tail)}",
             worker_id=worker_id,
             engine_name=engine_name,
@@ -627,6 +662,7 @@ class WorkerFailedError(CallError):
             running_s=running_s,
             log_path=log_path,
             log_tail=log_tail,
+            aftermath=aftermath,
         )
 
 

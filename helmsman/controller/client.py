@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -218,7 +219,9 @@ class WorkerClient:
                 oldest = min(self.in_flight.values(), key=lambda call: call.started, default=None)
                 self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
             ending = await self.transport.ending()
-            self._ending = msgspec.structs.replace(ending, cause=self._killed_because) if self._killed_because else ending
+            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it has ended before it was told
+                ending = msgspec.structs.replace(ending, cause=self._killed_because)
+            self._ending = ending
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
@@ -231,9 +234,10 @@ class WorkerClient:
             exit_signal=self._ending.exit_signal,
             running=running or None,
             running_s=running_s if running else None,
-            log_path=self.log_path,
+            log_path=self._ending.log_path or self.log_path,
             log_tail=self._ending.log_tail,
             next_step=self.advice.get(self.worker_id.rpartition("/")[0], ""),
+            aftermath=self._ending.aftermath,
         )
 
 

@@ -64,7 +64,7 @@ class ElasticRoles(RoleBook):
             raise not_found(worker_id, role)
         async with contextlib.AsyncExitStack() as resources:
             deadline = Deadline(self.timeouts.start_s)
-            await old.transport.kill()
+            await old.kill("was ended by restart_worker")
             place = await self._place_again(role, old, deadline, resources)
             client = await self._start_rank(role.job, rank, place, deadline, resources)
             with self._book:
@@ -105,7 +105,7 @@ class ElasticRoles(RoleBook):
     @staticmethod
     async def _kill_all(role: Role) -> None:
         """End all processes at once: asked to end in order, one that waits for a lost rank would not come to it."""
-        await await_all(client.transport.kill() for client in role.clients.values())
+        await await_all(client.kill("was ended by restart_workers") for client in role.clients.values())
 
     async def _restart_all(self, role: Role) -> None:
         async with role.growing, self._restarting(role, role.worker_ids), contextlib.AsyncExitStack() as resources:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import logging
 import os
 import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import RayStartError, StrangeClusterError
 from helmsman.controller.bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
-from helmsman.controller.loop import submit
+from helmsman.controller.deadline import Deadline
+from helmsman.controller.loop import run_sync, submit
 from helmsman.controller.ray_forks import RayForks
-from helmsman.controller.transport import tail_of
+from helmsman.controller.ray_life import CORE, EmbeddedRay, newest_log, tail_without_dumps
+from helmsman.controller.ray_start import RayStart
 from helmsman.rpc_server import ray_exec
 from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
 
@@ -32,6 +35,9 @@ _INTERRUPTED_START_S = 15.0
 its head, it waits for that half a minute, and the script for it."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
+_NEVER_S = 365 * 86_400
+_ATTEMPTS = 2
+"""Starts of Ray until it is given up. A busy machine has made its processes miss limits that cannot be changed."""
 
 
 def choose_authentication() -> None:
@@ -45,31 +51,90 @@ def choose_authentication() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None) -> None:
+@contextlib.contextmanager
+def outliving_the_raylet() -> Iterator[None]:
+    """Import ray within it, so that the death of its raylet does not end this process.
+
+    Ray ends a process whose raylet does not answer and has exited. It reads the raylet's pid from RAY_RAYLET_PID, once, when it
+    is imported. A script has no such variable; Ray then takes the script's parent for the raylet, and counts it as exited
+    where that is the init process, as in containers and services. The pid of the script itself has always a process.
+    """
+    if "ray" in sys.modules or "RAY_RAYLET_PID" in os.environ:
+        yield
+        return
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ["RAY_RAYLET_PID"]
+
+
+def connect(
+    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, start_s: float
+) -> EmbeddedRay | None:
     """Join the cluster at ``address``, or start one of our own for 'local'.
 
     Args:
+        address: of the cluster.
+        run_id: of the run, in the names of what is started.
+        sizes: what our own counts as its logical resources.
         log_dir: of the run.
         preload: modules that the workers of our own are forked with; None lets Ray start each by itself.
+        start_s: seconds that our own may take to start.
+
+    Returns: Our own; None for another.
+
     Raises: RayStartError for one of our own; what ray.init raises of a cluster that is there.
     """
+    global _current
+
+    _current = None
+    if address != "local":
+        _connect(address, run_id, {}, log_dir, None, None)
+        return None
+    deadline = Deadline(start_s)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            _current = _connect(address, run_id, sizes, log_dir, preload, deadline)
+        except RayStartError as error:
+            if attempt == _ATTEMPTS or deadline.passed:
+                raise
+            log.warning("Ray did not start and is started once more: %s", error.reason)
+        else:
+            break
+    return _current
+
+
+def _connect(
+    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, deadline: Deadline | None
+) -> EmbeddedRay | None:
     import ray
 
+    start = None if deadline is None else RayStart(deadline)
     if address == "local":
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the script imported ray before us, which decided that
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         # As local workers have it. The default of 15 starves workers, and their guardians, beside anything else that runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_task_events_shutdown_flush_timeout_ms", "500")  # of 5 s, all spent when the head has ended
 
-    async def init() -> None:
+    async def init() -> EmbeddedRay | None:
         serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        patience: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        settings: dict[str, Any] = {}
         try:
             if address == "local":
                 os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+                # A client of Ray's head that waits and cannot reach it for so long ends the process, and one that blocks in a
+                # call cannot be disconnected. The setting is for clients of the core worker, the other for those before it.
+                settings["_system_config"] = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
+                ray._raylet.Config.initialize(json.dumps({**settings["_system_config"], **RayStart.SETTINGS}).encode())
                 if preload is not None and sys.platform == "linux":
                     serving = _forked_workers(run_id, log_dir, preload)
-            with serving, _spawning():
+                if start is not None:
+                    patience = start.watching()
+            with serving, _spawning(), patience:
                 ray.init(
                     address=address,
                     namespace=f"helmsman-{run_id}",
@@ -77,7 +142,9 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     **sizes,
+                    **settings,
                 )
+            return _watched() if address == "local" else None
         finally:
             os.environ.pop(TAG_VARIABLE, None)
 
@@ -86,14 +153,17 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
     # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
     starting = submit(init())
     try:
-        starting.result()
+        started = starting.result()
         _require_own_run(address)
         if address == "local":
             _guard_raylet(f"{run_id}/ray")
+        return started
     except BaseException as error:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
+        if starting.done() and starting.exception() is None and (unwanted := starting.result()) is not None:
+            submit(unwanted.unwatch()).result()
         is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
-        failure = _failed_start(error, others) if address == "local" and is_rays else None
+        failure = _failed_start(error, start, others) if start is not None and is_rays else None
         _end_half_started(others)
         _end_forks()
         if failure is not None:
@@ -104,21 +174,33 @@ def connect(address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, pre
             signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
 
 
-def _failed_start(error: BaseException, others: set[int]) -> RayStartError:
+def _watched() -> EmbeddedRay:
+    """The Ray that this process has just started, under watch from here on."""
+    from ray._private import worker
+
+    node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
+    processes = {name: each.process for name in CORE for each in node.all_processes.get(name, [])}
+    return EmbeddedRay(processes, Path(node.get_logs_dir_path()), end_embedded_ray)
+
+
+def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
     """What can be told of a start that failed, as long as its processes are there.
 
     Args:
+        error: of ray.init.
+        start: whose processes ray.init has started.
         others: processes below this one that were there before.
     """
     table = process_table()
     started = sorted(descendants(os.getpid(), table) - others)
     described = [f"{_name_of(pid)} (pid {pid}, {_STATES.get(table[pid].state, table[pid].state)})" for pid in started]
-    log_path = _newest_log("gcs_server.err", "gcs_server.out")
+    logs = _newest_logs()
+    log_path = newest_log(logs, start.blamed) if logs else ""
     return RayStartError(
         reason=f"{type(error).__name__}: {error}",
         processes=described,
         log_path=log_path,
-        log_tail=tail_of(log_path) if log_path else "",
+        log_tail=tail_without_dumps(log_path) if log_path else "",
     )
 
 
@@ -132,16 +214,13 @@ def _name_of(pid: int) -> str:
         return "a process that has ended"
 
 
-def _newest_log(*names: str) -> str:
-    """The log of those names, in the newest of this process's sessions that is not empty; else the folder of its logs."""
+def _newest_logs() -> Path | None:
+    """The folder of logs of the newest of this process's sessions."""
     from ray._common import utils
 
     folder = utils.get_default_ray_temp_dir()  # type: ignore[no-untyped-call]
     sessions = sorted(Path(folder).glob(f"session_*_{os.getpid()}/logs"))
-    if not sessions:
-        return ""
-    written = [path for name in names if (path := sessions[-1] / name).is_file() and path.stat().st_size]
-    return str(written[0] if written else sessions[-1])
+    return sessions[-1] if sessions else None
 
 
 def _require_own_run(address: str) -> None:
@@ -244,36 +323,70 @@ def _spawning() -> Iterator[None]:
         services.ConsolePopen = popen
 
 
-async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float) -> T:
-    """Run a blocking call of Ray's for at most ``limit_s`` seconds. Raises TimeoutError.
+async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
+    """Run a blocking call of Ray's in a daemon thread.
 
-    In a daemon thread and not the loop's executor: such a call hangs for a minute when the cluster's head is gone, and the
-    interpreter waits at its exit for the threads of executors. At that exit itself it runs on the loop, unbounded, since no
-    thread can be had any more.
+    Not in the loop's executor: such a call may hang for ever when the cluster's head has ended, and the interpreter waits at
+    its exit for the threads of executors. At that exit itself it runs on the loop, unbounded, since no thread can start then.
+
+    Args:
+        function: the call.
+        *arguments: of the call.
+        limit_s: seconds that it may take; None for those that end by themselves while the cluster is there.
+
+    Raises: TimeoutError; ClusterLostError as soon as the embedded Ray is lost.
     """
     if not threading.main_thread().is_alive():
+        if _current is not None:
+            _current.require()
         return function(*arguments)
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[T] = loop.create_future()
+    return await asyncio.wait_for(asyncio.wrap_future(_begun(_current, function, *arguments)), limit_s)
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if ended.done():
-            return
-        if error is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(result)  # type: ignore[arg-type]  # None only when T is
+
+def blocking(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking call of Ray's and wait for it in this thread. Raises ClusterLostError as soon as the embedded Ray is
+    lost."""
+    return function(*arguments) if _current is None else _begun(_current, function, *arguments).result()
+
+
+def _begun(ray: EmbeddedRay | None, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+    call: concurrent.futures.Future[T] = concurrent.futures.Future()
+    call.set_running_or_notify_cancel()
+    if ray is not None:
+        ray.hold(call)
 
     def work() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
-            loop.call_soon_threadsafe(settle, None, error)
-        else:
-            loop.call_soon_threadsafe(settle, result, None)
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was lost meanwhile
+            try:
+                result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+                call.set_exception(error)
+            else:
+                call.set_result(result)
 
-    threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
-    return await asyncio.wait_for(ended, limit_s)
+    if not call.done():
+        threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
+    return call
+
+
+async def answered(answer: Awaitable[T]) -> T:
+    """Await an answer of Ray's. Raises ClusterLostError as soon as the embedded Ray is lost."""
+    return await (answer if _current is None else _current.wait(answer))
+
+
+_current: EmbeddedRay | None = None
+"""The embedded Ray that this process has started last, of which it has one at a time."""
+
+
+def current() -> EmbeddedRay | None:
+    """The embedded Ray that this process is connected to, or has lost."""
+    return _current
+
+
+def forget_lost() -> None:
+    """Disconnect this process from an embedded Ray that is lost, so that it can start another."""
+    if _current is not None and _current.loss is not None:
+        run_sync(_current.end(_END_S))
 
 
 def has_started_its_cluster() -> bool:
@@ -305,9 +418,17 @@ async def end_embedded_ray(limit_s: float) -> None:
         return
     node: Any = worker._global_node
     try:
-        await bounded(ray.shutdown, limit_s=limit_s)
+        await _alone(ray.shutdown, limit_s=limit_s)
     except TimeoutError:
         log.warning("Ray did not shut down within %g s; its processes are killed", limit_s)
         if node is not None:  # private, as there is no public way to end the processes that ray.init started
-            await bounded(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=5.0)
+            await _alone(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=5.0)
     _end_forks()
+
+
+async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
+    """As bounded, of a call that ends Ray, and has to run where it is lost."""
+    if not threading.main_thread().is_alive():
+        function()
+        return
+    await asyncio.wait_for(asyncio.wrap_future(_begun(None, function)), limit_s)

@@ -35,6 +35,7 @@ from helmsman.rpc_server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
+from helmsman.rpc_server.oom import oom_count, oom_kills_since
 from helmsman.rpc_server.pulse import find_page, observe
 
 _ADDRESS = "127.0.0.1"
@@ -181,6 +182,7 @@ class LocalProcess:
         self._worker_id = tag.partition("/")[2]
         self._log_path = log_path
         self._log_start = log_start
+        self._oom = oom_count(pid)
 
     async def kill(self) -> None:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
@@ -211,7 +213,7 @@ class LocalProcess:
             self._server.kill(self.pid)
             return Ending("closed its connection and was then ended", None, signal.SIGKILL, self._log_tail())
         code, number = split_status(ended.status)
-        return Ending(describe_exit(code, number), code, number, self._log_tail())
+        return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
 
     def _log_tail(self) -> str:
         return tail_of(self._log_path, start=self._log_start)

@@ -24,13 +24,14 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.placement_group import placement_group as create_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from helmsman.api.errors import ClusterLostError
 from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
 from helmsman.api.scheduler import Job
 from helmsman.controller import ray_state
 from helmsman.controller.admission import busy, require_feasible
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
-from helmsman.controller.embedded_ray import bounded
+from helmsman.controller.embedded_ray import answered, bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
@@ -110,23 +111,23 @@ async def admit(
     num_own = 0
     """How often in turn it was this run itself that is in the way: one look may see a group that is just being removed."""
     for attempt in itertools.count():
-        snapshot = _without(await in_thread(ray_state.snapshot), silent)
+        snapshot = _without(await bounded(ray_state.snapshot), silent)
         outcome = await in_thread(plan_jobs, snapshot, jobs)
         if isinstance(outcome, Plan):
             slots, refused = await _request(outcome, jobs, prefix, deadline, resources, per_device)
             if not refused:
                 return slots
-            silent = await in_thread(_silent_nodes, silent | refused)
+            silent = await bounded(_silent_nodes, silent | refused)
         else:
             await in_thread(require_feasible, snapshot, jobs, ())
-        own = not isinstance(outcome, Plan) and await in_thread(is_held_by_run, prefix, snapshot, jobs)
+        own = not isinstance(outcome, Plan) and await bounded(is_held_by_run, prefix, snapshot, jobs)
         num_own = num_own + 1 if own else 0
         if num_own == _LOOKS or deadline.passed:
-            raise busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline)
+            raise busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline)
         if deadline.elapsed_s > tell_at_s:
             tell_at_s = deadline.elapsed_s + _TELL_S[1]
             log.warning(
-                "still waiting: %s", busy(jobs, snapshot, await in_thread(describe_holders, prefix, jobs), deadline).state
+                "still waiting: %s", busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline).state
             )
         mean_s = min(_PAUSE_S[0] * 2 ** min(attempt, 10), _PAUSE_S[1])
         await asyncio.sleep(min(mean_s * (0.5 + random.random()), max(deadline.remaining_s, 0.0)))
@@ -159,7 +160,7 @@ async def _request(
 
     async with contextlib.AsyncExitStack() as undo:
         undo.push_async_callback(_remove, requests)
-        asking = asyncio.ensure_future(asyncio.to_thread(ask))
+        asking = asyncio.ensure_future(bounded(ask))
         try:
             await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -206,7 +207,7 @@ async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> li
     """
     waiting, since, pause_s = list(requests), time.monotonic(), _POLL_S[0]
     while True:
-        progress = await in_thread(ray_state.group_progress, [request.id for request in waiting])
+        progress = await bounded(ray_state.group_progress, [request.id for request in waiting])
         left = [request for request in waiting if progress[request.id].phase is not GroupPhase.CREATED]
         if len(left) < len(waiting):
             waiting, since, pause_s = left, time.monotonic(), _POLL_S[0]
@@ -256,14 +257,14 @@ async def devices_of(slot: Slot) -> list[Granted]:
         task = ray.remote(num_cpus=0, max_retries=0)(granted_here).options(scheduling_strategy=strategy, **options)
         asked.append(task.remote())
     try:
-        granted: list[Granted] = await asyncio.gather(*asked)
+        granted: list[Granted] = await answered(asyncio.gather(*asked))
     except ray.exceptions.RayError as error:
         raise TransportLostError(f"the devices of its group could not be read: {error}") from error
     return granted
 
 
 async def _remove(requests: Sequence[_Request]) -> None:
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, ClusterLostError):
         await bounded(_remove_in_order, requests, limit_s=_REMOVE_S + 0.01 * len(requests))
 
 
@@ -300,7 +301,7 @@ def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool
 
 async def remove_created(group: PlacementGroup) -> None:
     """Remove a group that was created, and may have been removed since."""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, ClusterLostError):
         await bounded(remove_placement_group, group, limit_s=_REMOVE_S)
 
 

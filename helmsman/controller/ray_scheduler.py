@@ -25,9 +25,20 @@ from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.devices import physical_ids, visibility
-from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray, is_own_node
-from helmsman.controller.loop import await_all, in_thread
+from helmsman.controller.embedded_ray import (
+    blocking,
+    bounded,
+    choose_authentication,
+    connect,
+    current,
+    end_embedded_ray,
+    forget_lost,
+    is_own_node,
+    outliving_the_raylet,
+)
+from helmsman.controller.loop import await_all
 from helmsman.controller.places import Place, in_device_order
+from helmsman.controller.ray_life import EmbeddedRay
 from helmsman.controller.resources import ACCELERATORS, Resources, show
 from helmsman.controller.running import Role, rank_of
 from helmsman.controller.transport import TransportLostError, tail_of
@@ -36,7 +47,7 @@ from helmsman.rpc_server.tls import uses_tls
 
 choose_authentication()
 
-with needed_by("RayScheduler", "ray"):
+with needed_by("RayScheduler", "ray"), outliving_the_raylet():
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -79,7 +90,11 @@ class RayScheduler(SchedulerBase):
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
             none can be had (a firewall), they go by way of Ray as without it.
 
-    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError; ValueError where HELMSMAN_TLS is neither 0 nor 1.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError; ValueError where HELMSMAN_TLS is
+        neither 0 nor 1.
+
+    When the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls fail with WorkerFailedError,
+    everything else with ClusterLostError, and this process is disconnected from it and can start another scheduler.
     """
 
     def __init__(
@@ -96,16 +111,19 @@ class RayScheduler(SchedulerBase):
         preload: Sequence[str] | None = ("torch",),
         direct_calls: bool = True,
     ) -> None:
+        forget_lost()
         address, tls = choose_address(address), uses_tls(os.environ)
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
         self._owns_ray = address is not None
+        self._ray: EmbeddedRay | None = None
         self._prefix = f"helmsman/{self.run_id}"
         self._key = secrets.token_bytes(32) if direct_calls else b""
         self._tls = tls
         try:
             if address is not None:
                 sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
-                connect(address, self.run_id, sizes, self._log_dir, preload)
+                connect(address, self.run_id, sizes, self._log_dir, preload, self.timeouts.start_s)
+            self._ray = current()
             self._here = ray.get_runtime_context().get_node_id()
             if num_nodes is not None:
                 self._await_nodes(num_nodes)
@@ -116,7 +134,7 @@ class RayScheduler(SchedulerBase):
     def _await_nodes(self, num_nodes: int) -> None:
         deadline = Deadline(self.timeouts.start_s)
         num_seen = -1
-        while len(nodes := ray_state.snapshot().nodes) < num_nodes:
+        while len(nodes := self._snapshot().nodes) < num_nodes:
             if len(nodes) != num_seen:
                 num_seen = len(nodes)
                 names = ", ".join(node.hostname or node.address for node in nodes)
@@ -130,17 +148,24 @@ class RayScheduler(SchedulerBase):
 
     @property
     def n_gpus_per_node(self) -> int:
-        return int(max(node.total.get(name, 0.0) for node in ray_state.snapshot().nodes for name in ACCELERATORS))
+        return int(max(node.total.get(name, 0.0) for node in self._snapshot().nodes for name in ACCELERATORS))
 
     def _snapshot(self) -> ClusterSnapshot:
-        return ray_state.snapshot()
+        self._require_ray()
+        return blocking(ray_state.snapshot)
+
+    def _require_ray(self) -> None:
+        """Raise ClusterLostError if the embedded cluster of this scheduler is lost."""
+        if self._ray is not None:
+            self._ray.require()
 
     def _holders(self, jobs: Sequence[Job]) -> str:
-        return describe_holders(self._prefix, jobs)
+        return blocking(describe_holders, self._prefix, jobs)
 
     async def _reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
     ) -> Mapping[str, Sequence[Place]]:
+        self._require_ray()
         return await placement.admit(jobs, self._prefix, deadline, resources)
 
     async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
@@ -151,7 +176,7 @@ class RayScheduler(SchedulerBase):
         self, role: Role, worker: WorkerClient, deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> Place:
         place = worker.place
-        if not (isinstance(place, placement.Slot) and await in_thread(_is_going, place)):
+        if not (isinstance(place, placement.Slot) and await bounded(_is_going, place)):
             return place
         others = [each.place for each in role.clients.values() if each is not worker]
         await self._give_back(worker.worker_id, place, others)
@@ -161,6 +186,7 @@ class RayScheduler(SchedulerBase):
     async def _hold(
         self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
     ) -> list[tuple[Place, Reservation]]:
+        self._require_ray()
         slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
         return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
 
@@ -209,10 +235,12 @@ class RayScheduler(SchedulerBase):
         deadline: Deadline,
         resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
+        self._require_ray()
         workers: list[RayTransport] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places:
-            workers.append(RayTransport(self._actor(job, place), place, self._here, self._values))  # noqa: PERF401 - kept as they come
+            actor = await bounded(self._actor, job, place)  # it asks the head, which may have stopped
+            workers.append(RayTransport(actor, place, self._here, self._values, self._ray))
 
         async def greeted(rank: int, worker: RayTransport) -> tuple[Greeting, Place]:
             greeting = await self._answer(job, rank, worker, worker.greet(), deadline)
@@ -267,6 +295,7 @@ class RayScheduler(SchedulerBase):
         except TimeoutError:
             reason = f"its actor did not answer within {deadline.limit_s:g} s (Timeouts.start_s); {await worker.pending()}"
         except (TransportLostError, errors.ProtocolError) as error:
+            self._require_ray()
             reason = str(error)
         raise errors.WorkerStartError(
             role=job.role,
@@ -293,7 +322,8 @@ class RayScheduler(SchedulerBase):
 
     async def leaving(self) -> dict[str, Leaving]:
         found = await super().leaving()
-        nodes = await in_thread(ray_state.draining_nodes)
+        self._require_ray()
+        nodes = await bounded(ray_state.draining_nodes)
         by_id = {node.node_id: node for node in nodes}
         by_address = {node.address: node for node in nodes}
         for role in list(self._roles.values()) if nodes else ():
@@ -306,7 +336,9 @@ class RayScheduler(SchedulerBase):
         return found
 
     async def _sweep(self) -> None:
-        if self._owns_ray:
+        if self._ray is not None and self._owns_ray:
+            await self._ray.end(self.timeouts.shutdown_s / 2)
+        elif self._owns_ray:
             await end_embedded_ray(self.timeouts.shutdown_s / 2)
 
 

@@ -18,9 +18,10 @@ from helmsman.api.scheduler import CONTROLLER, ResultHandle
 from helmsman.controller import placement_group as placement
 from helmsman.controller import ray_state
 from helmsman.controller.channel import Channel, ChannelTransport, Posted
-from helmsman.controller.embedded_ray import bounded
+from helmsman.controller.embedded_ray import blocking, bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
+from helmsman.controller.ray_life import EmbeddedRay
 from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
 from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
@@ -28,6 +29,7 @@ from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_reques
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
 from helmsman.rpc_server.observer import ask_observer
+from helmsman.rpc_server.oom import OomCount, oom_kills_since
 from helmsman.rpc_server.pulse import find_page, observe
 from helmsman.rpc_server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
 from helmsman.rpc_server.segments import HAS_SEGMENTS, pack
@@ -77,9 +79,12 @@ class ControllerStore(RayHandleStore):
 class RayTransport(ChannelTransport):
     """Requests as actor tasks, each sent once (no task retries, no restarts)."""
 
-    def __init__(self, actor: Any, place: Place, here: str, store: ControllerStore) -> None:
+    def __init__(
+        self, actor: Any, place: Place, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
+    ) -> None:
         super().__init__()
-        self._actor = actor
+        self._made = actor
+        self._ray = embedded
         self.place = place
         self._here = here
         self._worker_id = "a worker that starts"
@@ -87,6 +92,7 @@ class RayTransport(ChannelTransport):
         self.log_start = 0
         """Bytes of earlier processes at the beginning of the log."""
         self._pid = 0
+        self._oom: OomCount | None = None
         self._reason: BaseException | None = None
         self._killed = False
         self._store = store
@@ -97,10 +103,17 @@ class RayTransport(ChannelTransport):
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
         """Asks the worker's observer within a limit in seconds; None where this process can observe the worker itself."""
 
+    @property
+    def _actor(self) -> Any:
+        """The actor. Raises TransportLostError where its cluster is lost: a call to it would have Ray start another one."""
+        if self._ray is not None and (loss := self._ray.loss) is not None:
+            raise TransportLostError(str(loss)) from loss
+        return self._made
+
     async def greet(self) -> Greeting:
         """The worker's first answer. Raises TransportLostError with the reason."""
         greeting: Greeting = await self._await(self._actor.greet.remote())
-        self._pid = greeting.pid
+        self._pid, self._oom = greeting.pid, greeting.oom
         return greeting
 
     async def adopt(self, identity: WorkerIdentity, key: bytes, *, tls: bool) -> None:
@@ -160,7 +173,8 @@ class RayTransport(ChannelTransport):
     def publish(self, handle: ResultHandle) -> Any:
         """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""
         try:
-            return ray.get(self._actor.publish.remote(handle), timeout=_PUBLISH_S)[0]
+            reference = self._actor.publish.remote(handle)
+            return blocking(functools.partial(ray.get, reference, timeout=_PUBLISH_S))[0]
         except ray.exceptions.GetTimeoutError as error:
             reason = f"its worker did not hand it over within {_PUBLISH_S:g} s"
             raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
@@ -168,7 +182,7 @@ class RayTransport(ChannelTransport):
             if isinstance(error.cause, errors.HandleLostError):
                 raise error.cause from None
             raise errors.ProtocolError(f"{self._worker_id}: the server in the worker failed: {error}") from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, TransportLostError, errors.ClusterLostError) as error:
             reason = f"its worker has ended: {_reason_text(error)}"
             raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
 
@@ -182,7 +196,7 @@ class RayTransport(ChannelTransport):
 
     async def pending(self) -> str:
         """Why its actor may not have started, as far as Ray tells."""
-        state = await in_thread(ray_state.actor_state, self._actor._actor_id.hex())
+        state = await bounded(ray_state.actor_state, self._actor._actor_id.hex())
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
     def _collect_later(self, posted: Posted) -> None:
@@ -217,7 +231,7 @@ class RayTransport(ChannelTransport):
         _, frame = decode_request(numbered_request(posted.number, posted.body))
         try:
             assert frame.payload is not None
-            return await in_thread(self._remote, frame.request, from_wire(frame.payload), posted.number)
+            return await bounded(self._remote, frame.request, from_wire(frame.payload), posted.number)
         except Exception:
             empty = numbered_request(posted.number, encode_frame(RequestFrame(frame.request)))
             getattr(self._actor, frame.request.verb.value).remote(empty)
@@ -228,7 +242,7 @@ class RayTransport(ChannelTransport):
             message = numbered_request(number, outgoing.body())
             return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message))
         if outgoing.num_bytes >= _PUT_IN_THREAD_BYTES or outgoing.payload.handles:  # copied into the object store
-            return self._answer(await in_thread(self._remote, outgoing.request, outgoing.payload, number))
+            return self._answer(await bounded(self._remote, outgoing.request, outgoing.payload, number))
         return self._answer(self._remote(outgoing.request, outgoing.payload, number))
 
     def _remote(self, request: Request, payload: Payload, number: int) -> Any:
@@ -250,7 +264,9 @@ class RayTransport(ChannelTransport):
 
     async def _await(self, reference: Any) -> Any:
         try:
-            return await reference
+            return await (reference if self._ray is None else self._ray.wait(reference))
+        except errors.ClusterLostError as error:
+            raise TransportLostError(str(error)) from error
         except ray.exceptions.RayTaskError as error:
             raise errors.ProtocolError(f"{self._worker_id}: the server in the worker failed: {error}") from error
         except ray.exceptions.RayError as error:
@@ -258,39 +274,56 @@ class RayTransport(ChannelTransport):
             raise TransportLostError(_reason_text(error)) from error
 
     async def ending(self) -> Ending:
-        if self.place.node_id != self._here and (loss := await in_thread(ray_state.loss_of_node, self.place.node_id)):
+        try:
+            return await self._ending()
+        except errors.ClusterLostError as loss:
+            return Ending(
+                f"was lost with the Ray that this scheduler started: {loss.cause}",
+                log_tail=loss.log_tail,
+                log_path=loss.log_path,
+                aftermath="All workers of this scheduler are lost. Close it and start another; this process can do so.",
+            )
+
+    async def _ending(self) -> Ending:
+        if self._ray is not None:
+            self._ray.require()
+        if self.place.node_id != self._here and (loss := await bounded(ray_state.loss_of_node, self.place.node_id)):
             return Ending(f"was lost with its node: {loss}")
-        record, tail = await self._remains()
+        record, num_oom_kills, tail = await self._remains()
+        if self._ray is not None:
+            self._ray.require()  # its workers end a moment before it, or after
         if record is None:
             cause = describe_exit(None, None)
             if isinstance(self._reason, ray.exceptions.OutOfMemoryError):
                 cause = "was ended by Ray's memory monitor, because its node ran out of memory"
             return Ending(cause, log_tail=tail)
         code, number = record["exit_code"], record["exit_signal"]
-        return Ending(describe_exit(code, number), code, number, tail)
+        return Ending(describe_exit(code, number, num_oom_kills), code, number, tail)
 
-    async def _remains(self) -> tuple[dict[str, int | None] | None, str]:
-        """What the worker's guardian recorded and the end of its log, read on the worker's node."""
+    async def _remains(self) -> _Remains:
+        """What the worker's guardian recorded, the OOM kills around it and the end of its log, read on the worker's node."""
         if self.place.node_id == self._here:
-            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start)
+            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start, self._oom)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
         there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))
-        reference = there.remote(self.log_path, self._pid, self.log_start)
+        reference = there.remote(self.log_path, self._pid, self.log_start, self._oom)
         try:
             async with asyncio.timeout(_REMAINS_S):
-                remains: tuple[dict[str, int | None] | None, str] = await reference
+                remains: _Remains = await reference
                 return remains
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.warning("%s: the remains on its node could not be read: %s", self._worker_id, error)
-            return None, ""
+            return None, 0, ""
 
     async def kill(self) -> None:
         if self._killed:
             return
         if self._channel is not None:
             self._channel.close()
-        with contextlib.suppress(TimeoutError):
-            await bounded(lambda: ray.kill(self._actor, no_restart=True), limit_s=_RAY_CALL_S)
+        if self._ray is not None and self._ray.loss is not None:
+            return
+        with contextlib.suppress(TimeoutError, errors.ClusterLostError):
+            await bounded(lambda: ray.kill(self._made, no_restart=True), limit_s=_RAY_CALL_S)
         with contextlib.suppress(TransportLostError, TimeoutError):
             async with asyncio.timeout(_DEATH_S):
                 await self._await(self._actor.greet.remote())  # fails as soon as the actor is known to be dead
@@ -301,9 +334,12 @@ def _reason_text(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _read_remains(log_path: str, pid: int, log_start: int) -> tuple[dict[str, int | None] | None, str]:
-    """The record of a worker's end, for which its guardian needs a moment, and its log's tail."""
+_Remains = tuple[dict[str, int | None] | None, int, str]
+
+
+def _read_remains(log_path: str, pid: int, log_start: int, before: OomCount | None) -> _Remains:
+    """The record of a worker's end, for which its guardian needs a moment, OOM kills since ``before``, and its log's tail."""
     from helmsman.rpc_server.guardian import wait_until
 
     wait_until(lambda: read_record(log_path, pid) is not None, _REMAINS_S)
-    return read_record(log_path, pid), tail_of(log_path, start=log_start)
+    return read_record(log_path, pid), oom_kills_since(before), tail_of(log_path, start=log_start)

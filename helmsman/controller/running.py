@@ -120,7 +120,8 @@ async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, li
         waves = [clients[1:], clients[:1]] if reverse_order else [clients]
         for wave in waves:
             await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave if client not in hung))
-            outcomes = await asyncio.gather(*(client.transport.kill() for client in wave), return_exceptions=True)
+            cause = f"was ended by {operation}"
+            outcomes = await asyncio.gather(*(client.kill(cause) for client in wave), return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, errors.ShutdownIncompleteError):
                     remaining += outcome.remaining

@@ -35,6 +35,10 @@ class Ending(msgspec.Struct, frozen=True):
     exit_code: int | None = None
     exit_signal: int | None = None
     log_tail: str = ""
+    log_path: str = ""
+    """The log of that tail, where it is not the worker's own."""
+    aftermath: str = ""
+    """As WorkerFailedError's."""
 
 
 class Outgoing:
@@ -131,17 +135,27 @@ class Turn:
             self.num_claims -= 1
 
 
-def describe_exit(exit_code: int | None, exit_signal: int | None) -> str:
-    """How a process ended, as part of a sentence."""
+def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
+    """How a process ended, as part of a sentence.
+
+    Args:
+        exit_code: its exit code; None after a signal, and where it is not known.
+        exit_signal: the number of the signal that ended it.
+        num_oom_kills: processes that the kernel's OOM killer has ended around it since it started.
+    """
     if exit_signal is not None:
         name = errors.signal_name(exit_signal)
-        likely = (
-            " (no handler can stop that; often the kernel's or a container's out-of-memory kill)" if name == "SIGKILL" else ""
-        )
-        return f"was ended by {name}{likely}"
+        if name != "SIGKILL":
+            return f"was ended by {name}"
+        if num_oom_kills:
+            return (
+                "was ended by SIGKILL (most likely by the kernel's OOM killer, which has ended "
+                f"{num_oom_kills} process{'es' if num_oom_kills > 1 else ''} of its memory cgroup since it started)"
+            )
+        return "was ended by SIGKILL (by whom is not known)"
     if exit_code is not None:
         return f"exited with code {exit_code}"
-    return "ended without leaving its exit status, most likely by SIGKILL (often an out-of-memory kill)"
+    return "ended without leaving its exit status"
 
 
 def log_size(path: str) -> int:

@@ -27,6 +27,7 @@ from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply, WorkerIdentity
 from helmsman.rpc_server.observer import start_observer
+from helmsman.rpc_server.oom import OomCount, oom_count
 from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
@@ -124,6 +125,8 @@ class Greeting(msgspec.Struct, frozen=True):
     pid: int
     node_id: str
     granted: Granted
+    oom: OomCount | None
+    """Processes that the OOM killer has ended around it so far."""
 
 
 def granted_here() -> Granted:
@@ -165,7 +168,7 @@ class RayRPCServer:
     @_control
     async def greet(self) -> Greeting:
         """Say where this is, and which devices Ray has granted."""
-        return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here())
+        return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count())
 
     @_control
     async def adopt(self, identity: WorkerIdentity) -> int:

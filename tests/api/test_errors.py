@@ -137,6 +137,16 @@ ROWS = [
         ("Timed out waiting", "gcs_server (pid 5, sleeping)", "/tmp/ray/session/logs/gcs_server.err", "| no space"),
         "or start a cluster with `ray start --head` and give its address",
     ),
+    Row(
+        errors.ClusterLostError(
+            cause="gcs_server (pid 7) was ended by SIGSEGV",
+            exit_signal=11,
+            log_path="/tmp/ray/session/logs/gcs_server.out",
+            log_tail="check failed",
+        ),
+        ("gcs_server (pid 7) was ended by SIGSEGV", "logs/gcs_server.out", "check failed"),
+        "Close the scheduler and start another",
+    ),
     Row(errors.LauncherError("no node rank"), ("no node rank",), ""),
     Row(
         errors.LauncherConflictError(

@@ -1,0 +1,61 @@
+"""Counts of the processes that the kernel's OOM killer has ended, by which an end by SIGKILL is told from others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MACHINE = "/proc/vmstat"
+
+
+class OomCount(msgspec.Struct, frozen=True):
+    """How many processes the OOM killer had ended at some time, of a cgroup or of the whole machine."""
+
+    path: str
+    """File of the count, readable by any process of the same machine."""
+    num_kills: int
+
+
+def oom_count(pid: int | str = "self") -> OomCount | None:
+    """Count the OOM kills so far in the memory cgroup of a process; of the machine where that cannot be read.
+
+    Returns: The count; None where the kernel keeps none.
+    """
+    for path in (*_cgroup_files(pid), _MACHINE):
+        if (num_kills := _read(path)) is not None:
+            return OomCount(path, num_kills)
+    return None
+
+
+def oom_kills_since(before: OomCount | None) -> int:
+    """The number of OOM kills since ``before``; 0 where that is not known."""
+    now = None if before is None else _read(before.path)
+    return 0 if before is None or now is None else max(0, now - before.num_kills)
+
+
+def _cgroup_files(pid: int | str) -> list[str]:
+    """Where the kernel keeps the count: version 2 of cgroups, mounted alone or beside version 1, and version 1."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        number, controllers, group = line.split(":", 2)
+        inside = group.lstrip("/")  # a container sees its own group as the root, or its path on the host, which is not there
+        if number == "0" and not controllers:
+            found += [_CGROUPS / inside / "memory.events", _CGROUPS / "memory.events"]
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            found += [root / inside / "memory.oom_control", root / "memory.oom_control"]
+    return [str(path) for path in found]
+
+
+def _read(path: str) -> int | None:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "oom_kill"), None)
