@@ -77,7 +77,8 @@ class RayScheduler(SchedulerBase):
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
             none can be had (a firewall), they go by way of Ray as without it.
 
-    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, ClusterNotUpError (a launcher has started the script
+        on several nodes, without a cluster of them).
     """
 
     def __init__(
