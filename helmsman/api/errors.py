@@ -301,9 +301,9 @@ class ClusterNotUpError(BackendError, RuntimeError):
 
     def __init__(self, *, launcher: str, said: Sequence[str], command: str) -> None:
         super().__init__(
-            f"Ray was not started (this node is one of several, by {launcher}: {', '.join(said)}): no cluster is given, expected one "
-            "of all nodes; with a Ray of its own, each node would run this script alone. Start one process on every node with "
-            f"`{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node alone.",
+            f"Ray was not started (this node is one of several, by {launcher}: {', '.join(said)}): no cluster is given, "
+            "expected one of all nodes; with a Ray of its own, each node would run this script alone. Start one process on "
+            f"every node with `{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node alone.",
             launcher=launcher,
             said=tuple(said),
             command=command,

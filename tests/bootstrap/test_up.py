@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from helmsman.controller.bootstrap.up import make_plan
 from helmsman.controller.cli import _parser
 from helmsman.controller.launchers import ALONE, NodeIdentity
 from helmsman.controller.node_checks import address_towards
+from tests.bootstrap.hosts import why_not_here
 from tests.contract.helpers import ROOT, wait_until
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -28,14 +29,14 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start it with these arguments, in an environment where no launcher is."""
+    """Start it with these arguments, below a program, in an environment where no launcher is."""
     started: list[subprocess.Popen[str]] = []
     temporary = tempfile.mkdtemp(prefix="hu-")  # short, or the run's folder would not be there
 
-    def up(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    def up(*arguments: str, below: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "helmsman.controller.cli", "up", *arguments],
+                [*below, sys.executable, "-m", "helmsman.controller.cli", "up", *arguments],
                 env={
                     "PATH": os.environ["PATH"],
                     "HOME": str(tmp_path),
@@ -88,7 +89,7 @@ PROGRAM = ("--", sys.executable, "-I", "-S", "-c")
         (("--env", "A", "--", "true"), ("--env 'A' is not NAME=VALUE",)),
         (("--env", "A B=1", "--", "true"), ("--env 'A B=1' is not NAME=VALUE",)),
         (("--resources", "{", "--", "true"), ("--resources '{' is not a JSON object",)),
-        (("--object-store", "99999", "--", "true"), ("--object-store 99999 GiB", "ask for less")),
+        (("--object-store", "99999", "--", "true"), ("--object-store 99999 GiB", "Ask for less")),
         (("--gpus", "77", "--", "true"), ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi")),
         (("--interface", "ib7", "--", "true"), ("--interface 'ib7' is no interface of this node",)),
         (("--port", "70000", "--", "true"), ("port 70000, of the head's Ray, is none",)),
@@ -170,6 +171,38 @@ def test_a_secret_is_the_same_from_a_file_and_from_the_environment(tmp_path: Pat
     monkeypatch.setenv("HELMSMAN_TOKEN", "one two\n")
     for arguments in (["up"], ["up", "--token-file", str(file)]):
         assert make_plan(_parser().parse_args(arguments), identity, ["true"], "run", tmp_path).secret == "one two"
+
+
+def in_control_group(folder: Path, limit: int, used: int) -> list[str]:
+    """A program that runs another as in a container with this much memory, which Ray and Helmsman read from these files."""
+    for name, text in (("max", limit), ("current", used), ("stat", "inactive_file 0\nactive_file 0")):
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+    mount = f"mount --bind {folder} /sys/fs/cgroup && exec " + '"$@"'
+    return ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", mount, "sh"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(why_not_here()), reason="no mounts can be made here")
+def test_up_refuses_a_node_without_memory(start: Start, tmp_path: Path) -> None:
+    """Ray itself would start some processes and then print a traceback."""
+    below = in_control_group(tmp_path, 1 << 30, 800 << 20)
+    code, _, told = ended(start("--", "true", below=below))
+    assert code == 90
+    for fact in ("Ray cannot start on this node", "224.0 MiB of memory are available, expected 530.0 MiB", "helmsman doctor"):
+        assert fact in told
+    code, _, told = ended(start("--object-store", "0.2", "--", "true", below=below))
+    assert code == 90
+    assert "--object-store 0.2 GiB" in told
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not_here()), reason="no mounts can be made here")
+def test_up_sizes_the_object_store_from_what_is_available(start: Start, tmp_path: Path) -> None:
+    """30 % of all memory, 1.2 GiB, would leave Ray nothing here."""
+    code, _, told = ended(start("--", "true", below=in_control_group(tmp_path, 4 << 30, 3 << 30)))
+    assert code == 0, told
+    assert "object store 307.2 MiB" in told
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------

@@ -9,14 +9,11 @@ from typing import Literal
 import msgspec
 
 from helmsman.api.errors import UnfitNodeError
-from helmsman.controller.node_checks import size
+from helmsman.controller.node_checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
 
 GIB = 1 << 30
-_STORE_SHARE = 0.3
 _STORE_MOST = 200 * GIB
 _SHM_SHARE = 0.95
-STORE_LEAST = 80 << 20
-"""What Ray's object store needs to start, and a little."""
 
 _FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
 """Of ``ray start``, each with a whole number."""
@@ -127,27 +124,37 @@ def parse_resources(text: str) -> dict[str, float]:
     return parsed
 
 
-def object_store_bytes(asked: float | None, memory: int, shm_free: int) -> int:
-    """Size of Ray's object store.
+def object_store_bytes(asked: float | None, available: int, shm_free: int) -> int:
+    """Return the size of Ray's object store in bytes.
 
     Args:
-        asked: in GiB; 30 % of the memory, at most what /dev/shm has, when None.
+        asked: in GiB; 30 % of the available memory, at most what /dev/shm has, when None.
+        available: bytes of memory that programs can still take on this node.
+        shm_free: bytes that are free in /dev/shm.
 
-    Raises: UnfitNodeError when it does not fit into /dev/shm.
+    Raises:
+        UnfitNodeError: the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
     """
-    room = int(shm_free * _SHM_SHARE)
+    rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
     if asked is not None:
         wanted = asked * GIB
-        if not STORE_LEAST <= wanted <= room:  # which is so for nan, too
+        if not STORE_LEAST <= wanted <= min(rest, shm):  # which is so for nan, too
             raise UnfitNodeError(
-                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and Ray needs {size(STORE_LEAST)}; "
-                f"ask for less, or {step}"
+                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and {size(available)} of memory are "
+                f"available, of which Ray's processes take {size(MEMORY_BESIDE_STORE)}; the store needs {size(STORE_LEAST)}. "
+                f"Ask for less, end other programs, or {step}"
             )
         return int(wanted)
-    if room < STORE_LEAST:
+    if rest < STORE_LEAST:
+        raise UnfitNodeError(
+            f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, expected "
+            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of the "
+            "container or the job; helmsman doctor shows the figures"
+        )
+    if shm < STORE_LEAST:
         raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
-    return min(max(int(memory * _STORE_SHARE), STORE_LEAST), room, _STORE_MOST)
+    return min(max(int(available * OBJECT_STORE_SHARE), STORE_LEAST), rest, shm, _STORE_MOST)
 
 
 def resource_arguments(resources: Mapping[str, float]) -> list[str]:

@@ -31,7 +31,7 @@ from helmsman.controller.bootstrap.settings import (
 from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, stop_signals, teller
 from helmsman.controller.devices import detect_devices
 from helmsman.controller.launchers import NodeIdentity, identify_node
-from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_allowed, size
+from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_available, size
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
 
@@ -60,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     up.add_argument("--gpus", type=int, metavar="N", help="accelerators that this node must have")
     up.add_argument("--resources", default="{}", metavar="JSON", help="what Ray is told of, over what is found: '{\"NPU\": 8}'")
     up.add_argument(
-        "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the memory)"
+        "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the available memory)"
     )
     up.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
     up.add_argument(
@@ -182,7 +182,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         num_devices=num_devices,
         device_kind=kind,
         resources=resources,
-        store_bytes=object_store_bytes(options.object_store, memory_allowed(os.environ), shutil.disk_usage("/dev/shm").free),
+        store_bytes=object_store_bytes(options.object_store, memory_available(os.environ), shutil.disk_usage("/dev/shm").free),
         cluster_settings=variables(CLUSTER_DEFAULTS, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
