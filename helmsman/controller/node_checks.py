@@ -213,8 +213,8 @@ def _memory_available(seen: Observed) -> Check:
         "available memory",
         size(seen.memory_available),
         "bad",
-        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from /dev/shm, "
-        "or raise the limit of the container or the job",
+        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from "
+        "/dev/shm, or raise the limit of the container or the job",
     )
 
 

@@ -149,8 +149,8 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
     if rest < STORE_LEAST:
         raise UnfitNodeError(
             f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, expected "
-            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of the "
-            "container or the job; helmsman doctor shows the figures"
+            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of "
+            "the container or the job; helmsman doctor shows the figures"
         )
     if shm < STORE_LEAST:
         raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
