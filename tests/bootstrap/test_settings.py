@@ -11,12 +11,13 @@ import pytest
 
 from helmsman.api.errors import UnfitNodeError
 from helmsman.controller.bootstrap.settings import (
-    CLUSTER_DEFAULTS,
     GIB,
+    MANY_NODES,
     NODE_DEFAULTS,
     STORE_LEAST,
     Default,
     Setting,
+    cluster_defaults,
     object_store_bytes,
     of_address,
     parse_resources,
@@ -41,19 +42,20 @@ TABLE = (Default("A", "1", "of A"), Default("B", "2", "of B"), Default("C", "3",
 # --- variables ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_default_is_named_once_and_has_a_reason() -> None:
-    table = [*CLUSTER_DEFAULTS, *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
+@pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
+def test_every_default_is_named_once_and_has_a_reason(num_nodes: int) -> None:
+    table = [*cluster_defaults(num_nodes), *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
     names = [default.name for default in table]
     assert len(set(names)) == len(names)
     assert all(default.value and default.reason for default in table)
 
 
 def test_what_is_the_same_on_all_nodes_is_rays_and_what_is_not_is_for_others() -> None:
-    assert all(default.name.startswith("RAY_") for default in CLUSTER_DEFAULTS)
+    assert all(default.name.startswith("RAY_") for default in (*cluster_defaults(1), *cluster_defaults(MANY_NODES)))
     assert not any(default.name.startswith("RAY_") for default in NODE_DEFAULTS)
 
 
-@pytest.mark.parametrize("name", [default.name for default in CLUSTER_DEFAULTS])
+@pytest.mark.parametrize("name", sorted({each.name for num_nodes in (1, MANY_NODES) for each in cluster_defaults(num_nodes)}))
 def test_ray_knows_the_variables_of_the_table(name: str) -> None:
     """A name that Ray does not read would be a promise without effect."""
     ray = pytest.importorskip("ray")
@@ -62,6 +64,19 @@ def test_ray_knows_the_variables_of_the_table(name: str) -> None:
     binaries = [home / "_raylet.so", home / "core" / "src" / "ray" / "raylet" / "raylet"]
     sources = [path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py")]
     assert any(key in path.read_bytes() for path in (*binaries, *sources))
+
+
+def test_cluster_defaults_by_number_of_nodes() -> None:
+    """Few nodes detect a lost host soon; with many, thousands of workers keep the head too busy for that."""
+
+    def seconds(num_nodes: int) -> float:
+        values = {each.name: float(each.value) for each in cluster_defaults(num_nodes) if each.value.isdecimal()}
+        assert values["RAY_gcs_rpc_server_reconnect_timeout_s"] * 1000 > values["RAY_grpc_client_keepalive_timeout_ms"]
+        return values["RAY_gcs_rpc_server_reconnect_timeout_s"]
+
+    assert cluster_defaults(1) == cluster_defaults(MANY_NODES - 1)
+    assert cluster_defaults(MANY_NODES) == cluster_defaults(10 * MANY_NODES)
+    assert (seconds(1), seconds(MANY_NODES)) == (10, 120)
 
 
 def test_a_users_values_come_before_defaults_and_flags_before_all() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller.bootstrap.settings import CLUSTER_DEFAULTS, NODE_DEFAULTS
+from helmsman.controller.bootstrap.settings import MANY_NODES, NODE_DEFAULTS, cluster_defaults
 from helmsman.controller.bootstrap.up import make_plan
 from helmsman.controller.cli import _parser
 from helmsman.controller.launchers import ALONE, NodeIdentity
@@ -24,6 +24,7 @@ from helmsman.controller.node_checks import address_towards
 from tests.bootstrap.hosts import why_not_here
 from tests.contract.helpers import ROOT, wait_until
 
+NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 24
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -68,9 +69,9 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], limit_s: float = 60) -> tuple[int, str, str]:
     """Exit code, what was printed, and what was told."""
-    out, told = process.communicate(timeout=60)
+    out, told = process.communicate(timeout=limit_s)
     assert "Traceback" not in told, told
     return process.returncode, out, told
 
@@ -205,6 +206,23 @@ def test_up_sizes_the_object_store_from_what_is_available(start: Start, tmp_path
     assert "object store 307.2 MiB" in told
 
 
+# --- a head that is busy ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("num_nodes", "stopped_s"), [(1, 8), (MANY_NODES, 20)], ids=["settings of few nodes", "settings of many nodes"]
+)
+def test_up_survives_a_head_that_stops_while_workers_start(start: Start, num_nodes: int, stopped_s: int) -> None:
+    """As a head that is flooded by registrations. With the settings of few nodes, 20 s end the run."""
+    settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(num_nodes)]
+    program = str(Path(__file__).with_name("program.py"))
+    code, out, told = ended(start(*settings, "--", sys.executable, program, "burst", str(NUM_WORKERS), str(stopped_s)), 500)
+    assert code == 0, told
+    assert f"True that workers were starting, and then {NUM_WORKERS} are up\n" in out
+
+
 # --- what is shown ------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +237,7 @@ def test_settings_are_shown_and_nothing_is_started(start: Start, tmp_path: Path)
     assert sources["MINE=1"] == "--env"
     assert sources["NCCL_CUMEM_ENABLE=0"] == "default"
     names = {setting.partition("=")[0] for setting in sources}
-    assert names >= {default.name for default in (*CLUSTER_DEFAULTS, *NODE_DEFAULTS)}
+    assert names >= {default.name for default in (*cluster_defaults(1), *NODE_DEFAULTS)}
     assert "node 0 of 1 (this machine alone)" in out
     assert "8 NPU" in out
     assert "object store" in out

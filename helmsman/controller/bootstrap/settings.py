@@ -29,17 +29,42 @@ class Default(msgspec.Struct, frozen=True):
     reason: str
 
 
-CLUSTER_DEFAULTS = (
+MANY_NODES = 32
+"""From so many nodes on, Ray is set to survive a busy head; below, to detect a lost host soon."""
+
+_FEW = (
     Default("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
     Default("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
     Default("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
+)
+_MANY = (
+    Default("RAY_grpc_client_keepalive_time_ms", "60000", "thousands of workers do not load the head with pings"),
+    Default("RAY_grpc_client_keepalive_timeout_ms", "60000", "a head that answers late keeps its connections"),
+    Default("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
+    Default("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
+    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
+    Default("RAY_gcs_rpc_server_connect_timeout_s", "120", "a worker waits for a busy head when it starts, instead of 5 s"),
+    Default("RAY_gcs_server_request_timeout_seconds", "120", "the same for its requests, instead of 60 s"),
+    Default("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
+    Default("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
+    Default("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
+    Default("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
+    Default("RAY_raylet_report_resources_period_milliseconds", "500", "nodes report five times less often to the head"),
+    Default("RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"),
+)
+_ALL = (
     Default("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
     Default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
     Default("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
     Default("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
     Default("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
 )
-"""Ray's own, which must be the same on all nodes: the head's values hold everywhere."""
+
+
+def cluster_defaults(num_nodes: int) -> tuple[Default, ...]:
+    """Ray's own variables for a cluster of so many nodes. They must be the same on all: the head's values hold everywhere."""
+    return (*(_FEW if num_nodes < MANY_NODES else _MANY), *_ALL)
+
 
 NODE_DEFAULTS = (
     Default("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),

@@ -18,9 +18,9 @@ from helmsman.controller.bootstrap.preflight import node_address, require_free, 
 from helmsman.controller.bootstrap.run_folder import keep_logs, run_folder
 from helmsman.controller.bootstrap.script import Script
 from helmsman.controller.bootstrap.settings import (
-    CLUSTER_DEFAULTS,
     NODE_DEFAULTS,
     Setting,
+    cluster_defaults,
     object_store_bytes,
     of_address,
     parse_resources,
@@ -170,7 +170,8 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
             "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
         )
     local = of_address(address, interface, chosen=bool(options.interface))
-    known = {default.name for default in (*CLUSTER_DEFAULTS, *NODE_DEFAULTS, *local)}
+    defaults = cluster_defaults(identity.count)
+    known = {default.name for default in (*defaults, *NODE_DEFAULTS, *local)}
     return NodePlan(
         identity=identity,
         command=command,
@@ -183,7 +184,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         device_kind=kind,
         resources=resources,
         store_bytes=object_store_bytes(options.object_store, memory_available(os.environ), shutil.disk_usage("/dev/shm").free),
-        cluster_settings=variables(CLUSTER_DEFAULTS, os.environ, given),
+        cluster_settings=variables(defaults, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
             *(Setting(name, value, "--env") for name, value in given.items() if name not in known),
