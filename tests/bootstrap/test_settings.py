@@ -24,6 +24,7 @@ from helmsman.controller.bootstrap.settings import (
     parse_variables,
     resource_arguments,
     shown,
+    start_limits,
     variables,
 )
 from helmsman.controller.node_checks import (
@@ -44,7 +45,7 @@ TABLE = (Default("A", "1", "of A"), Default("B", "2", "of B"), Default("C", "3",
 
 @pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
 def test_every_default_is_named_once_and_has_a_reason(num_nodes: int) -> None:
-    table = [*cluster_defaults(num_nodes), *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
+    table = [*cluster_defaults(num_nodes), *start_limits(60), *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
     names = [default.name for default in table]
     assert len(set(names)) == len(names)
     assert all(default.value and default.reason for default in table)
@@ -55,7 +56,9 @@ def test_what_is_the_same_on_all_nodes_is_rays_and_what_is_not_is_for_others() -
     assert not any(default.name.startswith("RAY_") for default in NODE_DEFAULTS)
 
 
-@pytest.mark.parametrize("name", sorted({each.name for num_nodes in (1, MANY_NODES) for each in cluster_defaults(num_nodes)}))
+@pytest.mark.parametrize(
+    "name", sorted({each.name for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES), *start_limits(60))})
+)
 def test_ray_knows_the_variables_of_the_table(name: str) -> None:
     """A name that Ray does not read would be a promise without effect."""
     ray = pytest.importorskip("ray")

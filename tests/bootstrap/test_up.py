@@ -107,7 +107,29 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started(
         assert fact in told
 
 
-@pytest.mark.parametrize("flag", ["--timeout", "--grace"])
+@pytest.mark.slow
+def test_up_shows_why_ray_does_not_start(start: Start, tmp_path: Path) -> None:
+    """The reason is in the log of Ray's head alone; a run that fails keeps its logs."""
+    arguments = ("--start-timeout", "50", "--env", "RAY_gcs_storage=nonsense", "--", "true")
+    code, _, told = ended(start(*arguments, TMPDIR=str(tmp_path)), 100)
+    assert code == 93
+    assert told.count("Ray did not start on this node: gcs_server has ended") == 2
+    assert "Unsupported GCS storage type: nonsense" in told
+    assert told.count("Ray is started once more (after ") == 1
+    assert "of at most 50 s" in told
+
+
+def test_start_timeout_sets_rays_own_limits(start: Start) -> None:
+    _, out, _ = ended(start("--start-timeout", "240", "--show-settings"))
+    for setting in (
+        "RAY_gcs_server_port_wait_time_s=240",
+        "RAY_agent_register_timeout_ms=240000",
+        "RAY_gcs_rpc_server_connect_timeout_s=240",
+    ):
+        assert setting in out
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--grace", "--start-timeout"])
 @pytest.mark.parametrize("value", ["nan", "-1", "soon"])
 def test_times_that_are_none(start: Start, flag: str, value: str) -> None:
     code, _, told = ended(start(flag, value, "--", "true"))

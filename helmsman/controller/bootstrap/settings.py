@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from helmsman.api.errors import UnfitNodeError
+from helmsman.controller.bootstrap.patient_ray import LIMIT_VARIABLE
 from helmsman.controller.node_checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
 
 GIB = 1 << 30
@@ -43,8 +44,7 @@ _MANY = (
     Default("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
     Default("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
     Default("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
-    Default("RAY_gcs_rpc_server_connect_timeout_s", "120", "a worker waits for a busy head when it starts, instead of 5 s"),
-    Default("RAY_gcs_server_request_timeout_seconds", "120", "the same for its requests, instead of 60 s"),
+    Default("RAY_gcs_server_request_timeout_seconds", "120", "a worker waits for a busy head, instead of 60 s"),
     Default("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
     Default("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
     Default("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
@@ -64,6 +64,16 @@ _ALL = (
 def cluster_defaults(num_nodes: int) -> tuple[Default, ...]:
     """Ray's own variables for a cluster of so many nodes. They must be the same on all: the head's values hold everywhere."""
     return (*(_FEW if num_nodes < MANY_NODES else _MANY), *_ALL)
+
+
+def start_limits(start_s: float) -> tuple[Default, ...]:
+    """Ray's own limits for parts of a start that may take so many seconds; on a busy node its defaults end it earlier."""
+    seconds, reason = max(1, round(start_s)), "as --start-timeout; a busy node takes longer than Ray's {} s"
+    return (
+        Default(LIMIT_VARIABLE, str(seconds), reason.format("20 to 30")),
+        Default("RAY_agent_register_timeout_ms", str(1000 * seconds), reason.format(30)),
+        Default("RAY_gcs_rpc_server_connect_timeout_s", str(seconds), reason.format(5)),
+    )
 
 
 NODE_DEFAULTS = (

@@ -26,6 +26,7 @@ from helmsman.controller.bootstrap.settings import (
     parse_resources,
     parse_variables,
     shown,
+    start_limits,
     variables,
 )
 from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, stop_signals, teller
@@ -63,6 +64,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the available memory)"
     )
     up.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
+    up.add_argument(
+        "--start-timeout", type=_seconds, default=60.0, metavar="S", help="what Ray may take to start on a node (default 60)"
+    )
     up.add_argument(
         "--grace", type=_seconds, default=5.0, metavar="S", help="what the program has to end when it is told to (default 5)"
     )
@@ -170,7 +174,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
             "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
         )
     local = of_address(address, interface, chosen=bool(options.interface))
-    defaults = cluster_defaults(identity.count)
+    defaults = (*cluster_defaults(identity.count), *start_limits(options.start_timeout))
     known = {default.name for default in (*defaults, *NODE_DEFAULTS, *local)}
     return NodePlan(
         identity=identity,
@@ -191,6 +195,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         ],
         run_id=run_id,
         timeout_s=options.timeout,
+        ray_start_s=options.start_timeout,
         grace_s=options.grace,
         folder=folder,
         dashboard=options.dashboard,
