@@ -16,6 +16,7 @@ HelmsmanError
 │   ├── UnknownBackendError (ValueError)
 │   ├── AmbiguousAddressError (ValueError)
 │   ├── ClusterNotFoundError (ConnectionError)
+│   ├── ClusterNotUpError (RuntimeError)
 │   ├── NodesMissingError (TimeoutError)
 │   ├── RayStartError
 │   └── ClusterLostError (ConnectionError)  the Ray that a scheduler has started has ended
@@ -289,6 +290,24 @@ class ClusterNotFoundError(BackendError, ConnectionError):
             "use address='local' for an embedded one.",
             asked=asked,
             reason=reason,
+        )
+
+
+class ClusterNotUpError(BackendError, RuntimeError):
+    """A launcher has started the script on several nodes without a Ray cluster that spans them."""
+
+    launcher: str
+    said: tuple[str, ...]
+    command: str
+
+    def __init__(self, *, launcher: str, said: Sequence[str], command: str) -> None:
+        super().__init__(
+            f"Ray was not started (this node is one of several, by {launcher}: {', '.join(said)}): no cluster is given, "
+            "expected one of all nodes; with a Ray of its own, each node would run this script alone. Start one process on "
+            f"every node with `{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node alone.",
+            launcher=launcher,
+            said=tuple(said),
+            command=command,
         )
 
 

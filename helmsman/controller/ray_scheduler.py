@@ -90,8 +90,8 @@ class RayScheduler(SchedulerBase):
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
             none can be had (a firewall), they go by way of Ray as without it.
 
-    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError; ValueError where HELMSMAN_TLS is
-        neither 0 nor 1.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError, ClusterNotUpError (a launcher has
+        started the script on several nodes, without a cluster of them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
 
     When the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls fail with WorkerFailedError,
     everything else with ClusterLostError, and this process is disconnected from it and can start another scheduler.

@@ -123,7 +123,7 @@ class Head:
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
         command = ray_start(plan, plan.run_id, self._leases)
-        self._ray = RayProcess(command, self._environ, plan.tag, log, plan.ray_start_s)
+        self._ray = RayProcess(command, self._environ, plan.tag, log, plan.ray_start_s, self._tell)
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start())
         self._address = address

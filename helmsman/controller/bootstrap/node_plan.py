@@ -33,7 +33,7 @@ _AGENT_PORTS = (
     "--dashboard-agent-grpc-port",
     "--metrics-export-port",
 )
-RAY_COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "start")
+RAY_COMMAND = (sys.executable, "-m", "helmsman.controller.bootstrap.patient_ray", "start")
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
     ray_start_s: float = 60.0
-    """That Ray may take to start; it takes seconds, but on a node that does too much at once."""
+    """That Ray may take to start (--start-timeout); it takes seconds, but on a node that does too much at once."""
     patience: Patience = Patience()
 
     @property
