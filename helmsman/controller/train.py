@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from helmsman.api.engines import LossFn, Sample
+from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import (
     CheckpointError,
     EngineCallError,
@@ -179,7 +179,8 @@ class TrainController(RoleController):
         calls = {}
         for rank, worker in enumerate(self.workers):
             head, coordinate = divmod(rank, self.model_parallel_size)
-            args = ([samples[index] for index in shares[head]], *others) if coordinate == 0 else ()
+            share = SampleShare((samples[index] for index in shares[head]), shares[head])
+            args = (share, *others) if coordinate == 0 else ()
             calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self.model_parallel_size > 1 else None)
         return await self._call_workers(method, calls, timeout)
 

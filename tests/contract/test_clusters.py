@@ -356,6 +356,8 @@ def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable
         group.echo({"lock": __import__("threading").Lock()})
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]<part 1> \(a _thread.lock\)"):
         group.method(Member.own)([1, __import__("threading").Lock()])
+    with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\[3\]\['lock'\]"):
+        group.method(Member.summed)([1, 2, 3, {"lock": __import__("threading").Lock()}])  # type: ignore[list-item]
     assert group.method(Member.steps)() == [0, 0]
     assert [status.health.num_calls for status in group.health() if status.health] == [1, 1]
 
