@@ -137,9 +137,10 @@ class GroupMethod(Generic[P, G]):
         return self.submit(*args, **kwargs).awaited()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[G]:
-        """Run it and return a future at once; also a failing check of the ranks' coordinates comes out of the future.
+        """Run it and return a future at once; a failing check of the ranks' coordinates comes out of the future, too.
 
-        Tensors among the arguments must not be written to before it is done. Calls reach each worker in the order of submission.
+        Tensors among the arguments must not be written to before it is done. Calls reach each worker in the order in which they
+        were submitted.
 
         Raises: DispatchError, UnevenBatchError and ArgumentNotSerializableError, before anything is sent.
         """

@@ -345,9 +345,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
 
-    async def _through_gate(
-        self, method: str, calls: Mapping[str, Call], limit_s: float | None, deadline: float
-    ) -> list[Any]:
+    async def _through_gate(self, method: str, calls: Mapping[str, Call], limit_s: float | None, deadline: float) -> list[Any]:
         if self._gate is None:
             return await self._call_workers(method, calls, limit_s)
         async with self._gate:

@@ -61,9 +61,7 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
             entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
     """
     numbers = sample_numbers(samples)
-    checked: list[Columns] = [
-        _to_columns(number, sample, vocab_size) for number, sample in zip(numbers, samples, strict=True)
-    ]
+    checked: list[Columns] = [_to_columns(number, sample, vocab_size) for number, sample in zip(numbers, samples, strict=True)]
     for number, columns in zip(numbers, checked, strict=True):
         if columns.keys() != checked[0].keys():
             raise ValueError(
@@ -174,7 +172,9 @@ def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict
     columns = {name: _to_tensor(number, name, value) for name, value in sample.items()}
     input_ids = columns["input_ids"]
     if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
-        raise ValueError(f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0")
+        raise ValueError(
+            f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0"
+        )
     input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
         raise ValueError(f"sample {number}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")

@@ -506,7 +506,9 @@ def test_submit_does_not_wait_for_the_topology_check(make_cluster: Callable[...,
     added = group.method(Member.add).submit(rows(2))
     steps = group.method(Member.steps).submit()
     late = group.execute_all_async("steps", timeout=0.3)
-    with pytest.raises(errors.CallTimeoutError, match="steps did not finish within .*not sent, since an earlier call still waits"):
+    with pytest.raises(
+        errors.CallTimeoutError, match="steps did not finish within .*not sent, since an earlier call still waits"
+    ):
         late.result(LIMIT_S)
     assert not (waiting.done() or summed.done() or added.done() or steps.done())
     release.touch()

@@ -109,7 +109,17 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     [
         ({}, 128),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 512),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}}, 256),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            256,
+        ),
         (
             {
                 "rope_parameters": {
