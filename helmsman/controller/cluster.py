@@ -33,6 +33,7 @@ from helmsman.api.scheduler import (
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
+from helmsman.controller.argument_names import require_engine_arguments
 from helmsman.controller.base import Call, SchedulerBase
 from helmsman.controller.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller.coordinates import difference, is_missing_method
@@ -106,6 +107,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                 value=worker_config.max_concurrency,
                 expected="1 or more, or None for no limit",
             )
+        engine = plain_class(worker_cls)
+        require_engine_arguments(name, engine, kwargs or {})
         world_size = world_size_of(name, worker_config)
         self.topology = worker_config.topology(name, world_size)
         self._allocation = resource_manager.allocate_placement_group(
@@ -119,7 +122,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
             job = job_of(name, resource_manager, worker_config, self._allocation)
-            super().__init__(resource_manager.scheduler, plain_class(worker_cls), job, args)
+            super().__init__(resource_manager.scheduler, engine, job, args)
             self.initialize()
         except BaseException:
             resource_manager.free(name)

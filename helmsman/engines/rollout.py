@@ -18,6 +18,7 @@ import msgspec
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
+from helmsman.api.suggestions import Suggesting
 from helmsman.api.weights import Weights
 from helmsman.engines.admission import check_request, check_samples_of_one
 from helmsman.engines.decode_batch import DecodeBatch
@@ -27,7 +28,7 @@ from helmsman.engines.model import build_model, max_positions, resolve_dtype
 logger = logging.getLogger(__name__)
 
 
-class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout engine serves, and how much at a time."""
 
     model: str | dict[str, Any]
