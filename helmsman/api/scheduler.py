@@ -20,6 +20,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.suggestions import Suggesting
 from helmsman.api.topology import RankInfo
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
@@ -27,7 +28,7 @@ NodePacking = Literal["pack", "spread", "strict_spread"]
 StrategyType = Literal["separation", "colocation"]
 
 
-class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """What one worker needs."""
 
     cpu: float = 1
@@ -65,7 +66,7 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     of the job's bundles on one node."""
 
 
-class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """Where a job's workers go in relation to another role's."""
 
     type: StrategyType = "separation"
@@ -80,7 +81,7 @@ class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
     one node. Several replicas may get the same device. Empty: neighbours share evenly."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """One role of the run: ``replicas`` workers with the specs ``tasks``."""
 
     role: str
@@ -317,7 +318,7 @@ class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Of a batch's rows, how many at the end are padding."""
 
 
-class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """What create_engine builds, with what is to be set before."""
 
     target: str | type[Any]
@@ -330,7 +331,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Named arguments of the constructor, beside those of create_engine, which has names of its own."""
 
 
-class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The one table of time limits, by class of operation, in seconds."""
 
     start_s: float = 300.0

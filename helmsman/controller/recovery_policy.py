@@ -6,8 +6,10 @@ import os
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
 
-class RecoveryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+
+class RecoveryPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """How a training job outlives its workers. Times in seconds."""
 
     checkpoints: str | os.PathLike[str]

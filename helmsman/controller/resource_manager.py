@@ -146,17 +146,18 @@ class ResourceManager:
     def _reserve(self, num_gpus: int, num_nodes: int | None, num_cpus: float) -> list[Reservation]:
         scheduler = self.scheduler
         nodes = scheduler.nodes()
-        if scheduler.shares_process and num_nodes in (None, 1):  # where devices are numbers only
-            logical = tuple(str(index) for index in range(num_gpus))
-            return [Reservation(node_id=nodes[0].node_id, node=nodes[0].address, devices=logical)]
         fitting = [node for node in nodes if node.num_devices >= num_gpus]
         wanted = num_nodes or max(1, len(fitting))
         if len(fitting) < wanted:
             raise ResourcesNotMetError(
                 requested=f"{wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all",
                 observed=_table(nodes),
-                step=_step(nodes, num_gpus, wanted),
+                step=_step(nodes, num_gpus, wanted)
+                + (f", or give the scheduler num_gpus={num_gpus} for logical devices" if scheduler.shares_process else ""),
             )
+        if scheduler.shares_process:  # where devices are numbers only
+            logical = tuple(str(index) for index in range(num_gpus))
+            return [Reservation(node_id=node.node_id, node=node.address, devices=logical) for node in fitting[:wanted]]
         if not num_gpus:
             return [Reservation(node_id=node.node_id, node=node.address) for node in fitting[:wanted]]
         spec = SchedulingSpec(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from helmsman.api.engines import LossFn, Sample
+from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import (
     CheckpointError,
     EngineCallError,
@@ -22,6 +22,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
+from helmsman.controller.argument_names import require_loss_settings
 from helmsman.controller.arguments import checked
 from helmsman.controller.base import Call
 from helmsman.controller.group import is_communication_error, release
@@ -107,7 +108,8 @@ class TrainController(RoleController):
             loss_kwargs: further arguments of the loss.
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the engine's statistics over the global batch.
-        Raises: ValueError for a batch that makes no sense, before anything is sent; else as call_all.
+        Raises: ValueError for a batch that makes no sense, or a setting that the loss is known not to take, before anything is
+            sent; else as call_all.
         """
         return run_sync(self._step("train_batch", samples, loss_fn, loss_kwargs, timeout))
 
@@ -151,6 +153,7 @@ class TrainController(RoleController):
         loss_kwargs: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> dict[str, float]:
+        require_loss_settings(loss_fn, loss_kwargs)
         shares = split_samples(samples, self.data_parallel_size)
         results = await self._call_shares(method, samples, shares, (loss_fn, loss_kwargs), timeout)
         statistics: dict[str, float] = results[0]
@@ -185,7 +188,8 @@ class TrainController(RoleController):
         calls = {}
         for rank, worker in enumerate(self.workers):
             head, coordinate = divmod(rank, self.model_parallel_size)
-            args = ([samples[index] for index in shares[head]], *others) if coordinate == 0 else ()
+            share = SampleShare((samples[index] for index in shares[head]), shares[head])
+            args = (share, *others) if coordinate == 0 else ()
             calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self.model_parallel_size > 1 else None)
         return await self._call_workers(method, calls, timeout)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -21,6 +20,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, WorkerHealth
+from helmsman.api.suggestions import nearest
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_context import WorkerContext, within
 from helmsman.api.worker_group import GroupWorker
@@ -410,7 +410,7 @@ class EngineHost:
                 engine_name=name,
                 method=request.method,
                 engine_type=type(engine).__qualname__,
-                suggestions=difflib.get_close_matches(request.method, public, n=3),
+                suggestions=nearest(request.method, public),
                 reason=reason,
             )
         return engine, method

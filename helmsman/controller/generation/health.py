@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
+
 
 class Health(Enum):
     """States of an instance.
@@ -102,7 +104,7 @@ TRANSITIONS: Mapping[tuple[Health, Event], Health] = MappingProxyType(
 """What follows; an event that is not here for a state cannot happen in it. Late news of what has gone change nothing."""
 
 
-class SupervisionPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class SupervisionPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """When an instance is suspected, given up and built anew. Times in seconds."""
 
     probe_every_s: float = 2.0
