@@ -7,6 +7,7 @@ python -m benchmarks.echo PATH KEY
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import selectors
@@ -15,13 +16,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from helmsman.api.scheduler import WorkerHealth
+from helmsman.rpc_server.auth import authenticate_connector, connect
 from helmsman.rpc_server.codec import encode
 from helmsman.rpc_server.frames import (
     FrameReader,
@@ -34,7 +35,7 @@ from helmsman.rpc_server.frames import (
     pack_length,
 )
 from helmsman.rpc_server.messages import Reply, Request, Verb
-from helmsman.rpc_server.proof import connect, prove_as_server
+from helmsman.rpc_server.stream import Stream
 from helmsman.rpc_server.wire_payload import WirePayload, to_wire
 
 _HEALTH = WorkerHealth(
@@ -78,13 +79,14 @@ class EchoProcess:
 
     def connect(self) -> BareConnection:
         """A bare connection."""
-        return BareConnection(connect(self.path, self.key, 10.0))
+        return BareConnection(asyncio.run(connect(self.path, self.key, 10.0)))
 
 
 class BareConnection:
     """One round trip of a request and its reply, and nothing else."""
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
         self._socket = sock
         self._frame = RequestFrame(Request(1, Verb.CALL, "engine", "ping"), _wire(((), {})))
 
@@ -127,9 +129,8 @@ def serve(path: str, key: bytes) -> None:
                     return
                 if ready.fileobj is listener:
                     peer, _ = listener.accept()
-                    proving = Connection(os.dup(peer.fileno()))
-                    prove_as_server(proving, key)
-                    proving.close()
+                    asyncio.run(authenticate_connector(Stream(peer), key))
+                    peer.setblocking(True)
                     selector.register(peer, selectors.EVENT_READ, FrameReader())
                 else:
                     assert isinstance(ready.fileobj, socket.socket)

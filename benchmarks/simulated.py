@@ -17,12 +17,10 @@ from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.local import LocalProcess, LocalTransport
 from helmsman.controller.loop import await_all
-from helmsman.controller.one_machine import on_one_machine, one_machine
+from helmsman.controller.one_machine import ADDRESS, OneMachine, without_selectors
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Ending
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
-
-_ADDRESS = "127.0.0.1"
 
 
 class _Process(LocalProcess):
@@ -48,6 +46,7 @@ class SimulatedScheduler(SchedulerBase):
     def __init__(self, echo: EchoProcess) -> None:
         super().__init__()
         self._echo = echo
+        self._machine = OneMachine(num_gpus=0)
         self.transports: list[LocalTransport] = []
 
     @property
@@ -58,15 +57,15 @@ class SimulatedScheduler(SchedulerBase):
         return SegmentStore()
 
     def _snapshot(self) -> ClusterSnapshot:
-        return one_machine(_ADDRESS, "GPU", (), ())
+        return self._machine.snapshot()
 
     def _as_planned_for(self, job: Job) -> Job:
-        return on_one_machine(job)
+        return without_selectors(job)
 
     async def _reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
     ) -> Mapping[str, Sequence[Place]]:
-        return {job.role: [Place(node=_ADDRESS, node_id=_ADDRESS)] * job.replicas for job in jobs}
+        return {job.role: [Place(node=ADDRESS, node_id=ADDRESS)] * job.replicas for job in jobs}
 
     async def _launch(
         self,

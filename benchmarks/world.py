@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
+from unittest import mock
 
 from benchmarks.engines import Engine
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
+from helmsman.rpc_server.segments import HAS_SEGMENTS
+from helmsman.rpc_server.tls import TLS_VARIABLE
 
 NUM_WORKERS = 16
 ENGINE = "engine"
@@ -52,7 +56,12 @@ class World:
         return self._of_case
 
     def scheduler(self, backend: str) -> Scheduler:
-        """'local'; 'ray', the one embedded cluster; or 'ray_actor', on the same cluster without direct calls."""
+        """A scheduler.
+
+        Args:
+            backend: 'local'; 'ray', the one embedded cluster; on the same cluster 'ray_actor', without direct calls, and
+                'ray_tls' and 'ray_tcp', whose workers are connected as those of other machines are, with TLS and without.
+        """
         if backend in self._broken:
             raise RuntimeError(f"the scheduler {backend!r} could not be made, as was said above")
         if backend not in self._schedulers:
@@ -60,6 +69,10 @@ class World:
             if backend == "ray_actor":
                 self.scheduler("ray")
                 made = make_scheduler("ray", direct_calls=False)
+            elif backend in ("ray_tls", "ray_tcp"):
+                self.scheduler("ray")
+                with mock.patch.dict(os.environ, {TLS_VARIABLE: "1" if backend == "ray_tls" else "0"}):
+                    made = make_scheduler("ray")
             elif backend == "ray":
                 made = make_scheduler("ray", address="local", num_cpus=64)
             else:
@@ -73,7 +86,9 @@ class World:
         scheduler = self.scheduler(backend)
         if backend not in self._equipped:
             job = Job(role="w", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)])
-            workers = scheduler.create_workers(job)
+            shares_memory = HAS_SEGMENTS and backend not in ("ray_tls", "ray_tcp")
+            with mock.patch("helmsman.controller.ray_transport.HAS_SEGMENTS", shares_memory):
+                workers = scheduler.create_workers(job)
             self.run(_equip(scheduler, workers))
             self._equipped.add(backend)
         return scheduler

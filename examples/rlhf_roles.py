@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options: dict[str, dict[str, Any]] = {
         "local": {"num_gpus": NUM_DEVICES, "preload": ("numpy",)},
         "ray": {"address": "local", "num_cpus": 4, "num_gpus": NUM_DEVICES},
-        "inline": {},
+        "inline": {"num_gpus": NUM_DEVICES},
     }
     try:
         with interruptible(), make_scheduler(given.scheduler, seed=given.seed, **options[given.scheduler]) as scheduler:

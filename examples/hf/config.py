@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import json
 import re
@@ -20,6 +19,7 @@ import msgspec
 from examples.hf.resolving import resolve, told
 from examples.hf.settings import Settings
 from helmsman.api.errors import BackendNotInstalledError
+from helmsman.api.suggestions import did_you_mean
 
 EXTENDS = "extends"
 """Key of a file's base: another file, beside it."""
@@ -39,9 +39,20 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Setting
         # Dates, which YAML and TOML have and settings.json has not, are texts.
         return resolve(msgspec.convert(msgspec.to_builtins(entries), Settings, strict=False))
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {told(error, Settings)}") from error
+        text = told(error, Settings)
+        raise ValueError(f"{_origin(text, path, overrides)}: {text}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{_origin(str(error), path, overrides)}: {error}") from error
+
+
+def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -> str:
+    """The flag that gave the key at the start of a message; else the file, with the flags that the message speaks of."""
+    words = re.findall(r"[\w.]+", text)
+    for name, _ in reversed(overrides):
+        if f"{words[0]}.".startswith(f"{name}.") or (name.startswith(f"{words[0]}.") and name.rpartition(".")[2] in words):
+            return f"--{name}"
+    spoken = [f"--{name}" for name, _ in overrides if {name, name.partition(".")[0], name.rpartition(".")[2]} & {*words}]
+    return f"{path} with {', '.join(spoken)}" if spoken else str(path)
 
 
 def as_yaml(settings: Settings) -> str:
@@ -142,9 +153,7 @@ def _require_known(where: str, entries: Mapping[str, Any], kind: type[msgspec.St
 
 
 def _unknown(key: str, name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-    return f"there is no setting {key!r}; {hint}"
+    return f"there is no setting {key!r}; {did_you_mean(str(name), known)}"
 
 
 def _set(entries: dict[str, Any], key: str, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 
 from examples.hf.roles import ENGINES
 from examples.hf.settings import Settings, name_of
+from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.train_config import TrainConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -92,6 +94,8 @@ def told(error: msgspec.ValidationError, kind: type[msgspec.Struct], section: st
     at = at.rstrip("`")
     if reason.startswith("Invalid enum value"):
         reason += f"; expected {' or '.join(map(repr, _choices(kind, at)))}"
+    elif (found := re.search(r"unknown field `(.*)`", reason)) and not at:
+        reason += f"; {did_you_mean(found[1], kind.__struct_fields__)}"
     key = ".".join(filter(None, (section, at)))
     return f"{key}: {reason}" if key else reason
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from helmsman.api.errors import InvalidSpecError
+from helmsman.api.suggestions import Suggesting
 from helmsman.api.topology import DEFAULT_MESH, Axis, Topology
 
 
-class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """Size, devices and parallelism of a group's workers."""
 
     device_mapping: str | Sequence[int] | None = None

@@ -8,7 +8,7 @@ be driven by TrainController and RolloutController.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -25,7 +25,26 @@ Sample: TypeAlias = Mapping[str, Any]
 whether the prediction *of* token t counts, and ``logprobs[t]`` is the log-probability of token t given those before it (entry
 0 is unused). A scalar ``pair`` keeps two samples together, see helmsman.api.pairs."""
 
-LossFn: TypeAlias = "Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]"
+
+class SampleShare(list[Sample]):
+    """Samples of one rank, with the numbers that they have in the batch of the caller, by which messages name them.
+
+    Args:
+        samples: The share.
+        numbers: Index of each sample in the whole batch.
+    """
+
+    def __init__(self, samples: Iterable[Sample], numbers: Iterable[int]) -> None:
+        super().__init__(samples)
+        self.numbers = tuple(numbers)
+
+
+def sample_numbers(samples: Sequence[Sample]) -> Sequence[int]:
+    """Index of each sample in the batch of the caller; the position in ``samples`` where these are no share of a batch."""
+    return samples.numbers if isinstance(samples, SampleShare) else range(len(samples))
+
+
+LossFn: TypeAlias = Callable[..., tuple["torch.Tensor", dict[str, "torch.Tensor"]]]
 """``loss_fn(outputs, batch, **kwargs) -> (loss_sum, stats)``, a pure function.
 
 ``outputs`` (B, T) float32 is what the model says of each token under the current weights: its log-probability given those

@@ -16,6 +16,7 @@ HelmsmanError
 │   ├── UnknownBackendError (ValueError)
 │   ├── AmbiguousAddressError (ValueError)
 │   ├── ClusterNotFoundError (ConnectionError)
+│   ├── ClusterNotUpError (RuntimeError)
 │   ├── NodesMissingError (TimeoutError)
 │   ├── RayStartError
 │   └── ClusterLostError (ConnectionError)  the Ray that a scheduler has started has ended
@@ -289,6 +290,24 @@ class ClusterNotFoundError(BackendError, ConnectionError):
             "use address='local' for an embedded one.",
             asked=asked,
             reason=reason,
+        )
+
+
+class ClusterNotUpError(BackendError, RuntimeError):
+    """A launcher has started the script on several nodes without a Ray cluster that spans them."""
+
+    launcher: str
+    said: tuple[str, ...]
+    command: str
+
+    def __init__(self, *, launcher: str, said: Sequence[str], command: str) -> None:
+        super().__init__(
+            f"Ray was not started (this node is one of several, by {launcher}: {', '.join(said)}): no cluster is given, "
+            "expected one of all nodes; with a Ray of its own, each node would run this script alone. Start one process on "
+            f"every node with `{command}`. Or give a cluster in RAY_ADDRESS; RAY_ADDRESS=local starts Ray on this node alone.",
+            launcher=launcher,
+            said=tuple(said),
+            command=command,
         )
 
 
@@ -636,13 +655,15 @@ class WorkerFailedError(CallError):
         running_s: float | None = None,
         log_path: str = "",
         log_tail: str = "",
+        next_step: str = "",
         aftermath: str = "",
     ) -> None:
         role, _, index = worker_id.rpartition("/")
         since = f" (running for {running_s:.1f} s)" if running_s is not None else ""
         doing = f" while {running} ran{since}" if running else ""
         lost = f" {_operation(engine_name, method)} has no result and was not sent again." if method else ""
-        others = aftermath or f"Other workers are unharmed. delete_workers({role!r}) frees what the role holds."
+        step = next_step or f"restart_worker({worker_id!r}) starts it again, without its engines."
+        others = aftermath or f"Other workers are unharmed. {step} delete_workers({role!r}) frees what the role holds."
         super().__init__(
             f"worker {worker_id} on node {node} (pid {pid if pid is not None else 'unknown'}) {cause}{doing}.{lost} {others}"
             f"{_log_section(log_path, log_tail)}",
@@ -715,9 +736,10 @@ class _RemoteError(CallError):
         remote_traceback: str,
         node: str = "",
         log_path: str = "",
+        reason: str = "cannot be pickled",
     ) -> None:
         on = f" on {node}" if node else ""
-        what = self._what.format(engine=engine_name, operation=_operation(engine_name, method))
+        what = self._what.format(engine=engine_name, operation=_operation(engine_name, method), reason=reason)
         super().__init__(
             f"{worker_id}{on}: {what} raised {remote_type}: {remote_message}\n"
             f"  traceback in the worker:\n{_indent(remote_traceback)}{_log_section(log_path, '')}",
@@ -748,9 +770,9 @@ class EngineCallError(_RemoteError):
 
 
 class ExceptionNotSerializableError(EngineCallError):
-    """As EngineCallError, for an exception that cannot be pickled: its type, message and traceback still arrive."""
+    """As EngineCallError, for an exception that cannot be pickled, or is too large: its type, message and traceback arrive."""
 
-    _what = "{operation} (with an exception that cannot be pickled, so __cause__ is not set)"
+    _what = "{operation} (with an exception that {reason}, so __cause__ is not set)"
 
 
 class MethodNotFoundError(CallError, AttributeError):

@@ -6,10 +6,12 @@ from typing import Literal
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
+
 StopReason = Literal["stop", "length", "abort"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """How the next token is drawn; the fields mean what they mean in vLLM and Hugging Face."""
 
     max_new_tokens: int = 128
@@ -36,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"top_p is {self.top_p}; expected more than 0 and at most 1")
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """One sequence to continue."""
 
     request_id: str

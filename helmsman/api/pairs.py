@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from helmsman.api.engines import sample_numbers
+
 PAIR = "pair"
 """The entry of a sample that names its pair."""
 
@@ -31,15 +33,18 @@ def sample_units(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
     if not samples or PAIR not in samples[0]:
         return [(index,) for index in range(len(samples))]
     members: dict[int, list[int]] = {}
+    numbers = sample_numbers(samples)
     for index, sample in enumerate(samples):
         try:
             number = int(sample[PAIR])
         except (TypeError, ValueError, RuntimeError) as exc:
-            raise ValueError(f"sample {index}: {PAIR!r} is {sample[PAIR]!r}; expected one integer, that of its pair") from exc
+            raise ValueError(
+                f"sample {numbers[index]}: {PAIR!r} is {sample[PAIR]!r}; expected one integer, that of its pair"
+            ) from exc
         members.setdefault(number, []).append(index)
     for number, indices in members.items():
         if len(indices) != 2:
-            shown = ", ".join(map(str, indices[:6]))
+            shown = ", ".join(str(numbers[index]) for index in indices[:6])
             raise ValueError(
                 f"pair {number} has {len(indices)} sample(s) ({shown}); give {PAIR!r} to two samples, the preferred one first"
             )

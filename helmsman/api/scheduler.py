@@ -20,6 +20,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.suggestions import Suggesting
 from helmsman.api.topology import RankInfo
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
@@ -27,7 +28,7 @@ NodePacking = Literal["pack", "spread", "strict_spread"]
 StrategyType = Literal["separation", "colocation"]
 
 
-class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """What one worker needs."""
 
     cpu: float = 1
@@ -65,7 +66,7 @@ class SchedulingSpec(msgspec.Struct, frozen=True, kw_only=True):
     of the job's bundles on one node."""
 
 
-class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """Where a job's workers go in relation to another role's."""
 
     type: StrategyType = "separation"
@@ -80,7 +81,7 @@ class SchedulingStrategy(msgspec.Struct, frozen=True, kw_only=True):
     one node. Several replicas may get the same device. Empty: neighbours share evenly."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """One role of the run: ``replicas`` workers with the specs ``tasks``."""
 
     role: str
@@ -219,8 +220,16 @@ class WorkerState(Enum):
     """Its process died."""
 
 
+ProcessState = Literal["running", "sleeping", "disk", "stopped"]
+
+
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's answer to ``health``; given also while a call runs."""
+    """A worker's health; given also while a call runs, and while the worker itself cannot answer.
+
+    A worker cannot answer while C code holds its interpreter's lock, or while its process is stopped or swapped out. Its health
+    is then an observation from outside: ``stuck_s`` and ``process_state`` are set, engines and counts are ``stuck_s`` old,
+    and ``failed_engines`` is empty.
+    """
 
     worker_id: str
     pid: int
@@ -245,6 +254,23 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until it ends, where it was told to; None where it was not."""
     failed_engines: dict[str, str] = {}
     """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
+    failure: str | None = None
+    """Why the worker itself cannot serve calls, such as a thread that could not be started; None while it can."""
+    stuck_s: float | None = None
+    """Seconds since its interpreter last ran Python, where it did not answer itself; None where it did."""
+    process_state: ProcessState | None = None
+    """Where it did not answer itself. running: a thread of it computes; sleeping: all wait; disk: it waits for a disk or for
+    swapped memory; stopped: by a signal or a debugger."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the worker answered itself."""
+        return self.stuck_s is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it did not answer itself, yet makes progress as far as the kernel can see."""
+        return self.process_state in ("running", "disk")
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,7 +318,7 @@ class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Of a batch's rows, how many at the end are padding."""
 
 
-class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """What create_engine builds, with what is to be set before."""
 
     target: str | type[Any]
@@ -305,7 +331,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Named arguments of the constructor, beside those of create_engine, which has names of its own."""
 
 
-class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """The one table of time limits, by class of operation, in seconds."""
 
     start_s: float = 300.0
@@ -453,10 +479,15 @@ class Scheduler(abc.ABC):
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         """Ask a worker whether it is there; it answers beside a call that runs.
 
+        A worker that does not answer within half a second is observed from outside, so that its health is known within a
+        second. This needs Linux, and on Ray a worker on this machine or direct connections (``direct_calls``). Inline workers
+        share the script's interpreter, so a lock that is held there holds up the script, too.
+
         Args:
-            timeout: seconds; ``timeouts.health_s`` when None.
-        Returns: what it says.
-        Raises: WorkerFailedError when it has died, CallTimeoutError when it does not answer, WorkerNotFoundError.
+            timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.
+        Returns: its answer, or the observation (``WorkerHealth.answered`` is False).
+        Raises: WorkerFailedError when it has died, CallTimeoutError when it neither answers nor can be observed,
+            WorkerNotFoundError.
         """
 
     @abc.abstractmethod
@@ -584,6 +615,9 @@ class Scheduler(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
+
+    def _advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
+        """Have the WorkerFailedErrors of a role end with this sentence; '' for the scheduler's own. For controllers."""
 
     def __enter__(self) -> Self:
         return self

@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
 
-class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
+
+class WeightFormat(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """What is made of parameters before they leave a trainer."""
 
     dtype: str | None = None

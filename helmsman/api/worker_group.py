@@ -137,7 +137,13 @@ class GroupMethod(Generic[P, G]):
         return self.submit(*args, **kwargs).awaited()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> GroupFuture[G]:
-        """Run it and do not wait. Tensors among the arguments must not be written to before it is done."""
+        """Run it and return a future at once; a failing check of the ranks' coordinates comes out of the future, too.
+
+        Tensors among the arguments must not be written to before it is done. Calls reach each worker in the order in which they
+        were submitted.
+
+        Raises: DispatchError, UnevenBatchError and ArgumentNotSerializableError, before anything is sent.
+        """
         return self._group._begin(self.spec, args, kwargs, self._options)
 
     @overload

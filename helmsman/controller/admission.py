@@ -31,7 +31,7 @@ def require_feasible(snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Se
 
 def busy(jobs: Sequence[Job], snapshot: ClusterSnapshot, holders: str, deadline: Deadline) -> errors.PlacementTimeoutError:
     """The error of jobs that would fit if others held less."""
-    wanted = asked_for(jobs)
+    wanted = {name: amount for name, amount in asked_for(jobs).items() if name not in snapshot.shared}
     free = total_of(node.available for node in snapshot.nodes)
     kinds = [name for name in ACCELERATORS if any(node.total.get(name) for node in snapshot.nodes)] or ACCELERATORS[:1]
     return errors.PlacementTimeoutError(

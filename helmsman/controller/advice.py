@@ -90,10 +90,8 @@ class _Advice:
             job = jobs[index]
             for name, by in outcome.missing.items():
                 job, left = _cut(job, name, by)
-                if not left and name in ACCELERATORS:
-                    if self._snapshot.can_grow:
-                        yield f"add nodes with accelerators, of which those that {job.role!r} may use have none"
-                    return
+                if not left and name in ACCELERATORS and self._snapshot.can_grow:
+                    yield f"add nodes with accelerators, of which those that {job.role!r} may use have none"
                 told[job.role, name] = f"set {field_of(name)}{self._of_role(job)} to {_shown(name, left)}"
             jobs = [*jobs[:index], job, *jobs[index + 1 :]]
             outcome = self._outcome(jobs)

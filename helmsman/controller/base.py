@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,13 +24,15 @@ from helmsman.api.scheduler import (
     WorkerState,
     WorkerStatus,
 )
+from helmsman.controller.arguments import checked, refusal, require_seconds
 from helmsman.controller.client import WorkerClient, encode_arguments, request_ids
 from helmsman.controller.cluster_snapshot import as_node
 from helmsman.controller.elastic_roles import ElasticRoles
 from helmsman.controller.exchange import GroupExchange, exchange_async, exchange_sync
 from helmsman.controller.fanout import Fanout
+from helmsman.controller.health import ask_health
 from helmsman.controller.injection import inject
-from helmsman.controller.loop import await_all, run_async, run_sync
+from helmsman.controller.loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.rendezvous import probe
 from helmsman.controller.transport import Outgoing
@@ -69,6 +71,7 @@ class SchedulerBase(ElasticRoles):
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
+    @checked
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         given: Mapping[Any, Any] = env
         wrong = {name: value for name, value in given.items() if not (isinstance(name, str) and isinstance(value, str))}
@@ -77,10 +80,14 @@ class SchedulerBase(ElasticRoles):
         client = self._client(worker_id)
         await run_async(client.control(Verb.SET_ENV, dict(env)))
 
+    @checked
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         client = self._client(worker_id)
-        limit_s = self.timeouts.health_s if timeout is None else timeout
-        return client.heard(await run_async(client.control(Verb.HEALTH, limit_s=limit_s)))
+        limit = (self.timeouts.health_s, "Timeouts.health_s") if timeout is None else (timeout, "the operation's deadline")
+        found, failures = await run_async(ask_health({worker_id: client}, *limit))
+        if worker_id in failures:
+            raise failures[worker_id]
+        return found[worker_id]
 
     async def leaving(self) -> dict[str, Leaving]:
         self._require_open("leaving")
@@ -88,6 +95,7 @@ class SchedulerBase(ElasticRoles):
         notices = {worker_id: client.leaving for worker_id, client in workers}
         return {worker_id: notice for worker_id, notice in notices.items() if notice is not None}
 
+    @checked
     async def inject(self, fault: Fault) -> list[Injection]:
         if self.shares_process:
             raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
@@ -99,14 +107,17 @@ class SchedulerBase(ElasticRoles):
         """Why a node cannot be dropped but for the workers there; '' when it can. Blocks for one look at a cluster at most."""
         return "the script runs on it"
 
+    @checked
     async def kill_worker(self, worker_id: str, cause: str) -> None:
         client = self._client(worker_id)
         await run_async(client.kill(cause))
 
+    @checked
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         entry = self._role(role)
         await run_async(probe(role, dict(entry.clients), address, port))
 
+    @checked
     async def create_engine(
         self,
         worker_id: str,
@@ -116,7 +127,7 @@ class SchedulerBase(ElasticRoles):
         **kwargs: Any,
     ) -> None:
         client = self._client(worker_id)
-        name = engine_name or worker_id
+        name = str.__str__(engine_name or worker_id)
         payload = encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
         self._require_values(payload.handles)
         await run_async(client.create_engine(name, payload, self.timeouts.create_engine_s))
@@ -134,9 +145,11 @@ class SchedulerBase(ElasticRoles):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
+        _require_call("call_engine", worker_id, method, engine_name, rpc_meta)
+        limit = self._limit("call_engine", timeout)
         client = self._client(worker_id)
         outgoing = self._packed_call(client, worker_id, method, engine_name, args, kwargs, rpc_meta)
-        return decode(exchange_sync(client, outgoing, *self._limit(timeout)))
+        return decode(exchange_sync(client, outgoing, *limit))
 
     async def async_call_engine(
         self,
@@ -148,9 +161,11 @@ class SchedulerBase(ElasticRoles):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
+        _require_call("async_call_engine", worker_id, method, engine_name, rpc_meta)
+        limit = self._limit("async_call_engine", timeout)
         client = self._client(worker_id)
         outgoing = self._packed_call(client, worker_id, method, engine_name, args, kwargs, rpc_meta)
-        return decode(await exchange_async(client, outgoing, *self._limit(timeout)))
+        return decode(await exchange_async(client, outgoing, *limit))
 
     def begin_calls(
         self,
@@ -165,11 +180,12 @@ class SchedulerBase(ElasticRoles):
         Those that cannot be begun have failed, and hide nothing of what was sent to others. Workers that get the same get the
         same message, which is made once.
         """
-        fanout = Fanout(*self._limit(timeout))
+        fanout = Fanout(*self._limit("call_all", timeout))
         shared: dict[tuple[Any, ...], Outgoing] = {}
         for worker_id, call in calls.items():
             meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
             try:
+                _require_call("call_all", worker_id, method, engine_name, meta)
                 client = self._client(worker_id)
                 key = (id(call.payload), _name_for(client, engine_name or worker_id), id(meta))
                 outgoing = None if call.payload is None else shared.get(key)
@@ -183,12 +199,11 @@ class SchedulerBase(ElasticRoles):
                 fanout.failed(worker_id, error)
         return fanout
 
-    def _limit(self, timeout: float | None) -> tuple[float, str]:
+    def _limit(self, caller: str, timeout: float | None) -> tuple[float, str]:
         """Seconds that a call may take, and what says so."""
         if timeout is None:
             return self.timeouts.call_s, "Timeouts.call_s"
-        if math.isnan(timeout):
-            raise ValueError("timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
+        require_seconds(caller, timeout)
         return timeout, "the call's timeout argument"
 
     def _packed_call(
@@ -208,13 +223,15 @@ class SchedulerBase(ElasticRoles):
         broadcast = meta.pop("broadcast", None)
         more = meta.pop("kwargs", {})
         if meta:
-            raise TypeError(f"unknown rpc_meta {sorted(meta)}; it takes 'broadcast', 'discard', 'keep' and 'kwargs'")
+            raise TypeError(f"unknown rpc_meta {sorted(map(str, meta))}; it takes 'broadcast', 'discard', 'keep' and 'kwargs'")
         name = engine_name or worker_id
         if payload is None:
             payload = encode_arguments(worker_id, name, method, (args, {**kwargs, **more} if more else kwargs))
         if payload.handles:
             self._require_values(payload.handles)
-        request = Request(next(request_ids), Verb.CALL, _name_for(client, name), method, keeps, broadcast, discards)
+        # What is sent has no subclasses of str: msgspec would refuse NumPy's.
+        plain = None if (engine := _name_for(client, name)) is None else str.__str__(engine)
+        request = Request(next(request_ids), Verb.CALL, plain, str.__str__(method), keeps, broadcast, discards)
         return Outgoing(request, payload)
 
     # --- values -----------------------------------------------------------------------------------------------------
@@ -227,11 +244,13 @@ class SchedulerBase(ElasticRoles):
         self._put.add(handle.id)
         return handle
 
+    @checked
     def get(self, handle: ResultHandle) -> Any:
         self._require_open("get")
         self._require_values([handle])
         return decode(self._store.fetch(handle))
 
+    @checked
     def release(self, handle: ResultHandle) -> None:
         if self._closed:  # and with it whoever kept something
             return
@@ -239,12 +258,16 @@ class SchedulerBase(ElasticRoles):
             self._put.discard(handle.id)
             self._store.drop(handle.id)
             return
-        self._released[handle.id] = None
-        if len(self._released) > _REMEMBERED:
-            del self._released[next(iter(self._released))]
         try:
             client = self._client(handle.worker_id)
         except (errors.NotFoundError, errors.SchedulerClosedError):
+            client = None
+        else:
+            forbid_blocking()  # before it counts as released
+        self._released[handle.id] = None
+        if len(self._released) > _REMEMBERED:
+            del self._released[next(iter(self._released))]
+        if client is None:
             return
         with contextlib.suppress(errors.WorkerFailedError):  # its memory went with it
             run_sync(client.control(Verb.RELEASE, handle.id))
@@ -281,16 +304,13 @@ class SchedulerBase(ElasticRoles):
         clients = {client.worker_id: client for role in list(self._roles.values()) for client in role.clients.values()}
 
         async def ask() -> list[WorkerStatus]:
-            asked = Fanout(self.timeouts.health_s, "Timeouts.health_s")
-            question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
-            for worker_id, client in clients.items():
-                if client.is_there:
-                    GroupExchange(client, question, asked, worker_id).begin()
-            await asked.wait()  # the states below say what failures mean
-            return [client.status(asked.results.get(worker_id)) for worker_id, client in clients.items()]
+            there = {worker_id: client for worker_id, client in clients.items() if client.is_there}
+            found, _ = await ask_health(there, self.timeouts.health_s, "Timeouts.health_s")  # states say what failures mean
+            return [client.status(found.get(worker_id)) for worker_id, client in clients.items()]
 
         return run_sync(ask())
 
+    @checked
     def stacks(self, role: str) -> dict[str, str]:
         self._require_open("stacks")
         entry = self._role(role)
@@ -307,6 +327,7 @@ class SchedulerBase(ElasticRoles):
 
         return run_sync(ask_all())
 
+    @checked
     def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
         self._require_open("environment")
         entry = self._role(role)
@@ -317,6 +338,31 @@ class SchedulerBase(ElasticRoles):
             return dict(zip(clients, answers, strict=True))
 
         return run_sync(ask_all())
+
+
+def _require_call(caller: str, worker_id: object, method: object, engine_name: object, rpc_meta: object) -> None:
+    """Raise TypeError for an argument of a wrong type; by hand, since it is a part of what an empty call costs."""
+    if not isinstance(worker_id, str):
+        raise refusal(caller, "worker_id", worker_id, "str, as 'role/0'")
+    if not isinstance(method, str):
+        raise refusal(caller, "method", method, "str, the name of a method of the engine")
+    if not (engine_name is None or isinstance(engine_name, str)):
+        hint = f'{caller}(worker, "{method}", "counter", {reprlib.repr(engine_name)})'
+        hint = f"The engine's name, or None for the worker's id, comes before the method's arguments: {hint}"
+        raise refusal(caller, "engine_name", engine_name, "str | None", hint)
+    if rpc_meta is not None:
+        _require_meta(caller, rpc_meta)
+
+
+def _require_meta(caller: str, rpc_meta: object) -> None:
+    if not isinstance(rpc_meta, Mapping):
+        raise refusal(caller, "rpc_meta", rpc_meta, "Mapping[str, Any] | None")
+    for name in ("broadcast", "discard", "keep"):
+        if not (rpc_meta.get(name) is None or isinstance(rpc_meta[name], bool)):
+            raise refusal(caller, f"rpc_meta[{name!r}]", rpc_meta[name], "bool")
+    more = rpc_meta.get("kwargs", {})
+    if not (isinstance(more, Mapping) and all(isinstance(name, str) for name in more)):
+        raise refusal(caller, "rpc_meta['kwargs']", more, "Mapping[str, Any]")
 
 
 def _name_for(client: WorkerClient, engine_name: str) -> str | None:

@@ -21,6 +21,7 @@ from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import FrameReader, ReplyFrame, RequestFrame, decode_reply, encode_frame, framed_request
 from helmsman.rpc_server.messages import Reply, Request, Verb
 from helmsman.rpc_server.segments import ShmSegment
+from helmsman.rpc_server.stream import WOULD_BLOCK
 from helmsman.rpc_server.wire_payload import WirePayload, from_wire
 
 log = logging.getLogger(__name__)
@@ -46,13 +47,13 @@ class Posted(NamedTuple):
 
 
 class Channel:
-    """A proved connection. All methods run on the event loop, as does what it calls.
+    """An authenticated connection. All methods run on the event loop, as does what it calls.
 
     Without asyncio's transports, which would be a third of the cost of a call: a message is written with one system call, and
     read with another.
 
     Args:
-        sock: connected and proved; the channel closes it.
+        sock: connected and authenticated, plain or TLS; the channel closes it.
         shares_memory: whether the worker is on this machine.
         acknowledges: whether the worker remembers its replies until it hears that they have arrived.
         on_apart: takes a request whose reply is too large for the channel.
@@ -121,7 +122,7 @@ class Channel:
             return
         try:
             num_sent = self._socket.send(message)
-        except (BlockingIOError, InterruptedError):
+        except WOULD_BLOCK:
             num_sent = 0
         except OSError:
             self._loop.call_soon(self.close)  # not at once: who writes does not expect to be told meanwhile
@@ -133,7 +134,7 @@ class Channel:
     def _write_rest(self) -> None:
         try:
             num_sent = self._socket.send(self._unsent)
-        except (BlockingIOError, InterruptedError):
+        except WOULD_BLOCK:
             return
         except OSError:
             self.close()
@@ -145,7 +146,7 @@ class Channel:
     def _read(self) -> None:
         try:
             data = self._socket.recv(_READ_BYTES)
-        except (BlockingIOError, InterruptedError):
+        except WOULD_BLOCK:
             return
         except OSError:
             data = b""
@@ -213,11 +214,12 @@ class ChannelTransport(Transport):
             and (not in_order or not self._turn.num_claims)
             and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=channel.shares_memory))
         ):
+            body = outgoing.body()  # may raise, so the number is taken after it: the worker waits for every number
             number = 0
             if in_order:
                 number = self._num_sent
                 self._num_sent += 1
-            channel.write(outgoing.request.id, number, outgoing.body(), awaited)
+            channel.write(outgoing.request.id, number, body, awaited)
             return
         turn = self._turn.claim() if in_order else contextlib.nullcontext()
         task = asyncio.ensure_future(self._send(outgoing, awaited, turn))

@@ -1,7 +1,8 @@
-"""What runs have left behind whose controller was killed: found by their tag, and removed.
+"""What runs have left behind whose controller was killed: found by their mark or tag, and removed.
 
-Every process that a run causes on a machine is the forkserver, a worker, Ray's own, or was started below one of these, and
-bears the run's id in the environment with which it was started. A run counts as dead when its record is there and not locked.
+Every process that a run causes on a machine is the forkserver, a worker, Ray's own, or was started below one of these. It bears
+the run's id in its mark (see guardian.py) or in the environment with which it was started. A run counts as dead when its record
+is there and not locked.
 Processes of a run without a record belong to a controller on another machine, or one whose record was removed: they are
 listed, and ended only when the run is named.
 """
@@ -21,10 +22,10 @@ from pathlib import Path
 import msgspec
 
 from helmsman.controller.runs import UP, RunRecord, forget_run, read_runs, user_dir
-from helmsman.rpc_server.guardian import TAG_VARIABLE, process_table, wait_until
+from helmsman.rpc_server.guardian import TAG_VARIABLE, mark_of, process_table, wait_until
 
 _END_S = 5.0
-_RUN_FOLDER = re.compile(r"helmsman-([0-9a-f]{12})-\w+")
+_RUN_FOLDER = re.compile(r"helmsman-([0-9a-f]{10})-\w+")
 
 
 class LeftProcess(msgspec.Struct, frozen=True):
@@ -35,7 +36,7 @@ class LeftProcess(msgspec.Struct, frozen=True):
     """Clock ticks since boot, which tells it from a successor of its pid."""
     run_id: str
     of: str
-    """The worker below which it was started, 'forkserver' or 'ray'."""
+    """The worker below which it was started, by name or by 'worker <pid>'; 'forkserver' or 'ray'."""
     command: str
 
 
@@ -55,7 +56,7 @@ def leftovers(run_ids: Collection[str] = ()) -> list[Leftover]:
     """What there is of the runs of this user on this machine, dead and alive; of ``run_ids`` alone where given."""
     records = {record.run_id: (record, alive) for record, alive in read_runs()}
     processes: dict[str, list[LeftProcess]] = {}
-    for process in _tagged():
+    for process in _marked():
         processes.setdefault(process.run_id, []).append(process)
     folders = _folders()
     found = []
@@ -91,8 +92,8 @@ def remove(left: Leftover, *, logs: bool = False) -> list[str]:
     for process in targets.values():
         _kill(process)
     wait_until(lambda: not any(map(_lives, targets.values())), _END_S)
-    # What a process started while it was being ended bears the tag, too.
-    for process in _tagged():
+    # What a process started while it was being ended bears the mark or tag, too.
+    for process in _marked():
         if process.run_id == left.run_id:
             _kill(process)
             targets[process.pid] = process
@@ -113,28 +114,25 @@ def remove(left: Leftover, *, logs: bool = False) -> list[str]:
     return problems
 
 
-def _tagged() -> Iterator[LeftProcess]:
+def _marked() -> Iterator[LeftProcess]:
     for row in process_table().values():
         if row.state == "Z" or row.pid == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it has gone meanwhile, or is another user's
             run_id, _, of = _tag_of(row.pid).partition("/")
+            if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
+                run_id, of = mark.run_id, f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
             if run_id and os.stat(f"/proc/{row.pid}").st_uid == os.getuid():
                 command = Path(f"/proc/{row.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 yield LeftProcess(row.pid, row.started, run_id, _worker_of(of), command[:120])
 
 
 def _tag_of(pid: int) -> str:
-    """The tag in the environment of a process, or in the name of a descriptor that it has from a worker; '' without one."""
-    mark = f"{TAG_VARIABLE}="
+    """The tag in the environment of a process; '' without one."""
+    name = f"{TAG_VARIABLE}=".encode()
     for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if entry.startswith(mark.encode()):
-            return entry[len(mark) :].decode()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-            if target.startswith(f"/memfd:{mark}"):
-                return target[len("/memfd:" + mark) :].removesuffix(" (deleted)")
+        if entry.startswith(name):
+            return entry[len(name) :].decode()
     return ""
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -19,9 +20,14 @@ from helmsman.controller.exchange import Exchange, FutureExchange
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Ending, Outgoing, Transport
 from helmsman.rpc_server.codec import Payload, decode, encode
-from helmsman.rpc_server.messages import CallState, Reply, Request, Verb
+from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, dotted
 
-_decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
+log = logging.getLogger(__name__)
+
+_WITHDRAWAL_S = 0.1
+"""How long the error of a call that had not begun waits for its withdrawal, so that it can say whether it ever will."""
+_LATE_ANSWER_S = 60.0
+"""How long a worker may take to withdraw a late call; its caller does not wait for that."""
 
 request_ids = itertools.count(1)
 """Unique in this process, so that workers can be sent one and the same request."""
@@ -41,11 +47,15 @@ class WorkerClient:
         self.engine_ports: list[str] = []
         self.environment: dict[str, str] = {}
         """Variables that the backend wants in the worker, such as device masks."""
+        self.advice: Mapping[str, str] = {}
+        """Role -> what to do about the death of one of its workers, where a controller knows better than the scheduler."""
         self._timeouts = timeouts
         self.in_flight: dict[int, Exchange] = {}
         """Engine work that is not answered, by request id."""
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
+        self.unanswered: set[int] = set()
+        """Questions for its health that an observation has answered instead; they mark nothing."""
         self._background: set[asyncio.Task[None]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
@@ -81,11 +91,9 @@ class WorkerClient:
         """Whether it may answer: it has neither ended nor been told to."""
         return self._ending is None and not self._stopped
 
-    def heard(self, answer: bytes) -> WorkerHealth:
-        """What it has answered to HEALTH."""
-        health = _decode_health(answer)
+    def note(self, health: WorkerHealth) -> None:
+        """Take its health in."""
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
-        return health
 
     @property
     def leaving(self) -> Leaving | None:
@@ -94,15 +102,15 @@ class WorkerClient:
             return None
         return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
 
-    def status(self, health: bytes | None) -> WorkerStatus:
-        """What is known of the worker, with what it answered to HEALTH where it did."""
+    def status(self, health: WorkerHealth | None) -> WorkerStatus:
+        """What is known of the worker, with its health where that is known."""
         return WorkerStatus(
             worker_id=self.worker_id,
             state=self.state,
             node=self.node,
             pid=self.pid,
             log_path=self.log_path,
-            health=None if health is None else self.heard(health),
+            health=health,
         )
 
     @property
@@ -130,6 +138,7 @@ class WorkerClient:
     def answered_late(self, request: Request, reply: Reply, payload: Payload) -> None:
         """The reply to a request that was given up has come."""
         self.overdue.discard(request.id)
+        self.unanswered.discard(request.id)
         if reply.ok:
             self.forget_result(request, payload)
 
@@ -153,28 +162,29 @@ class WorkerClient:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
             await self.control(Verb.RELEASE, handle.id)
 
-    async def timed_out(self, request: Request, elapsed_s: float, limit_s: float, source: str) -> errors.CallError:
-        """The error of a call that is late, with what the worker says of it. A call that has not begun is withdrawn."""
-        alive, stack = False, ""
-        state = f"it gave no answer to a control request within {self._timeouts.health_s:g} s"
+    async def timed_out(
+        self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None
+    ) -> errors.CallTimeoutError:
+        """The error of a call that is late. A call that has not begun is withdrawn, and its error waits a moment for that.
+
+        Args:
+            request: the call's.
+            elapsed_s: seconds since it began.
+            limit_s: its limit in seconds, and ``source`` the setting that it comes from.
+            seen: where the worker said that the call was, shortly before the limit; None when it gave no answer.
+        """
+        state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
-            try:
-                call: CallState = await self.control(Verb.CANCEL, request.id)
-            except errors.WorkerFailedError as error:
-                return error
-            except errors.CallError:
-                stack = ""
-            else:
-                alive, stack = True, call.stack
-                running = f"{call.running} (for {call.running_s or 0.0:.1f} s)"
-                state = {
-                    "running": f"the call still runs there: {running}",
-                    "withdrawn": f"the call had not begun behind {running} and was withdrawn",
-                    "ended": "the call does not run there: it ended just now and its result was dropped, or it had not "
-                    "arrived and will not be begun",
-                }[call.state]
-                if call.state == "withdrawn":
-                    self.overdue.discard(request.id)
+            if seen is None:
+                state = "it did not say in time where the call is; the log has it once it does"
+            withdrawal = asyncio.ensure_future(self._withdraw(request, elapsed_s, is_seen=seen is not None))
+            self._background.add(withdrawal)
+            withdrawal.add_done_callback(self._background.discard)
+            if seen is not None and seen.state != "running":
+                await asyncio.wait([withdrawal], timeout=_WITHDRAWAL_S)
+                seen = withdrawal.result() or seen if withdrawal.done() else seen
+        if seen is not None:
+            state, stack = _place_of(seen), seen.stack
         return errors.CallTimeoutError(
             worker_id=self.worker_id,
             engine_name=self.engine_of(request),
@@ -182,11 +192,25 @@ class WorkerClient:
             elapsed_s=elapsed_s,
             limit_s=limit_s,
             limit_source=source,
-            worker_alive=alive,
+            worker_alive=seen is not None,
             state=state,
             stack=stack,
             log_path=self.log_path,
         )
+
+    async def _withdraw(self, request: Request, elapsed_s: float, *, is_seen: bool) -> CallState | None:
+        """Withdraw a call that is late; where its error could not say where it was, the log does. None without an answer."""
+        try:
+            call: CallState = await self.control(Verb.CANCEL, request.id, limit_s=_LATE_ANSWER_S)
+        except errors.CallError:
+            return None
+        if call.state == "withdrawn":
+            self.overdue.discard(request.id)
+        if not is_seen:
+            name = dotted(self.engine_of(request), request.method or request.verb.value)
+            place = _place_of(call) + (f"; its engine thread is at:\n{call.stack}" if call.stack else "")
+            log.warning("%s: %s timed out after %.2f s: %s", self.worker_id, name, elapsed_s, place)
+        return call
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
@@ -212,8 +236,21 @@ class WorkerClient:
             running_s=running_s if running else None,
             log_path=self._ending.log_path or self.log_path,
             log_tail=self._ending.log_tail,
+            next_step=self.advice.get(self.worker_id.rpartition("/")[0], ""),
             aftermath=self._ending.aftermath,
         )
+
+
+def _place_of(call: CallState) -> str:
+    """Where a late call is, for people."""
+    running = f"{call.running} (for {call.running_s or 0.0:.1f} s)" if call.running else "nothing"
+    return {
+        "running": f"the call still runs there: {running}",
+        "waiting": f"the call had not begun behind {running}, and will be withdrawn if it still has not",
+        "withdrawn": f"the call had not begun behind {running} and was withdrawn",
+        "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and will "
+        "not be begun",
+    }[call.state]
 
 
 def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:

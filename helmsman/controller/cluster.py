@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
 from helmsman.api.errors import (
+    CallTimeoutError,
     DispatchError,
     HelmsmanError,
     InvalidSpecError,
@@ -34,6 +33,8 @@ from helmsman.api.scheduler import (
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller import sharding
+from helmsman.controller.argument_names import require_engine_arguments
+from helmsman.controller.arguments import checked, require_seconds
 from helmsman.controller.base import Call, SchedulerBase
 from helmsman.controller.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller.coordinates import difference, is_missing_method
@@ -107,6 +108,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                 value=worker_config.max_concurrency,
                 expected="1 or more, or None for no limit",
             )
+        engine = plain_class(worker_cls)
+        require_engine_arguments(name, engine, kwargs or {})
         world_size = world_size_of(name, worker_config)
         self.topology = worker_config.topology(name, world_size)
         self._allocation = resource_manager.allocate_placement_group(
@@ -114,11 +117,13 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         )
         self._kwargs = dict(kwargs or {})
         self._verified = False
+        self._order = asyncio.Lock()
+        """Held while the coordinates of the ranks are checked, so that later calls wait behind the call that checks them."""
         self._restarting = threading.Lock()
         self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
             job = job_of(name, resource_manager, worker_config, self._allocation)
-            super().__init__(resource_manager.scheduler, plain_class(worker_cls), job, args)
+            super().__init__(resource_manager.scheduler, engine, job, args)
             self.initialize()
         except BaseException:
             resource_manager.free(name)
@@ -151,6 +156,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """Context-parallel ranks."""
         return self.topology.cp_size
 
+    @checked
     def get_rank_info(self, rank: int) -> RankInfo:
         """The coordinates of a rank, as the controller has computed them. Raises: IndexError."""
         return self.topology.get_rank_info(rank)
@@ -236,6 +242,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """As execute_all_sync, without waiting."""
         return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
 
+    @checked
     def execute_on(
         self,
         ranks: Sequence[int],
@@ -269,11 +276,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> GroupFuture[Any]:
         self._check_started()
-        if spec.sharding is not None and not self._verified:
-            began = time.monotonic()
-            self.verify_topology(options.timeout)
-            if options.timeout is not None:
-                options = msgspec.structs.replace(options, timeout=max(0.0, options.timeout - (time.monotonic() - began)))
         if options.keep and (isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)):
             raise DispatchError(
                 method=spec.full_name,
@@ -294,7 +296,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
                         self.scheduler.release(handle)
                 raise
 
-        return GroupFuture(self._send(spec.name, dispatched, answering, options), collect, forbid_blocking)
+        sent = self._send(spec.name, dispatched, answering, options, is_cut=spec.sharding is not None)
+        return GroupFuture(sent, collect, forbid_blocking)
 
     def _collect_kept(self, spec: MethodSpec, dispatched: Dispatched, handles: list[Any]) -> Any:
         """Batches that are joined as one whose rows stay; other results as their handles."""
@@ -309,9 +312,16 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             return result
         return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)], result.num_padding)
 
-    def _send(self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options) -> Any:
-        """Start the call; a future of the results of ``answering``, in their order."""
-        deadline = time.monotonic() + (self.scheduler.timeouts.call_s if options.timeout is None else options.timeout)
+    def _send(
+        self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options, *, is_cut: bool = False
+    ) -> Any:
+        """Start the call without blocking; a future of the results of ``answering``, in their order.
+
+        Arguments are packed here, in the caller's thread. A call that ``is_cut`` along an axis is preceded by the check of the
+        workers' coordinates, on Helmsman's event loop.
+        """
+        require_seconds(f"{self.name}.{method}", options.timeout)
+        deadline = self._deadline(options.timeout)
         packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
         wanted = set(answering)
         ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
@@ -333,49 +343,92 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
         async def run() -> list[Any]:
             async with packed:
-                results = dict(zip(ids, await self._through_gate(method, calls, options, deadline), strict=True))
+                limit_s = await self._in_order(method, options.timeout, deadline, is_cut=is_cut)
+                results = dict(zip(ids, await self._through_gate(method, calls, limit_s, deadline), strict=True))
             return [results[rank] for rank in answering]
 
         return submit(run())
 
-    async def _through_gate(self, method: str, calls: Mapping[str, Call], options: Options, deadline: float) -> list[Any]:
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
+
+    async def _through_gate(self, method: str, calls: Mapping[str, Call], limit_s: float | None, deadline: float) -> list[Any]:
         if self._gate is None:
-            return await self._call_workers(method, calls, options.timeout)
+            return await self._call_workers(method, calls, limit_s)
         async with self._gate:
             return await self._call_workers(method, calls, max(0.0, deadline - time.monotonic()))
 
     # --- topology ---------------------------------------------------------------------------------------------------
 
+    @checked
     def verify_topology(self, timeout: float | None = None) -> None:
         """Compare the coordinates that were computed here with what the workers themselves say, once.
 
         A worker tells by a method ``get_rank_info()``, which returns a RankInfo or a mapping of some of its fields; workers
         without one, and those that return None, have nothing to say. The first call that is cut along an axis does this by
-        itself, within its own limit.
+        itself, within its own limit; a failure comes out of its future, and calls made after it wait their turn.
 
         Args:
             timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
         Raises: TopologyMismatchError; GroupCallError where workers do not answer.
         """
-        if self._verified:
-            return
+        if not self._verified:
+            run_sync(self._in_order("verify_topology", timeout, self._deadline(timeout), is_cut=True))
+
+    async def _in_order(self, method: str, limit_s: float | None, deadline: float, *, is_cut: bool) -> float | None:
+        """Wait for earlier calls whose check of the coordinates is pending, and check them for the first call that is cut.
+
+        The lock serves waiting calls in their order, and nothing is awaited between its release and the sending of a call, so
+        calls reach the workers in the order in which they were made.
+
+        Returns: seconds that the call itself may take. Raises: CallTimeoutError at the deadline; as verify_topology.
+        """
+        waits = self._order.locked() or (is_cut and not self._verified)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(deadline - began):
+                await self._order.acquire()
+        except TimeoutError as error:
+            raise CallTimeoutError(
+                worker_id=f"{self.name}/0",
+                engine_name=None,
+                method=method,
+                elapsed_s=time.monotonic() - began,
+                limit_s=deadline - began,
+                limit_source="Timeouts.call_s" if limit_s is None else "the call's timeout argument",
+                worker_alive=True,
+                state="the call was not sent, since an earlier call still waits for the coordinates of the ranks",
+                stack="",
+            ) from error
+        try:
+            if is_cut and not self._verified:
+                await self._compare_coordinates(max(0.0, deadline - time.monotonic()))
+                self._verified = True
+        finally:
+            self._order.release()
+        return max(0.0, deadline - time.monotonic()) if waits else limit_s
+
+    async def _compare_coordinates(self, limit_s: float) -> None:
         engine = self._engine
-        if isinstance(engine, str) or hasattr(engine, "get_rank_info"):
-            calls = {worker.id: Call(rpc_meta=_EXACTLY) for worker in self.workers}
-            try:
-                told = run_sync(self._call_workers("get_rank_info", calls, timeout))
-            except HelmsmanError as error:
-                if not is_missing_method(error):
-                    raise
-                told = []
-            differences = {
-                worker.id: told_apart
-                for worker, ours, theirs in zip(self.workers, self.topology.ranks, told, strict=False)
-                if (told_apart := difference(ours, theirs)) is not None
-            }
-            if differences:
-                raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
-        self._verified = True
+        if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
+            return
+        calls = {worker.id: Call(rpc_meta=_EXACTLY) for worker in self.workers}
+        try:
+            told = await self._call_workers("get_rank_info", calls, limit_s)
+        except HelmsmanError as error:
+            if not is_missing_method(error):
+                raise
+            return
+        differences = {
+            worker.id: told_apart
+            for worker, ours, theirs in zip(self.workers, self.topology.ranks, told, strict=False)
+            if (told_apart := difference(ours, theirs)) is not None
+        }
+        if differences:
+            raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
+
+    def _after_death(self) -> str:
+        return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -385,6 +438,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         found = {status.worker_id: status for status in self.scheduler.status()}
         return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
 
+    @checked
     def restart(self, rank: int) -> None:
         """Give a rank a new process, on the same devices, with a new instance of the class.
 
@@ -415,6 +469,8 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def close(self) -> None:
         """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
         was_closed = self._closed
+        if not was_closed:
+            forbid_blocking()  # before its devices are given back
         try:
             super().close()
         finally:

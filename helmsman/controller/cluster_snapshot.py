@@ -27,6 +27,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeState, ...]
     can_grow: bool = True
     """Whether nodes could be added."""
+    shared: frozenset[str] = frozenset()
+    """Resources that workers share: a node must have as much as each of its workers asks for, and not their sum."""
 
 
 def as_node(state: NodeState) -> Node:

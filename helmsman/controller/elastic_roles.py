@@ -11,6 +11,7 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
+from helmsman.controller.arguments import checked, refusal
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.loop import await_all, run_sync
@@ -22,6 +23,7 @@ from helmsman.controller.running import Role, not_found, rank_of, stop_roles
 class ElasticRoles(RoleBook):
     """Restarts, growth and removal on top of the book of roles; see RoleBook for the arguments."""
 
+    @checked
     def restart_worker(self, worker_id: str) -> None:
         self._client(worker_id)
         role = self._role(worker_id.rpartition("/")[0])
@@ -76,6 +78,7 @@ class ElasticRoles(RoleBook):
                         entry.engine_names.pop(each, None)
                 role.own(worker_id, resources)
 
+    @checked
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
         self._require_open("restart_workers")
         entry = self._role(role)
@@ -122,12 +125,14 @@ class ElasticRoles(RoleBook):
                 role.engine_names.clear()
                 role.resources.push_async_callback(resources.pop_all().aclose)
 
+    @checked
     def scale(self, role: str, replicas: int) -> list[str]:
         self._require_open("scale")
         entry = self._role(role)
         self._require_scalable(entry, replicas, shrinks=replicas < len(entry.clients))
         return self._with_commands(entry, run_sync(self._scale(entry, lambda: replicas - len(entry.clients))))
 
+    @checked
     def add_workers(self, role: str, count: int) -> list[str]:
         self._require_open("add_workers")
         entry = self._role(role)
@@ -214,7 +219,10 @@ class ElasticRoles(RoleBook):
         ``resources``. Raises: as _reserve."""
         return worker.place
 
+    @checked
     def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+        if isinstance(worker_ids, str):
+            raise refusal("remove_workers", "worker_ids", worker_ids, "Sequence[str]", f"Give a list of ids: [{worker_ids!r}]")
         self._require_open("remove_workers")
         run_sync(self._remove(self._role(role), list(dict.fromkeys(worker_ids))))
 

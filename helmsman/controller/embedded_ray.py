@@ -46,7 +46,8 @@ def choose_authentication() -> None:
     Always explicit: a local start without them writes a token file that changes what later clusters of this user demand. An
     embedded cluster gets a token of its own, so that no other user can join it.
     """
-    if "ray" not in sys.modules and "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
+    is_embedded = os.environ.get("RAY_ADDRESS", "local") == "local"
+    if "ray" not in sys.modules and is_embedded and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 

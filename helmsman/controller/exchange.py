@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import functools
 import pickle
 import threading
@@ -12,11 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from helmsman.api import errors
-from helmsman.controller.fanout import Fanout
+from helmsman.controller.fanout import Fanout, lead_of
 from helmsman.controller.loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller.transport import Outgoing, TransportLostError
 from helmsman.rpc_server.codec import Payload, decode
-from helmsman.rpc_server.messages import Reply, dotted
+from helmsman.rpc_server.messages import CallState, Reply, Verb, dotted
 
 if TYPE_CHECKING:
     from helmsman.controller.client import WorkerClient
@@ -25,19 +26,26 @@ if TYPE_CHECKING:
 class Exchange(abc.ABC):
     """One request to one worker; used on the event loop."""
 
-    __slots__ = ("_client", "_given_up", "_outgoing", "started")
+    __slots__ = ("_client", "_given_up", "_is_lost", "_outgoing", "_seen", "started")
 
     def __init__(self, client: WorkerClient, outgoing: Outgoing, started: float | None = None) -> None:
         self._client = client
         self._outgoing = outgoing
         self._given_up = False
+        self._is_lost = False
+        """Whether the worker has ended; how it ended is being found out."""
+        self._seen: CallState | None = None
+        """Where the worker said that the call is, shortly before the limit."""
         self.started = time.monotonic() if started is None else started
 
     def begin(self) -> None:
-        """Send the request."""
+        """Send the request. One that cannot be encoded fails as if the worker had refused it."""
         if self._outgoing.is_call:
             self._client.in_flight[self._outgoing.request.id] = self
-        self._client.transport.post(self._outgoing, self)
+        try:
+            self._client.transport.post(self._outgoing, self)
+        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+            self.failed(error)
 
     @property
     def name(self) -> str:
@@ -69,18 +77,36 @@ class Exchange(abc.ABC):
         if self._given_up:
             self._client.in_flight.pop(self._outgoing.request.id, None)
             self._client.overdue.discard(self._outgoing.request.id)
+            self._client.unanswered.discard(self._outgoing.request.id)
         elif isinstance(error, TransportLostError):
+            self._is_lost = True
             self._client.in_background(self._lost(error))
         else:
             self._client.in_flight.pop(self._outgoing.request.id, None)
             self._broke(error)
 
+    def inquire(self, lead_s: float) -> None:
+        """The limit is ``lead_s`` seconds away: ask the worker where the call is, for the error that may follow."""
+        if self._outgoing.request.id in self._client.in_flight and not self._is_lost:
+            self._client.in_background(self._inquire(lead_s))
+
+    async def _inquire(self, lead_s: float) -> None:
+        with contextlib.suppress(errors.CallError):  # it does not answer, and the error will say so
+            self._seen = await self._client.control(Verb.INSPECT, self._outgoing.request.id, limit_s=max(lead_s, 0.001))
+
     def give_up(self, limit_s: float, source: str) -> None:
         """It is late. Its reply has still to be taken and its memory given back, so it stays with the transport, and the
-        worker is marked until then."""
+        worker is marked until then. A worker that has ended is another error, which is on its way."""
+        if self._is_lost:
+            return
         self._given_up = True
         self._client.overdue.add(self._outgoing.request.id)
         self._client.in_background(self._told_late(limit_s, source))
+
+    def withdraw(self) -> None:
+        """Its answer is not needed any more: a question for health, whose worker was observed instead."""
+        self._given_up = True
+        self._client.unanswered.add(self._outgoing.request.id)
 
     async def _lost(self, error: TransportLostError) -> None:
         failure = await self._client.failed(self._outgoing.request)
@@ -88,7 +114,8 @@ class Exchange(abc.ABC):
         self._end(failure)
 
     async def _told_late(self, limit_s: float, source: str) -> None:
-        self._end(await self._client.timed_out(self._outgoing.request, time.monotonic() - self.started, limit_s, source))
+        elapsed_s = time.monotonic() - self.started
+        self._end(await self._client.timed_out(self._outgoing.request, elapsed_s, limit_s, source, self._seen))
 
     def _end(self, error: errors.CallError) -> None:
         self._client.in_flight.pop(self._outgoing.request.id, None)
@@ -105,7 +132,8 @@ class FutureExchange(Exchange):
         self.answer: asyncio.Future[Payload] = loop.create_future()
         self._limit_s = limit_s
         self._source = source
-        self._timer = loop.call_later(limit_s, self._late)
+        lead_s = lead_of(limit_s)
+        self._timer = loop.call_later(limit_s - lead_s, self._almost_late, lead_s)
         super().__init__(client, outgoing)
 
     @classmethod
@@ -126,6 +154,11 @@ class FutureExchange(Exchange):
         self._timer.cancel()
         if not self.answer.done():
             self.answer.set_exception(error)
+
+    def _almost_late(self, lead_s: float) -> None:
+        if not self.answer.done():
+            self._timer = asyncio.get_running_loop().call_later(lead_s, self._late)
+            self.inquire(lead_s)
 
     def _late(self) -> None:
         if not self.answer.done():
@@ -148,17 +181,14 @@ class _SlotExchange(Exchange):
     def begin(self) -> None:
         """Send the request; on the event loop."""
         if not self.is_abandoned:
-            try:
-                super().begin()
-            except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
-                self._broke(error)
+            super().begin()
 
     def abandon(self) -> None:
         """The caller no longer waits."""
         self.is_abandoned = True
 
     def late(self, limit_s: float, source: str) -> None:
-        """The caller's time is over, but for what is to be said of it; on the event loop."""
+        """The caller's time is over; on the event loop."""
         if self.payload is None and self.error is None and not self.is_abandoned:
             self.give_up(limit_s, source)
 
@@ -193,9 +223,12 @@ def exchange_sync(client: WorkerClient, outgoing: Outgoing, limit_s: float, sour
     exchange = _SlotExchange(client, outgoing, waiting.release)
     try:
         run_on_loop(exchange.begin)
-        if not waiting.acquire(timeout=min(max(limit_s, 0.0), threading.TIMEOUT_MAX)):
-            run_on_loop(functools.partial(exchange.late, limit_s, source))
-            waiting.acquire()
+        if not waiting.acquire(timeout=min(max(limit_s - lead_of(limit_s), 0.0), threading.TIMEOUT_MAX)):
+            left_s = max(limit_s - (time.monotonic() - exchange.started), 0.0)
+            run_on_loop(functools.partial(exchange.inquire, left_s))
+            if not waiting.acquire(timeout=left_s):
+                run_on_loop(functools.partial(exchange.late, limit_s, source))
+                waiting.acquire()
     except BaseException:
         exchange.abandon()
         raise
@@ -215,7 +248,14 @@ async def exchange_async(client: WorkerClient, outgoing: Outgoing, limit_s: floa
 
     exchange = _SlotExchange(client, outgoing, functools.partial(mailbox_of(loop).post, settle))
     run_on_loop(exchange.begin)
-    timer = loop.call_later(limit_s, run_on_loop, functools.partial(exchange.late, limit_s, source))
+    lead_s = lead_of(limit_s)
+
+    def almost_late() -> None:
+        nonlocal timer
+        timer = loop.call_later(lead_s, run_on_loop, functools.partial(exchange.late, limit_s, source))
+        run_on_loop(functools.partial(exchange.inquire, lead_s))
+
+    timer = loop.call_later(limit_s - lead_s, almost_late)
     try:
         await filled
     except BaseException:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from helmsman.api.errors import UnknownBackendError
 from helmsman.api.scheduler import Scheduler
+from helmsman.api.suggestions import did_you_mean
 
 _SCHEDULERS = {
     "ray": "helmsman.controller.ray_scheduler:RayScheduler",
@@ -20,10 +22,15 @@ def make_scheduler(name: str, **options: Any) -> Scheduler:
 
     Args:
         options: arguments of its class; ``seed``, ``log_dir`` and ``timeouts`` mean the same for all.
-    Raises: UnknownBackendError, BackendNotInstalledError.
+    Raises: UnknownBackendError, BackendNotInstalledError; TypeError for an option that it does not have.
     """
     if name not in _SCHEDULERS:
         raise UnknownBackendError(backend=name, known=list(_SCHEDULERS))
     module, _, attribute = _SCHEDULERS[name].partition(":")
-    scheduler: Scheduler = getattr(importlib.import_module(module), attribute)(**options)
+    kind = getattr(importlib.import_module(module), attribute)
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise TypeError(f"scheduler {name!r} has no option {option!r}; {did_you_mean(option, known)}")
+    scheduler: Scheduler = kind(**options)
     return scheduler

@@ -14,11 +14,26 @@ _observed: set[Fanout] = set()
 """Those of which something runs on unawaited; the event loop holds tasks only weakly."""
 
 
+_LEAD_S = 2.0
+_LEAD_SHARE = 0.75
+
+
+def lead_of(limit_s: float) -> float:
+    """How many seconds before a limit the worker is asked where the call is, so that its answer is there at the limit.
+
+    It is most of a short limit: a worker whose engine computes in Python needs some hundred milliseconds to answer.
+    """
+    return min(_LEAD_SHARE * max(limit_s, 0.0), _LEAD_S)
+
+
 class Member(Protocol):
     """One worker's operation."""
 
     def cancel(self) -> object:
         """Nobody waits for it any more."""
+
+    def inquire(self, lead_s: float) -> None:
+        """It will be late in ``lead_s`` seconds."""
 
     def give_up(self, limit_s: float, source: str) -> None:
         """It is late."""
@@ -49,7 +64,8 @@ class Fanout:
         self._changed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if limit_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(limit_s, self._late, limit_s, source)
+            lead_s = lead_of(limit_s)
+            self._timer = asyncio.get_running_loop().call_later(limit_s - lead_s, self._almost_late, lead_s, limit_s, source)
 
     def expect_awaitable(self, worker_id: str, awaitable: Awaitable[Any]) -> None:
         """Begin an operation."""
@@ -114,6 +130,11 @@ class Fanout:
         else:
             self.succeeded(worker_id, task.result())
 
+    def _almost_late(self, lead_s: float, limit_s: float, source: str) -> None:
+        self._timer = asyncio.get_running_loop().call_later(lead_s, self._late, limit_s, source)
+        for member in list(self.pending.values()):
+            member.inquire(lead_s)
+
     def _late(self, limit_s: float, source: str) -> None:
         for member in list(self.pending.values()):
             member.give_up(limit_s, source)
@@ -140,6 +161,9 @@ class _Task:
 
     def cancel(self) -> None:
         self._task.cancel()
+
+    def inquire(self, lead_s: float) -> None:
+        """It has a deadline of its own."""
 
     def give_up(self, limit_s: float, source: str) -> None:
         """It has a deadline of its own."""

@@ -19,11 +19,12 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
+from helmsman.controller.arguments import checked
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
-from helmsman.controller.one_machine import on_one_machine, one_machine
+from helmsman.controller.one_machine import OneMachine, without_selectors
 from helmsman.controller.places import Place
 from helmsman.controller.transport import Awaited, Ending, Outgoing, Transport, TransportLostError
 from helmsman.rpc_server.codec import Payload
@@ -31,26 +32,39 @@ from helmsman.rpc_server.handles import HandleStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import Reply
 
-_ADDRESS = "127.0.0.1"
-
 
 class InlineScheduler(SchedulerBase):
-    """Workers as threads of this process; see SchedulerBase for the arguments.
+    """Workers as threads of this process; see SchedulerBase for the other arguments.
 
-    Environment variables that workers set are put back when the scheduler closes.
+    Environment variables that workers set are put back when the scheduler closes. Workers hold accelerators as elsewhere, but
+    nothing keeps them from seeing those of others.
+
+    Args:
+        num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
     """
 
     _seeds_workers = False  # the random state is the script's own
 
-    def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        log_dir: str | Path | None = None,
+        timeouts: Timeouts | None = None,
+        num_cpus: float | None = None,
+        num_gpus: int | None = None,
+        accelerator: str | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
+        self._machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
         self._environment = dict(os.environ)
         self._set_by: dict[str, tuple[str, str]] = {}
         """Variable -> (worker that set it, value)."""
 
     @property
     def n_gpus_per_node(self) -> int:
-        return 0
+        return len(self._machine.devices.ids)
 
     @property
     def shares_process(self) -> bool:
@@ -63,15 +77,24 @@ class InlineScheduler(SchedulerBase):
         return allow_in_this_process()
 
     def _snapshot(self) -> ClusterSnapshot:
-        return one_machine(_ADDRESS, "GPU", (), ())
+        return self._machine.snapshot()
 
     def _as_planned_for(self, job: Job) -> Job:
-        return on_one_machine(job, gpu=0)
+        return without_selectors(job)
+
+    def _holders(self, jobs: Sequence[Job]) -> str:
+        return self._machine.holders()
 
     async def _reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
     ) -> Mapping[str, Sequence[Place]]:
-        return {job.role: [Place(node=_ADDRESS, node_id=_ADDRESS)] * job.replicas for job in jobs}
+        plan = self._plan(jobs)
+        for role in plan.roles:
+            resources[role.role].callback(self._machine.free, [worker.worker_id for worker in role.workers])
+        return self._machine.hold(plan)
+
+    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        self._machine.free([worker_id])
 
     async def _launch(
         self,
@@ -92,6 +115,7 @@ class InlineScheduler(SchedulerBase):
             clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.timeouts))
         return clients
 
+    @checked
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         """As Scheduler's. Raises InvalidSpecError where two workers want different values: they share one environment."""
         for name, value in env.items():

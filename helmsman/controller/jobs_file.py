@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 
 from helmsman.api.errors import JobsFileError
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
+from helmsman.api.suggestions import did_you_mean
 from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
 from helmsman.controller.resources import Resources
 
@@ -131,9 +131,8 @@ def _require_known(path: str, where: str, value: Any, kind: type[msgspec.Struct]
         raise JobsFileError(path=path, where=where, reason=f"expected the fields of a {kind.__name__}, got {value!r}")
     for name in value:
         if name not in kind.__struct_fields__:
-            near = difflib.get_close_matches(str(name), kind.__struct_fields__, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(kind.__struct_fields__)}"
-            raise JobsFileError(path=path, where=f"{where}.{name}", reason=f"{kind.__name__} has no such field; {hint}")
+            reason = f"{kind.__name__} has no such field; {did_you_mean(str(name), kind.__struct_fields__)}"
+            raise JobsFileError(path=path, where=f"{where}.{name}", reason=reason)
 
 
 def _convert(path: str, key: str, entries: Sequence[Any], kind: type[T]) -> T:

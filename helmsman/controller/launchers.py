@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from helmsman.api.errors import LauncherConflictError, LauncherIncompleteError
+from helmsman.api.errors import LauncherConflictError, LauncherError, LauncherIncompleteError
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -32,6 +32,8 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     head: Fact | None = None
     processes_per_node: Fact | None = None
     """How many processes the launcher starts on a node; more than one is refused, since one drives it."""
+    counts_processes: bool = False
+    """Whether ``count`` is a number of processes, which is the number of nodes where each node has one."""
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +93,28 @@ def identify_node(
         return NodeIdentity(launcher=ALONE, rank=0, count=1)
     launcher = " in ".join(said.launcher for said in found) or "flags"
     return _complete(launcher, facts, found)
+
+
+def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
+    """The launcher by which this process runs on one of several nodes; None where there is one node, or no launcher states it.
+
+    Several processes on a node are allowed here, and the innermost launcher that states a number decides.
+    """
+    for read in (*_LAUNCHERS, _generic):
+        try:
+            said = read(environ)
+            local = _number(environ, "LOCAL_WORLD_SIZE")
+        except LauncherError:  # variables that make no sense name no other node; `helmsman up` and `doctor` report them
+            continue
+        if said is None or said.count is None:
+            continue
+        if not said.counts_processes:
+            return said if int(said.count.value) > 1 else None
+        local = said.processes_per_node or local
+        meets_here = said.head is not None and re.fullmatch(r"localhost|127\.[\d.]+|::1", str(said.head.value))
+        is_one = meets_here or int(said.count.value) <= (int(local.value) if local is not None else 1)
+        return None if is_one else said
+    return None
 
 
 def _complete(launcher: str, facts: Mapping[str, Fact | None], found: list[Said]) -> NodeIdentity:
@@ -177,6 +201,7 @@ class _Variables(msgspec.Struct, frozen=True):
     """What tells that it is there; its rank where that is ''."""
     unless: str = ""
     """What tells that another speaks for it."""
+    counts_processes: bool = False
 
     def read(self, environ: Mapping[str, str]) -> Said | None:
         """What it says; None where it is not there."""
@@ -188,6 +213,7 @@ class _Variables(msgspec.Struct, frozen=True):
             count=_number(environ, self.count),
             head=_text(environ, self.head),
             processes_per_node=_number(environ, self.processes_per_node),
+            counts_processes=self.counts_processes,
         )
 
 
@@ -246,13 +272,16 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
         rank="OMPI_COMM_WORLD_RANK",
         count="OMPI_COMM_WORLD_SIZE",
         processes_per_node="OMPI_COMM_WORLD_LOCAL_SIZE",
+        counts_processes=True,
     ).read,
     _Variables("a Kubernetes Indexed Job", rank="JOB_COMPLETION_INDEX").read,
     _slurm,
 )
 """Those that may run inside another before that one."""
 
-_generic = _Variables("RANK and WORLD_SIZE (PAI-DLC)", rank="RANK", count="WORLD_SIZE", head="MASTER_ADDR").read
+_generic = _Variables(
+    "RANK and WORLD_SIZE (PAI-DLC)", rank="RANK", count="WORLD_SIZE", head="MASTER_ADDR", counts_processes=True
+).read
 
 
 _HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"

@@ -14,38 +14,34 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
-from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller.base import SchedulerBase
 from helmsman.controller.channel import Channel, ChannelTransport, Posted
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.deadline import Deadline
-from helmsman.controller.devices import DevicePool, detect_devices
 from helmsman.controller.environment import as_mapping, worker_environment
-from helmsman.controller.loop import await_all
-from helmsman.controller.one_machine import on_one_machine, one_machine
+from helmsman.controller.loop import await_all, in_thread
+from helmsman.controller.one_machine import ADDRESS, OneMachine, without_selectors
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
-from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
+from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.environment import absolute_search_path
-from helmsman.rpc_server.forkserver import Spawn
+from helmsman.rpc_server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server.guardian import split_status
 from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
 from helmsman.rpc_server.oom import oom_count, oom_kills_since
-from helmsman.rpc_server.proof import connect
-
-_ADDRESS = "127.0.0.1"
+from helmsman.rpc_server.pulse import find_page, observe
 
 
 class LocalScheduler(SchedulerBase):
     """Workers as processes of this machine; see SchedulerBase for the other arguments.
 
     Args:
-        num_gpus: accelerators to hand out; those this process may use when None, counted without touching a driver.
-        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
         preload: modules that every worker finds imported already. Importing torch costs a worker more than a second otherwise.
     """
 
@@ -57,12 +53,14 @@ class LocalScheduler(SchedulerBase):
         seed: int = 0,
         log_dir: str | Path | None = None,
         timeouts: Timeouts | None = None,
+        num_cpus: float | None = None,
         num_gpus: int | None = None,
         accelerator: str | None = None,
+        resources: Mapping[str, float] | None = None,
         preload: Sequence[str] = ("torch",),
     ) -> None:
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._devices: DevicePool = detect_devices(num_gpus, accelerator)
+        self._machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
         self._preload = tuple(preload)
         self._key = secrets.token_bytes(32)
         self._server: ForkServer | None = None
@@ -71,36 +69,30 @@ class LocalScheduler(SchedulerBase):
 
     @property
     def n_gpus_per_node(self) -> int:
-        return len(self._devices.ids)
+        return len(self._machine.devices.ids)
 
     def _snapshot(self) -> ClusterSnapshot:
-        pool = self._devices
-        return one_machine(_ADDRESS, PLATFORMS[pool.kind].ray_resource, pool.ids, pool.free_ids())
+        return self._machine.snapshot()
 
     def _as_planned_for(self, job: Job) -> Job:
-        return on_one_machine(job)
+        return without_selectors(job)
 
     def _make_store(self) -> HandleStore:
         return SegmentStore()
 
     def _holders(self, jobs: Sequence[Job]) -> str:
-        held = "; ".join(f"{worker}: {','.join(ids)}" for worker, ids in self._devices.holders())
-        return f"this script's own workers ({held}), which delete_workers frees"
+        return self._machine.holders()
 
     async def _reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
     ) -> Mapping[str, Sequence[Place]]:
-        places: dict[str, list[Place]] = {}
-        for role in self._plan(jobs).roles:
-            resources[role.role].callback(self._devices.free, [worker.worker_id for worker in role.workers])
-            places[role.role] = []
-            for worker in role.workers:
-                self._devices.hold(worker.worker_id, worker.devices)
-                places[role.role].append(Place.planned(worker, role.accelerator))
-        return places
+        plan = self._plan(jobs)
+        for role in plan.roles:
+            resources[role.role].callback(self._machine.free, [worker.worker_id for worker in role.workers])
+        return self._machine.hold(plan)
 
     async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
-        self._devices.free([worker_id])
+        self._machine.free([worker_id])
 
     async def _launch(
         self,
@@ -139,25 +131,26 @@ class LocalScheduler(SchedulerBase):
         deadline: Deadline,
         resources: contextlib.AsyncExitStack,
     ) -> WorkerClient:
-        identity = self._identity(job, index, _ADDRESS)
-        devices = self._devices.environment(place.devices)
+        identity = self._identity(job, index, ADDRESS)
+        devices = self._machine.devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
         environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
+        log_start = log_size(identity.log_path)
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 pid = await server.spawn(order)
-                ended = LocalProcess(server, pid, identity.worker_id, identity.log_path)
+                ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
                 resources.push_async_callback(ended.kill)
                 transport = await LocalTransport.open(path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             raise errors.WorkerStartError(
                 role=job.role,
                 worker_id=identity.worker_id,
-                node=_ADDRESS,
+                node=ADDRESS,
                 reason=str(error) or f"it did not answer within {deadline.limit_s:g} s (Timeouts.start_s)",
                 log_path=identity.log_path,
-                log_tail=tail_of(identity.log_path),
+                log_tail=tail_of(identity.log_path, start=log_start),
             ) from error
         client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
         client.environment = devices
@@ -171,13 +164,15 @@ class LocalScheduler(SchedulerBase):
 
 
 class LocalProcess:
-    """A worker's process, as far as its end is concerned."""
+    """A worker's process, as far as its end is concerned; its log begins at byte ``log_start`` of the file."""
 
-    def __init__(self, server: ForkServer, pid: int, worker_id: str, log_path: str) -> None:
+    def __init__(self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int) -> None:
         self.pid = pid
+        self.tag = tag
         self._server = server
-        self._worker_id = worker_id
+        self._worker_id = tag.partition("/")[2]
         self._log_path = log_path
+        self._log_start = log_start
         self._oom = oom_count(pid)
 
     async def kill(self) -> None:
@@ -207,9 +202,12 @@ class LocalProcess:
             ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 0.8)
         except TimeoutError:
             self._server.kill(self.pid)
-            return Ending("closed its connection and was then ended", None, signal.SIGKILL, tail_of(self._log_path))
+            return Ending("closed its connection and was then ended", None, signal.SIGKILL, self._log_tail())
         code, number = split_status(ended.status)
-        return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, tail_of(self._log_path))
+        return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
+
+    def _log_tail(self) -> str:
+        return tail_of(self._log_path, start=self._log_start)
 
 
 class LocalTransport(ChannelTransport):
@@ -218,15 +216,19 @@ class LocalTransport(ChannelTransport):
     def __init__(self, sock: socket.socket, process: LocalProcess) -> None:
         super().__init__()
         self._process = process
+        self._page = find_page(process.pid, process.tag)
         self._channel = Channel(sock, shares_memory=True, acknowledges=False, on_apart=_lose_one, on_lost=_lose)
 
     @classmethod
     async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
         """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-        return cls(await asyncio.to_thread(connect, path, key, 30.0), process)
+        return cls(await connect(path, key, 30.0), process)
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         raise TransportLostError
+
+    async def observe(self, limit_s: float) -> bytes:
+        return b"" if self._page is None else await in_thread(observe, self._page, self._process.pid)
 
     async def ending(self) -> Ending:
         return await self._process.ending()

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from helmsman.rpc_server.threads import start_loop
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -39,8 +41,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
     global _loop, _loop_pid
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="helmsman-loop", daemon=True).start()
+            loop, _ = start_loop("helmsman-loop", run=lambda loop: loop.run_forever())
             _loop, _loop_pid = loop, os.getpid()
         return _loop
 
@@ -119,7 +120,8 @@ def forbid_blocking() -> None:
     if _running_loop() is background_loop():
         raise RuntimeError(
             "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own event loop, which would wait for "
-            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...)"
+            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...), or a thread: "
+            "await asyncio.to_thread(scheduler.close)"
         )
 
 

@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -29,7 +30,12 @@ HEAD_PORTS = (6379, 6380)
 _PACKAGES = ("helmsman", "ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 _FILES_WANTED = 65_536
-_OBJECT_STORE_SHARE = 0.3
+OBJECT_STORE_SHARE = 0.3
+"""Of the available memory, for Ray's object store; Ray's own rule."""
+STORE_LEAST = 80 << 20
+"""Bytes that Ray's object store needs to start, and a little."""
+MEMORY_BESIDE_STORE = 450 << 20
+"""Bytes for Ray's own processes (330 MiB on a head) and the 100 MB for workers without which Ray does not start."""
 _TEMP_FREE_WANTED = 10 << 30
 SOCKET_PATH_BYTES = 107
 """Longest path of a socket."""
@@ -66,6 +72,8 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Of this process, by its affinity and its control group."""
     memory: int
     """Of the machine, or what the control group or Slurm allows."""
+    memory_available: int
+    """What programs can still take of it: what is free, and what the system gives back on demand."""
     shm_total: int
     shm_free: int
     open_files: int
@@ -130,6 +138,7 @@ def observe(
         cpus=os.cpu_count() or 1,
         cpus_allowed=cpus_allowed(environ),
         memory=memory_allowed(environ),
+        memory_available=memory_available(environ),
         shm_total=shm[0],
         shm_free=shm[1],
         open_files=_limited(soft),
@@ -166,6 +175,7 @@ def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
             "" if seen.cpus_allowed >= 1 else "Less than one CPU is allowed: raise the limit of the container or the job",
         ),
         Check("memory", size(seen.memory)),
+        _memory_available(seen),
         _shm(seen),
         _open_files(seen),
         _devices(seen, num_devices),
@@ -195,8 +205,21 @@ def _versions(seen: Observed) -> list[Check]:
     return checks
 
 
+def _memory_available(seen: Observed) -> Check:
+    needed = STORE_LEAST + MEMORY_BESIDE_STORE
+    if seen.memory_available >= needed:
+        return Check("available memory", size(seen.memory_available))
+    return Check(
+        "available memory",
+        size(seen.memory_available),
+        "bad",
+        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from "
+        "/dev/shm, or raise the limit of the container or the job",
+    )
+
+
 def _shm(seen: Observed) -> Check:
-    wanted = int(seen.memory * _OBJECT_STORE_SHARE)
+    wanted = int(seen.memory_available * OBJECT_STORE_SHARE)
     value = f"{size(seen.shm_free)} free of {size(seen.shm_total)}"
     if seen.shm_free >= wanted:
         return Check("/dev/shm", value)
@@ -204,8 +227,8 @@ def _shm(seen: Observed) -> Check:
         "/dev/shm",
         value,
         "warn",
-        f"Ray's object store would take {size(wanted)} (30 % of the memory): enlarge it (docker --shm-size, an emptyDir with "
-        "medium Memory), or what does not fit goes to disk",
+        f"Ray's object store would take {size(wanted)} (30 % of the available memory): enlarge it (docker --shm-size, an "
+        "emptyDir with medium Memory), or what does not fit goes to disk",
     )
 
 
@@ -346,14 +369,52 @@ def cpus_allowed(environ: Mapping[str, str]) -> float:
 def memory_allowed(environ: Mapping[str, str]) -> int:
     """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated; the least of them."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read("/sys/fs/cgroup/memory.max")
-    allowed = min(total, int(limit)) if limit.isdigit() else total
+    allowed = min([total, *(group.limit for group in memory_groups())])
     per_node, per_cpu, cpus = (
         int(text) if (text := environ.get(name, "")).isdecimal() else 0  # --mem=0 is all of the node
         for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
     )
     allocated = (per_node or per_cpu * cpus) << 20
     return min(allowed, allocated) if allocated else allowed
+
+
+def memory_available(environ: Mapping[str, str]) -> int:
+    """Bytes of memory that programs here can still take, of the machine and of each control group around this process."""
+    known = [memory_allowed(environ), *(group.limit - group.used for group in memory_groups())]
+    if found := re.search(r"^MemAvailable: +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE):
+        known.append(int(found.group(1)) << 10)
+    return max(min(known), 0)
+
+
+class MemoryGroup(msgspec.Struct, frozen=True):
+    """A control group that limits memory, in bytes."""
+
+    limit: int
+    used: int
+    """Without files that the kernel holds in memory, which it gives up on demand; Ray counts in the same way."""
+
+
+def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[MemoryGroup]:
+    """The control groups around this process that limit memory, of version 1 and 2.
+
+    Args:
+        own: the file with the paths of this process's groups; a container that does not show them shows its own as the root.
+        root: where the groups are mounted.
+    """
+    found = []
+    paths = {"memory": "/", "": "/"} | {line.split(":", 2)[1]: line.split(":", 2)[2] for line in _read(own).splitlines()}
+    for controller, base, limit, used, prefix in (
+        ("", root, "memory.max", "memory.current", ""),
+        ("memory", f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        parts = [part for part in paths[controller].split("/") if part]
+        for depth in range(len(parts) + 1):
+            folder = os.path.join(base, *parts[:depth])
+            most, now = _read(f"{folder}/{limit}"), _read(f"{folder}/{used}")
+            if most.isdigit() and now.isdigit():
+                files = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
+                found.append(MemoryGroup(int(most), max(int(now) - sum(map(int, files)), 0)))
+    return found
 
 
 def _why_busy(port: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -41,8 +42,11 @@ class PackedArguments:
         def one(name: str, argument: Argument) -> Argument:
             receivers = Counter(argument.of_rank[rank] for rank in dispatched.ranks)
             names = [name] if len(argument.parts) == 1 else [f"{name}<part {number}>" for number in range(len(argument.parts))]
+            starts = argument.starts or [0] * len(argument.parts)
             parts = [
-                _pack(scheduler, method, names[number], part, receivers[number], put) if receivers[number] else None
+                _pack(scheduler, method, names[number], part, receivers[number], put, starts[number])
+                if receivers[number]
+                else None
                 for number, part in enumerate(argument.parts)
             ]
             return Argument(parts, argument.of_rank)
@@ -80,7 +84,9 @@ class PackedArguments:
             self._scheduler.release(handle)
 
 
-def _pack(scheduler: Scheduler, method: str, name: str, value: Any, num_receivers: int, put: list[ResultHandle]) -> Any:
+def _pack(
+    scheduler: Scheduler, method: str, name: str, value: Any, num_receivers: int, put: list[ResultHandle], start: int
+) -> Any:
     try:
         packed = Packed(encode(value, root=name))
     except NotSerializableError as error:
@@ -88,7 +94,7 @@ def _pack(scheduler: Scheduler, method: str, name: str, value: Any, num_receiver
             worker_id=method.partition(".")[0],
             engine_name=None,
             method=method.partition(".")[2],
-            path=error.path,
+            path=_as_given(error.path, start) if isinstance(value, list) else error.path,
             value_type=error.value_type,
             reason=error.reason,
         ) from error
@@ -98,3 +104,8 @@ def _pack(scheduler: Scheduler, method: str, name: str, value: Any, num_receiver
     handle = scheduler.put(packed)
     put.append(handle)
     return handle
+
+
+def _as_given(path: str, start: int) -> str:
+    """The path in the caller's list: ``args[0]<part 1>[2].x`` is ``args[0][6].x`` where the part starts with row 4."""
+    return re.sub(r"<part \d+>\[(\d+)\]", lambda found: f"[{start + int(found[1])}]", path, count=1)

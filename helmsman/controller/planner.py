@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole, PlannedWorker, Shortfall
 from helmsman.api.scheduler import Job
@@ -14,11 +16,13 @@ from helmsman.controller.demand import Demand, Way, ways
 from helmsman.controller.packing import Packing, Placed, Work
 from helmsman.controller.packing_rules import lay
 from helmsman.controller.packing_search import orders, search
-from helmsman.controller.resources import ACCELERATORS, Resources
-from helmsman.controller.shortfall import shortfall_of
+from helmsman.controller.resources import ACCELERATORS, Resources, field_of
+from helmsman.controller.shortfall import oversized_bundle, shortfall_of
 
 Of = Literal["available", "total"]
 _MIN_ATTEMPTS = 4
+_PLENTY = 1e9
+"""Of a shared resource, once each bundle alone has been found to fit."""
 
 
 def plan_jobs(
@@ -45,6 +49,12 @@ def plan_jobs(
     colocated = targets_first(jobs, [role.role for role in running])
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
     free = [dict(node.available if of == "available" else node.total) for node in snapshot.nodes]
+    if snapshot.shared:
+        oversized = oversized_bundle(snapshot.nodes, free, separate)
+        if isinstance(oversized, Shortfall):
+            return oversized
+        separate = [_without(job, snapshot.shared) for job in separate]
+        free = [{**amounts, **dict.fromkeys(snapshot.shared, _PLENTY)} for amounts in free]
     found = _find(snapshot.nodes, free, separate, work or Work())
     if found is None:
         return shortfall_of(snapshot.nodes, free, separate)
@@ -54,6 +64,12 @@ def plan_jobs(
     for job in colocated:
         roles[job.role] = known[job.role] = _beside(job, known[str(job.scheduling_strategy.target)])
     return Plan(roles=tuple(roles[job.role] for job in jobs))
+
+
+def _without(job: Job, names: frozenset[str]) -> Job:
+    """The job without what it asks of these resources."""
+    fields: dict[str, Any] = {field_of(name).rpartition(".")[2]: 0 for name in names}
+    return msgspec.structs.replace(job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks])
 
 
 def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: Work) -> tuple[Way, Placed] | None:

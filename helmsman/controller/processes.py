@@ -15,12 +15,14 @@ from pathlib import Path
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.transport import tail_of
 from helmsman.rpc_server import guardian
+from helmsman.rpc_server.driver_watch import NO_PIDFD, pidfd_of_this_process
 from helmsman.rpc_server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
 from helmsman.rpc_server.frames import FrameReader, pack_length
 
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from helmsman.rpc_server.forkserver import main; main(sys.argv[2:])"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); run_id, *args = sys.argv[2:]; "
+    "from helmsman.rpc_server.driver_watch import watch_driver; watcher = watch_driver(int(args[1]), run_id, args[2]); "
+    "from helmsman.rpc_server.forkserver import main; main(watcher, args)"
 )
 
 
@@ -52,14 +54,15 @@ class ForkServer(asyncio.Protocol):
     async def start(cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
         """Start it; it answers once its modules are imported."""
         ours, theirs = socket.socketpair()
-        with theirs, log_path.open("ab") as log:
+        with theirs, pidfd_of_this_process() as driver, log_path.open("ab") as log:
             # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its workers in order.
+            arguments = [run_id, str(theirs.fileno()), str(driver), str(run_dir), ",".join(preload)]
             process = subprocess.Popen(  # noqa: ASYNC220 - a start is a few milliseconds, once in a run
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno()), str(run_dir), ",".join(preload)],
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[fd for fd in (theirs.fileno(), driver) if fd != NO_PIDFD],
                 env={**os.environ, guardian.TAG_VARIABLE: f"{run_id}/forkserver"},
                 start_new_session=True,
             )
@@ -140,6 +143,7 @@ class ForkServer(asyncio.Protocol):
     async def stop(self, limit_s: float) -> None:
         """Close the connection, upon which it ends everything, and await its end."""
         if self._transport is not None:
+            self._transport.write_eof()  # also for children that this process has forked and that hold a copy of the socket
             self._transport.close()
         deadline = Deadline(limit_s)
         while self._process.poll() is None:  # and no thread that waits: at the end of the interpreter there is none to be had

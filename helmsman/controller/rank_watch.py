@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from types import TracebackType
 from typing import Self
 
 from helmsman.api.errors import CallTimeoutError, HelmsmanError, NotFoundError, SchedulerClosedError, WorkerFailedError
 from helmsman.controller.group import observe
+from helmsman.controller.health import require_answer
 from helmsman.controller.loop import run_sync
 from helmsman.controller.recovery_policy import RecoveryPolicy
 from helmsman.controller.train import TrainController
@@ -31,6 +33,8 @@ class RankWatch:
     def __init__(self, trainer: TrainController, policy: RecoveryPolicy) -> None:
         self._trainer, self._policy = trainer, policy
         self._worker_ids = [worker.id for worker in trainer.workers]
+        self._busy_since: dict[str, float] = {}
+        """By worker id, when it was first seen to be busy since its last answer, by time.monotonic()."""
         self._task: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
@@ -67,28 +71,35 @@ class RankWatch:
 
     async def _ask(self, worker_id: str) -> WorkerFailedError | None:
         """How a rank has ended; None while it is there."""
-        scheduler, limit_s = self._trainer.scheduler, self._policy.dead_s
         build = self._trainer.num_recoveries
+        limit = "dead_s"
         try:
-            try:
-                await scheduler.check_health(worker_id, limit_s)
-            except CallTimeoutError:
-                # Once more, at once: this process may have been stopped itself, and the answer lie here unread.
-                await scheduler.check_health(worker_id, min(limit_s, scheduler.timeouts.health_s))
+            health = await require_answer(self._trainer.scheduler, worker_id, self._policy.dead_s)
+            if not health.is_busy:
+                self._busy_since.pop(worker_id, None)
+                return None
+            busy_s = time.monotonic() - self._busy_since.setdefault(worker_id, time.monotonic())
+            if busy_s < max(self._policy.busy_s, self._policy.dead_s):
+                return None
+            limit = "busy_s"
         except WorkerFailedError as error:
             return error
-        except CallTimeoutError:
-            if self._trainer.num_recoveries == build:  # else it was another process that was asked
-                return await self._end(worker_id)
+        except CallTimeoutError as error:
+            log.debug("%s: %s", worker_id, error)
         except (NotFoundError, SchedulerClosedError):
             log.debug("%s is not there to be asked", worker_id)
+            return None
         except HelmsmanError as error:
             log.debug("%s: a probe failed: %s", worker_id, error)
-        return None
+            return None
+        if self._trainer.num_recoveries != build:  # it was another process that was asked
+            return None
+        return await self._end(worker_id, limit)
 
-    async def _end(self, worker_id: str) -> WorkerFailedError | None:
-        limit_s = self._policy.dead_s
-        cause = f"was ended because it had not answered for {limit_s:g} s (RecoveryPolicy.dead_s)"
+    async def _end(self, worker_id: str, limit: str) -> WorkerFailedError | None:
+        self._busy_since.pop(worker_id, None)
+        limit_s = getattr(self._policy, limit)
+        cause = f"was ended because it had not answered for {limit_s:g} s (RecoveryPolicy.{limit})"
         log.warning("%s %s", worker_id, cause)
         try:
             await self._trainer.scheduler.kill_worker(worker_id, cause)

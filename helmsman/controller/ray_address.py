@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import socket
+import sys
 
 import ray
 from ray._private import services
 
-from helmsman.api.errors import AmbiguousAddressError, ClusterNotFoundError
+from helmsman.api.errors import AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError
+from helmsman.controller.launchers import find_many_nodes
+
+log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 
@@ -19,12 +25,15 @@ def choose_address(address: str | None) -> str | None:
     Args:
         address: as the script gave it; RAY_ADDRESS when None, and 'local' without that. 'auto' means the one cluster that runs
             on this machine.
-    Raises: AmbiguousAddressError, ClusterNotFoundError.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, ClusterNotUpError (a launcher has started this on several nodes, and
+        nothing names their cluster).
     """
     wanted = address or os.environ.get("RAY_ADDRESS") or "local"
     if wanted == "auto":
         wanted = _the_one_on_this_machine()
     if not ray.is_initialized():
+        if wanted == "local":
+            _require_one_node(is_chosen=bool(address or os.environ.get("RAY_ADDRESS")))
         require_answer(wanted)
         return wanted
     connected = ray.get_runtime_context().gcs_address
@@ -35,6 +44,23 @@ def choose_address(address: str | None) -> str | None:
             step="Leave the address out to use the connected cluster, or call ray.shutdown() first",
         )
     return None
+
+
+def _require_one_node(*, is_chosen: bool) -> None:
+    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train alone.
+
+    Args:
+        is_chosen: whether the user has asked for 'local', which is then only logged.
+    """
+    said = find_many_nodes(os.environ)
+    if said is None:
+        return
+    facts = [fact.said_by for fact in (said.rank, said.count, said.head) if fact is not None]
+    if is_chosen:
+        log.warning("Ray starts on this node alone, as address 'local' asks, in a job of several (%s)", ", ".join(facts))
+        return
+    command = shlex.join(sys.orig_argv) or "python train.py"
+    raise ClusterNotUpError(launcher=said.launcher, said=facts, command=f"helmsman up -- {command}")
 
 
 def require_answer(address: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from helmsman.rpc_server import ray_fork_client
+from helmsman.rpc_server.driver_watch import pidfd_of_this_process
 from helmsman.rpc_server.environment import absolute_search_path
 from helmsman.rpc_server.guardian import TAG_VARIABLE
 
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = filter(None, sys.path); "
     "more = [folder for folder in json.loads(sys.argv[1]) if folder not in sys.path]; sys.path += more; "
-    "from helmsman.rpc_server.ray_forkserver import main; main(more, sys.argv[2:])"
+    "run_id, *args = sys.argv[2:]; from helmsman.rpc_server.driver_watch import watch_driver; "
+    "watch_driver(int(args[2]), run_id, channel=int(args[1])); "
+    "from helmsman.rpc_server.ray_forkserver import main; main(more, args)"
 )
 _COMMAND_OPTION = "--python_worker_command="
 _END_S = 2.0
@@ -51,10 +54,15 @@ class RayForks:
         self._key = secrets.token_hex(16)
         self._name = f"helmsman-{run_id}-{secrets.token_hex(4)}"
         self._control, theirs = socket.socketpair()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, theirs, log_path.open("ab") as output:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+            theirs,
+            pidfd_of_this_process() as driver,
+            log_path.open("ab") as output,
+        ):
             listener.bind(f"\0{self._name}")  # in the kernel's abstract namespace, where nothing has to be removed
             listener.listen(1024)  # before it serves, so that nobody is turned away who comes early
-            fds = listener.fileno(), theirs.fileno()
+            fds = listener.fileno(), theirs.fileno(), driver
             # A process group of its own keeps the terminal's Ctrl-C away; the session is the raylet's, as its workers' is.
             self._process = subprocess.Popen(
                 [
@@ -62,6 +70,7 @@ class RayForks:
                     "-c",
                     _BOOTSTRAP,
                     json.dumps(absolute_search_path()),
+                    run_id,
                     *map(str, fds),
                     str(self._workers / "default_worker.py"),
                     ",".join(preload),
@@ -109,7 +118,9 @@ class RayForks:
             self._control.sendall(json.dumps([self._key, given]).encode() + b"\n")
 
     def stop(self) -> None:
-        """End it, and the workers that are left; returns when it has gone."""
+        """End it, and the workers that are left; returns when it has exited."""
+        with contextlib.suppress(OSError):  # it has exited
+            self._control.shutdown(socket.SHUT_RDWR)  # also for children that this process has forked and that hold a copy
         self._control.close()
         try:
             self._process.wait(_END_S)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -42,6 +43,7 @@ from helmsman.controller.resources import ACCELERATORS, Resources, show
 from helmsman.controller.running import Role, rank_of
 from helmsman.controller.transport import TransportLostError, tail_of
 from helmsman.rpc_server.environment import absolute_search_path
+from helmsman.rpc_server.tls import uses_tls
 
 choose_authentication()
 
@@ -88,7 +90,8 @@ class RayScheduler(SchedulerBase):
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
             none can be had (a firewall), they go by way of Ray as without it.
 
-    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError.
+    Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError, ClusterNotUpError (a launcher has
+        started the script on several nodes, without a cluster of them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
 
     When the gcs_server or the raylet of an embedded cluster exits, the cluster is lost: calls fail with WorkerFailedError,
     everything else with ClusterLostError, and this process is disconnected from it and can start another scheduler.
@@ -109,12 +112,13 @@ class RayScheduler(SchedulerBase):
         direct_calls: bool = True,
     ) -> None:
         forget_lost()
-        address = choose_address(address)
+        address, tls = choose_address(address), uses_tls(os.environ)
         super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
         self._owns_ray = address is not None
         self._ray: EmbeddedRay | None = None
         self._prefix = f"helmsman/{self.run_id}"
         self._key = secrets.token_bytes(32) if direct_calls else b""
+        self._tls = tls
         try:
             if address is not None:
                 sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
@@ -244,7 +248,7 @@ class RayScheduler(SchedulerBase):
 
         async def adopt(index: int, worker: RayTransport, greeting: Greeting, place: Place) -> WorkerClient:
             identity = self._identity(job, index, place.node)
-            await self._answer(job, index, worker, worker.adopt(identity, self._key), deadline)
+            await self._answer(job, index, worker, worker.adopt(identity, self._key, tls=self._tls), deadline)
             client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
             client.environment = visibility(place.kind, place.devices)
             if place.instance_devices:
@@ -299,7 +303,7 @@ class RayScheduler(SchedulerBase):
             node=worker.place.node,
             reason=reason,
             log_path=worker.log_path,
-            log_tail=tail_of(worker.log_path),
+            log_tail=tail_of(worker.log_path, start=worker.log_start),
         )
 
     async def _granted(self, job: Job, index: int, worker: RayTransport, greeting: Greeting, deadline: Deadline) -> Place:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import mmap
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -21,13 +22,15 @@ from helmsman.controller.embedded_ray import blocking, bounded
 from helmsman.controller.loop import in_thread
 from helmsman.controller.places import Place
 from helmsman.controller.ray_life import EmbeddedRay
-from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, tail_of
+from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
+from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, decode_reply, decode_request, encode_frame, numbered_request
 from helmsman.rpc_server.guardian import read_record
 from helmsman.rpc_server.messages import Reply, Request, WorkerIdentity
+from helmsman.rpc_server.observer import ask_observer
 from helmsman.rpc_server.oom import OomCount, oom_kills_since
-from helmsman.rpc_server.proof import connect_tcp
+from helmsman.rpc_server.pulse import find_page, observe
 from helmsman.rpc_server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
 from helmsman.rpc_server.segments import HAS_SEGMENTS, pack
 from helmsman.rpc_server.wire_payload import from_wire
@@ -86,6 +89,8 @@ class RayTransport(ChannelTransport):
         self._here = here
         self._worker_id = "a worker that starts"
         self.log_path = ""
+        self.log_start = 0
+        """Bytes of earlier processes at the beginning of the log."""
         self._pid = 0
         self._oom: OomCount | None = None
         self._reason: BaseException | None = None
@@ -93,6 +98,10 @@ class RayTransport(ChannelTransport):
         self._store = store
         self._watch: asyncio.Future[None] | None = None
         self._collecting: set[asyncio.Task[None]] = set()
+        self._page: mmap.mmap | None = None
+        """The worker's pulse, where it can be mapped here."""
+        self._observer: Callable[[float], Awaitable[bytes]] | None = None
+        """Asks the worker's observer within a limit in seconds; None where this process can observe the worker itself."""
 
     @property
     def _actor(self) -> Any:
@@ -107,25 +116,38 @@ class RayTransport(ChannelTransport):
         self._pid, self._oom = greeting.pid, greeting.oom
         return greeting
 
-    async def adopt(self, identity: WorkerIdentity, key: bytes) -> None:
-        """Make it this worker, and open the direct channel to it. Raises TransportLostError."""
+    async def adopt(self, identity: WorkerIdentity, key: bytes, *, tls: bool) -> None:
+        """Make it this worker, and open the direct channel to it.
+
+        Args:
+            identity: the worker's.
+            key: of the run; without one there is no direct channel.
+            tls: whether a channel between machines uses TLS.
+
+        Raises: TransportLostError.
+        """
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
-        await self._await(self._actor.adopt.remote(identity))
+        self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
+        self.log_start = await self._await(self._actor.adopt.remote(identity))
+        if HAS_SEGMENTS:
+            self._page = find_page(self._pid, f"{identity.run_id}/{identity.worker_id}")
         if not key:
             return
         try:
             with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
                 location = None if sample is None else sample.location
-                address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location))
+                address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location, tls))
         except errors.ProtocolError as error:  # no socket could be had there
             log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
             return
+        if address.observer_port:
+            self._observer = functools.partial(ask_observer, (address.where[0], address.observer_port), key, tls=tls)
         try:
-            sock = await asyncio.to_thread(connect_tcp, (address.host, address.port), key, _CONNECT_S)
+            sock = await connect(address.where, key, _CONNECT_S, tls=tls and not address.shares_memory)
         except (OSError, errors.ProtocolError) as error:
             log.warning(
-                "%s: no direct connection to %s:%d (%s); its calls go by way of Ray, which takes longer",
-                *(self._worker_id, address.host, address.port, error),
+                "%s: no direct connection to it (%s); its calls go by way of Ray, which takes longer",
+                *(self._worker_id, error),
             )
             return
         self._channel = Channel(
@@ -136,6 +158,17 @@ class RayTransport(ChannelTransport):
             on_lost=self._collect_all,
         )
         self._watch = asyncio.ensure_future(self._watch_end())
+
+    async def observe(self, limit_s: float) -> bytes:
+        if self._page is not None:
+            return await in_thread(observe, self._page, self._pid)
+        if self._observer is None:
+            return b""
+        try:
+            return await self._observer(limit_s)
+        except (OSError, EOFError, errors.ProtocolError) as error:
+            log.debug("%s: its observer did not answer: %s", self._worker_id, error)
+            return b""
 
     def publish(self, handle: ResultHandle) -> Any:
         """The reference of a value that the worker keeps. Blocks. Raises HandleLostError."""
@@ -181,10 +214,7 @@ class RayTransport(ChannelTransport):
         try:
             answer = await self._await(self._actor.collect.remote(posted.request_id))
             if answer is None:
-                _, frame = decode_request(numbered_request(posted.number, posted.body))
-                assert frame.payload is not None
-                payload = from_wire(frame.payload)
-                answer = await self._await(await bounded(self._remote, frame.request, payload, posted.number))
+                answer = await self._await(await self._sent_again(posted))
             else:
                 self._actor.forget.remote([posted.request_id])
             reply, result = await self._fetched(answer)
@@ -194,6 +224,18 @@ class RayTransport(ChannelTransport):
             posted.awaited.replied(reply, result)
         finally:
             posted.settle()
+
+    async def _sent_again(self, posted: Posted) -> Any:
+        """Send by way of Ray what the channel has lost. What cannot be sent is sent without its arguments, which is refused in
+        its turn: the worker waits for every number."""
+        _, frame = decode_request(numbered_request(posted.number, posted.body))
+        try:
+            assert frame.payload is not None
+            return await bounded(self._remote, frame.request, from_wire(frame.payload), posted.number)
+        except Exception:
+            empty = numbered_request(posted.number, encode_frame(RequestFrame(frame.request)))
+            getattr(self._actor, frame.request.verb.value).remote(empty)
+            raise
 
     async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
         if outgoing.is_small and not outgoing.payload.handles:
@@ -261,10 +303,10 @@ class RayTransport(ChannelTransport):
     async def _remains(self) -> _Remains:
         """What the worker's guardian recorded, the OOM kills around it and the end of its log, read on the worker's node."""
         if self.place.node_id == self._here:
-            return await in_thread(_read_remains, self.log_path, self._pid, self._oom)
+            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start, self._oom)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
-        on_node = placement.on_node(self.place.node_id)
-        reference = reader.options(scheduling_strategy=on_node).remote(self.log_path, self._pid, self._oom)
+        there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))
+        reference = there.remote(self.log_path, self._pid, self.log_start, self._oom)
         try:
             async with asyncio.timeout(_REMAINS_S):
                 remains: _Remains = await reference
@@ -295,9 +337,9 @@ def _reason_text(error: BaseException) -> str:
 _Remains = tuple[dict[str, int | None] | None, int, str]
 
 
-def _read_remains(log_path: str, pid: int, before: OomCount | None) -> _Remains:
+def _read_remains(log_path: str, pid: int, log_start: int, before: OomCount | None) -> _Remains:
     """The record of a worker's end, for which its guardian needs a moment, OOM kills since ``before``, and its log's tail."""
     from helmsman.rpc_server.guardian import wait_until
 
     wait_until(lambda: read_record(log_path, pid) is not None, _REMAINS_S)
-    return read_record(log_path, pid), oom_kills_since(before), tail_of(log_path)
+    return read_record(log_path, pid), oom_kills_since(before), tail_of(log_path, start=log_start)

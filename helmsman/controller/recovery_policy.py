@@ -6,8 +6,10 @@ import os
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
 
-class RecoveryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+
+class RecoveryPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """How a training job outlives its workers. Times in seconds."""
 
     checkpoints: str | os.PathLike[str]
@@ -27,7 +29,10 @@ class RecoveryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     probe_every_s: float = 2.0
     """Each rank is asked so often whether it is there. It answers beside a call that runs, so a busy rank is not given up."""
     dead_s: float = 60.0
-    """A rank that has not answered for so long is ended, so that the calls which wait for it end."""
+    """A rank that has not answered for so long is ended, so that the calls which wait for it end. A busy one is not."""
+    busy_s: float = 1800.0
+    """A rank that does not answer but is seen to compute, since C code holds its interpreter's lock, is ended after so long
+    without an answer; after ``dead_s`` where that is longer."""
 
     def __post_init__(self) -> None:
         for name, value, least in (

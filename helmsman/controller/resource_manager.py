@@ -20,8 +20,10 @@ from helmsman.api.errors import (
 )
 from helmsman.api.plan import Node, Reservation
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.controller.arguments import checked
 from helmsman.controller.device_mapping import parse_device_mapping, show_devices
 from helmsman.controller.factory import make_scheduler
+from helmsman.controller.loop import forbid_blocking
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,17 +146,18 @@ class ResourceManager:
     def _reserve(self, num_gpus: int, num_nodes: int | None, num_cpus: float) -> list[Reservation]:
         scheduler = self.scheduler
         nodes = scheduler.nodes()
-        if scheduler.shares_process and num_nodes in (None, 1):  # where devices are numbers only
-            logical = tuple(str(index) for index in range(num_gpus))
-            return [Reservation(node_id=nodes[0].node_id, node=nodes[0].address, devices=logical)]
         fitting = [node for node in nodes if node.num_devices >= num_gpus]
         wanted = num_nodes or max(1, len(fitting))
         if len(fitting) < wanted:
             raise ResourcesNotMetError(
                 requested=f"{wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all",
                 observed=_table(nodes),
-                step=_step(nodes, num_gpus, wanted),
+                step=_step(nodes, num_gpus, wanted)
+                + (f", or give the scheduler num_gpus={num_gpus} for logical devices" if scheduler.shares_process else ""),
             )
+        if scheduler.shares_process:  # where devices are numbers only
+            logical = tuple(str(index) for index in range(num_gpus))
+            return [Reservation(node_id=node.node_id, node=node.address, devices=logical) for node in fitting[:wanted]]
         if not num_gpus:
             return [Reservation(node_id=node.node_id, node=node.address) for node in fitting[:wanted]]
         spec = SchedulingSpec(
@@ -169,6 +172,7 @@ class ResourceManager:
         """Devices of the run."""
         return len(self.devices)
 
+    @checked
     def allocate_placement_group(
         self,
         world_size: int,
@@ -255,6 +259,7 @@ class ResourceManager:
             for rank, worker in enumerate(plan.roles[0].workers)
         ]
 
+    @checked
     def free(self, holder: str) -> None:
         """Take back what a holder was given; nothing happens when that is nothing. Its workers are not touched."""
         with self._lock:
@@ -268,6 +273,7 @@ class ResourceManager:
         with self._lock:
             return dict(self._allocations)
 
+    @checked
     def holders(self, device: int) -> list[Holding]:
         """Who holds a device, longest first. Raises: IndexError."""
         if not 0 <= device < self.num_devices:
@@ -293,6 +299,7 @@ class ResourceManager:
         """Give all devices back; the workers that use them end. Idempotent."""
         if self._destroyed:
             return
+        forbid_blocking()  # before they count as given back
         self._destroyed = True
         with self._lock:
             self._allocations.clear()

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
 from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
+from helmsman.controller.argument_names import require_engine_arguments
 from helmsman.controller.base import Call
 from helmsman.controller.group import call_all, gather_all
-from helmsman.controller.loop import run_sync
+from helmsman.controller.loop import forbid_blocking, run_sync
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ class RoleController:
             job: role, replicas and what each worker needs.
             engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
             engine_name: its name in each worker; the worker's id when None.
-        Raises: JobError.
+        Raises: JobError, also for an argument that the engine is known not to take.
         """
         job.validate()
+        require_engine_arguments(job.role, engine, engine_kwargs or {})
         self.scheduler = scheduler
         self.job = job
         self.engine_name = engine_name
@@ -85,6 +87,7 @@ class RoleController:
             state = "closed; make a new one" if self._closed else "started already"
             raise HelmsmanError(f"the controller of role {self.role!r} is {state}.", role=self.role)
         self.scheduler.create_workers(self.job)
+        self.scheduler._advise(self.role, self._after_death())
         try:
             workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
             run_sync(self._make_ready(workers, range(len(workers))))
@@ -106,6 +109,8 @@ class RoleController:
         Raises: ShutdownIncompleteError.
         """
         was_running = bool(self._workers) and not self._closed
+        if was_running:
+            forbid_blocking()  # before it counts as closed
         self._closed = True
         if was_running:
             self._on_closing()
@@ -126,6 +131,10 @@ class RoleController:
     def _engine_of(self, rank: int, workers: Sequence[Worker]) -> str | type[Any] | EngineSpec:
         """What is built on a rank."""
         return self._engine
+
+    def _after_death(self) -> str:
+        """What to do when a worker has died, as a sentence; '' where it is for the scheduler to say."""
+        return ""
 
     def _on_started(self) -> None:
         """Called once, when every worker is ready."""
@@ -156,6 +165,7 @@ class RoleController:
 
     def _delete_workers(self, cause: BaseException | None) -> None:
         """Take the role down; while ``cause`` is on its way, a failure to do so is added to it instead of replacing it."""
+        self.scheduler._advise(self.role, "")
         try:
             self.scheduler.delete_workers(self.role)
         except (NotFoundError, SchedulerClosedError):

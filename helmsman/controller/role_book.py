@@ -24,12 +24,13 @@ from helmsman.api.plan import Plan, PlannedRole, Reservation
 from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts, Worker
 from helmsman.controller.admission import busy, require_feasible
+from helmsman.controller.arguments import checked
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.colocation import targets_first, tile
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.environment import worker_environment
-from helmsman.controller.loop import await_all, run_sync
+from helmsman.controller.loop import await_all, forbid_blocking, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.running import Role, by_id, not_found, rank_of, stop_roles
@@ -54,7 +55,7 @@ class RoleBook(Scheduler):
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
         self.timeouts = timeouts or Timeouts()
-        self.run_id = uuid.uuid4().hex[:12]
+        self.run_id = uuid.uuid4().hex[:10]
         self._seed = seed
         self._log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.run_id)
         self._roles: dict[str, Role] = {}
@@ -63,6 +64,8 @@ class RoleBook(Scheduler):
         self._closed = False
         self._parents_roles: dict[str, Role] | None = None
         """In a forked child: never used, but kept, since what is let go of while it waits complains."""
+        self._advice: dict[str, str] = {}
+        """Role -> what its controller advises when a worker has died."""
         _books.add(self)
         self._platform_guard = self._guard_platform()
         self._record = self._open_record()
@@ -128,12 +131,14 @@ class RoleBook(Scheduler):
 
     # --- roles ------------------------------------------------------------------------------------------------------
 
+    @checked
     def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
         jobs = self._valid_jobs(job)
         roles = self._publish(jobs, "create_workers", self._start_roles)
         self._run_commands(roles)
         return [worker_id for role in roles for worker_id in role.worker_ids]
 
+    @checked
     def reserve(self, job: Job) -> list[Reservation]:
         jobs = self._valid_jobs(job)
         if job.scheduling_strategy.type != "separation":
@@ -225,6 +230,7 @@ class RoleBook(Scheduler):
 
     async def _prepare(self, job: Job, index: int, client: WorkerClient, deadline: Deadline) -> None:
         """Configure a new worker and have it lease its ports, before anybody else may see it."""
+        client.advice = self._advice
         spec = job.spec(index)
         limit_s = max(deadline.remaining_s, 0.001)
         try:
@@ -251,6 +257,7 @@ class RoleBook(Scheduler):
                 log_tail=tail,
             ) from error
 
+    @checked
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         self._require_open("get_workers")
         entry = self._role(role)
@@ -272,10 +279,12 @@ class RoleBook(Scheduler):
             for worker_id, client in entry.clients.items()
         ]
 
+    @checked
     def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
         if role is not None:
             self._require_open("delete_workers")
             self._role(role)
+        forbid_blocking()  # before the roles are forgotten
         with self._book:
             doomed = self._with_dependents(role) if role is not None else list(reversed(self._roles.values()))
             for entry in doomed:
@@ -291,6 +300,7 @@ class RoleBook(Scheduler):
                 found.append(entry)
         return list(reversed(found))
 
+    @checked
     def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
         self._require_open("fork_workers")
         target = self._role(target_role)
@@ -332,6 +342,7 @@ class RoleBook(Scheduler):
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
+    @checked
     def plan(self, jobs: Job | Sequence[Job]) -> Plan:
         valid = self._valid_jobs(jobs)
         self._require_open("plan")
@@ -355,6 +366,9 @@ class RoleBook(Scheduler):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
+        if self._closed:
+            return
+        forbid_blocking()  # before anything counts as closed
         with self._book:
             if self._closed:
                 return
@@ -388,6 +402,12 @@ class RoleBook(Scheduler):
         self._book = threading.Lock()
         self._closed = True
         self._roles, self._parents_roles = {}, self._roles
+
+    def _advise(self, role: str, next_step: str) -> None:
+        if next_step:
+            self._advice[role] = next_step
+        else:
+            self._advice.pop(role, None)
 
     # --- look-ups ---------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from helmsman.controller.generation.health import SupervisionPolicy
 from helmsman.controller.generation.instance import InstanceLoad, RolloutLoad
 from helmsman.controller.generation.prompts import RequestMaker
-from helmsman.controller.generation.retries import RetryPolicy
+from helmsman.controller.generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller.generation.routing import RoutingPolicy
 from helmsman.controller.generation.scheduler import GenerateScheduler
 from helmsman.controller.generation.supervisor import Supervisor
 from helmsman.controller.group import release
+from helmsman.controller.health import require_answer
 from helmsman.controller.loop import run_sync
 from helmsman.controller.rollout_weights import RolloutWeights
 
@@ -114,13 +115,14 @@ class RolloutController(RolloutWeights):
         if self.turn is not None:
             await self.turn.explain(error)
 
-    async def _probe(self, worker_id: str) -> None:
+    async def _probe(self, worker_id: str) -> bool:
         try:
-            health = await self.scheduler.check_health(worker_id, self._probe_limit_s)
+            health = await require_answer(self.scheduler, worker_id, self._probe_limit_s)
         except WorkerFailedError as error:
             raise InstanceLostError(instance_id=worker_id, reason=str(error), may_have_begun=True) from error
-        if (reason := health.failed_engines.get(self.engine_name or worker_id)) is not None:
+        if (reason := health.failure or health.failed_engines.get(self.engine_name or worker_id)) is not None:
             raise InstanceLostError(instance_id=worker_id, reason=reason, may_have_begun=True)
+        return health.is_busy
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +130,15 @@ class RolloutController(RolloutWeights):
         self._check_started()
         assert self._requests is not None
         return self._requests
+
+    def _after_death(self) -> str:
+        supervised = "Its RolloutController starts it again"
+        if self._supervision is None:
+            supervised = "With supervision=SupervisionPolicy() its RolloutController starts dead instances again"
+        retried = "its retries decide which requests go on elsewhere"
+        if self._retries is None or isinstance(self._retries, RetryUnbegun):
+            retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
+        return f"{supervised}, and {retried}."
 
     def _on_started(self) -> None:
         async def start() -> GenerateScheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.errors import (
@@ -19,6 +19,7 @@ from helmsman.api.errors import (
     WorkerNotFoundError,
 )
 from helmsman.api.scheduler import Job, Scheduler, Worker
+from helmsman.controller.arguments import checked
 from helmsman.controller.generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller.generation.instance import Instance
 from helmsman.controller.generation.scheduler import GenerateScheduler
@@ -72,6 +73,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
 
     # --- control ----------------------------------------------------------------------------------------------------------
 
+    @checked
     def add(self, count: int = 1) -> list[str]:
         """Serve by so many workers more, and return their ids.
 
@@ -83,11 +85,13 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         """
         return run_sync(self._add(count))
 
+    @checked
     async def aadd(self, count: int = 1) -> list[str]:
         """As add, awaited."""
         return await run_async(self._add(count))
 
-    def drain(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+    @checked
+    def drain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
         """Give these workers nothing more until undrain, and wait until they have nothing.
 
         Args:
@@ -97,11 +101,13 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         """
         run_sync(self._drain(worker_ids, migrate))
 
-    async def adrain(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+    @checked
+    async def adrain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
         """As drain, awaited."""
         await run_async(self._drain(worker_ids, migrate))
 
-    def undrain(self, worker_ids: Sequence[str]) -> None:
+    @checked
+    def undrain(self, worker_ids: Collection[str]) -> None:
         """Give these workers requests again. Raises: WorkerNotFoundError."""
 
         async def undrain() -> None:
@@ -110,7 +116,8 @@ class RolloutInstances(RolloutRequests, abc.ABC):
 
         run_sync(undrain())
 
-    def remove(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+    @checked
+    def remove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
         """Drain these workers, end them and free what they held; the others keep their ids, and these are not given again.
 
         An error or an interrupt before their end begins leaves them serving; once it has begun, it is finished.
@@ -120,10 +127,12 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         """
         run_sync(self._remove(worker_ids, migrate))
 
-    async def aremove(self, worker_ids: Sequence[str], *, migrate: bool = False) -> None:
+    @checked
+    async def aremove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
         """As remove, awaited."""
         await run_async(self._remove(worker_ids, migrate))
 
+    @checked
     def scale(self, replicas: int, *, migrate: bool = False) -> None:
         """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
         another does waits for that, drains included.
@@ -132,6 +141,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         """
         run_sync(self._scale(replicas, migrate))
 
+    @checked
     async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
         """As scale, awaited."""
         await run_async(self._scale(replicas, migrate))
@@ -238,7 +248,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
 
     # --- going ------------------------------------------------------------------------------------------------------------
 
-    def _known(self, worker_ids: Sequence[str]) -> list[str]:
+    def _known(self, worker_ids: Collection[str]) -> list[str]:
         require_ids("worker_ids", worker_ids)
         instances = self._queue().instances
         for worker_id in worker_ids:
@@ -246,10 +256,10 @@ class RolloutInstances(RolloutRequests, abc.ABC):
                 raise WorkerNotFoundError(name=worker_id, known=list(instances))
         return list(dict.fromkeys(worker_ids))
 
-    async def _drain(self, worker_ids: Sequence[str], migrate: bool) -> None:
+    async def _drain(self, worker_ids: Collection[str], migrate: bool) -> None:
         await self._queue().drain(*self._known(worker_ids), migrate=migrate)
 
-    async def _remove(self, worker_ids: Sequence[str], migrate: bool) -> None:
+    async def _remove(self, worker_ids: Collection[str], migrate: bool) -> None:
         requests, chosen = self._queue(), self._known(worker_ids)
         refused = ""
         if again := self._leaving.intersection(chosen):

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args, overload
 
 from helmsman.api.errors import RequestsInFlightError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.controller.arguments import checked
 from helmsman.controller.generation.calls import OnError, astream, gather, stream, withdraw
 from helmsman.controller.generation.prompts import Prompt, RequestMaker, require_resumable, samples_of
 from helmsman.controller.generation.request import RequestOptions, Ticket
@@ -38,6 +39,7 @@ class RolloutRequests(RoleController):
 
     # --- generation -------------------------------------------------------------------------------------------------
 
+    @checked
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -57,6 +59,7 @@ class RolloutRequests(RoleController):
         """
         return run_sync(self._generate(self._maker.make_all(prompts, sampling, num_samples), num_samples))
 
+    @checked
     async def agenerate(
         self,
         prompt: Prompt,
@@ -76,6 +79,7 @@ class RolloutRequests(RoleController):
         request = self._make(prompt, sampling, resume_from)
         return await run_async(self._generate_one(request, options, resume_from))
 
+    @checked
     async def agenerate_samples(
         self,
         prompt: Prompt,
@@ -112,6 +116,7 @@ class RolloutRequests(RoleController):
         on_error: OnError,
     ) -> Iterator[tuple[int, GenerationResult | Exception]]: ...
 
+    @checked
     def stream(
         self,
         prompts: Sequence[Prompt],
@@ -157,6 +162,7 @@ class RolloutRequests(RoleController):
         on_error: OnError,
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]: ...
 
+    @checked
     def astream(
         self,
         prompts: Sequence[Prompt],
@@ -172,6 +178,7 @@ class RolloutRequests(RoleController):
         requests = self._maker.make_all(prompts, sampling, num_samples)
         return astream(self._queue(), lambda: self._put(requests, options, num_samples), on_error)
 
+    @checked
     def submit(
         self,
         prompt: Prompt,
@@ -190,6 +197,7 @@ class RolloutRequests(RoleController):
         """
         return run_sync(self._submit(self._make(prompt, sampling, resume_from), options, resume_from))
 
+    @checked
     async def asubmit(
         self,
         prompt: Prompt,
@@ -209,7 +217,8 @@ class RolloutRequests(RoleController):
 
     # --- control ----------------------------------------------------------------------------------------------------
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+    @checked
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (None: all that are here now) early; each returns what it has with stop_reason 'abort'.
 
         What waits has ended when this returns; what is in flight ends as soon as its worker has given it back, see wait_idle.
@@ -219,10 +228,12 @@ class RolloutRequests(RoleController):
         """
         return run_sync(self._abort(request_ids))
 
-    async def aabort(self, request_ids: Sequence[str] | None = None) -> int:
+    @checked
+    async def aabort(self, request_ids: Collection[str] | None = None) -> int:
         """As abort, awaited."""
         return await run_async(self._abort(request_ids))
 
+    @checked
     def pause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
         """Give no request to a worker from now on until resume; submission stays open.
 
@@ -237,6 +248,7 @@ class RolloutRequests(RoleController):
         """
         run_sync(self._pause(in_flight, timeout))
 
+    @checked
     async def apause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
         """As pause, awaited."""
         await run_async(self._pause(in_flight, timeout))
@@ -249,6 +261,7 @@ class RolloutRequests(RoleController):
         """As resume, awaited."""
         await run_async(self._resume())
 
+    @checked
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile is waited for, too. While
         others submit, it holds for a moment only; after pause it holds until resume.
@@ -259,6 +272,7 @@ class RolloutRequests(RoleController):
         """
         run_sync(self._wait_idle(timeout))
 
+    @checked
     async def await_idle(self, timeout: float | None = None) -> None:
         """As wait_idle, awaited."""
         await run_async(self._wait_idle(timeout))

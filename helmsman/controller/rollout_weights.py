@@ -21,8 +21,10 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weights import Weights
+from helmsman.controller.arguments import checked
 from helmsman.controller.generation.health import Event, Health
 from helmsman.controller.group import DEFAULT_GRACE_S, gather_all, group_error, observe, release
+from helmsman.controller.health import require_answer
 from helmsman.controller.loop import run_async, run_sync
 from helmsman.controller.rollout_instances import RolloutInstances, is_death
 from helmsman.controller.rollout_requests import InFlight
@@ -66,6 +68,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
 
     # --- control ----------------------------------------------------------------------------------------------------
 
+    @checked
     def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
 
@@ -80,12 +83,14 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         """
         return run_sync(self._update_weights(weights, version, timeout))
 
+    @checked
     async def aupdate_weights(
         self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None
     ) -> int:
         """As update_weights, awaited."""
         return await run_async(self._update_weights(weights, version, timeout))
 
+    @checked
     def sleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
         """Give the devices' memory back: the instances accept nothing until wake, and requests are held here. Idempotent.
 
@@ -99,10 +104,12 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         """
         run_sync(self._sleep(level, in_flight, timeout))
 
+    @checked
     async def asleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
         """As sleep, awaited."""
         await run_async(self._sleep(level, in_flight, timeout))
 
+    @checked
     def wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
         """Take the devices' memory again, and send the requests that were held, once there are weights. Idempotent.
 
@@ -113,6 +120,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         """
         run_sync(self._wake(weights_only, timeout))
 
+    @checked
     async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
         """As wake, awaited."""
         await run_async(self._wake(weights_only, timeout))
@@ -394,7 +402,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
 
     async def _answers(self, worker_id: str) -> bool:
         try:
-            await self.scheduler.check_health(worker_id, self.scheduler.timeouts.health_s)
+            await require_answer(self.scheduler, worker_id, self.scheduler.timeouts.health_s, or_busy=False)
         except CallError:
             return False
         return True

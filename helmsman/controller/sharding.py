@@ -36,6 +36,8 @@ class Argument(msgspec.Struct, frozen=True):
     parts: Sequence[Any]
     of_rank: Sequence[int | None]
     """Number of the part that each rank gets; None for a rank that gets nothing, which is given None."""
+    starts: Sequence[int] = ()
+    """Index of each part's first row in the value that was given; empty where no rows were cut."""
 
     def for_rank(self, rank: int) -> Any:
         """What a rank is given."""
@@ -352,7 +354,7 @@ def _shares(
         topology.part_of(info.rank, sharding.shard) if all(info.along(axis) == at for axis, at in given.items()) else None
         for info in topology.ranks
     ]
-    return Argument(parts, of_rank), Cut(sizes, padding)
+    return Argument(parts, of_rank, [0, *itertools.accumulate(sizes[:-1])]), Cut(sizes, padding)
 
 
 def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:

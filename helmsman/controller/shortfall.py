@@ -19,11 +19,17 @@ _SHOWN = 8
 def shortfall_of(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall:
     """The first reason found why these jobs do not fit into what is free: no node is allowed, a bundle is larger than any, all
     together are more than there is, or it lies in pieces that are too small."""
+    found = oversized_bundle(nodes, free, jobs)
+    return found if isinstance(found, Shortfall) else _several(nodes, free, jobs, found)
+
+
+def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall | Way:
+    """Why a bundle of these jobs fits no node even alone; the first way in which each of them fits one, where there is one."""
     nearest: tuple[float, Shortfall] | None = None
     for way in ways(jobs, nodes):
         found = [each for demand in way.demands if (each := _single(nodes, free, jobs, demand)) is not None]
         if not found:
-            return _several(nodes, free, jobs, way)
+            return way
         if nearest is None or found[0][0] < nearest[0]:
             nearest = found[0]
     assert nearest is not None

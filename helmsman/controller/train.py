@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from helmsman.api.engines import LossFn, Sample
+from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import (
     CheckpointError,
     EngineCallError,
@@ -22,6 +22,8 @@ from helmsman.api.errors import (
 )
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
+from helmsman.controller.argument_names import require_loss_settings
+from helmsman.controller.arguments import checked
 from helmsman.controller.base import Call
 from helmsman.controller.group import is_communication_error, release
 from helmsman.controller.loop import run_async, run_sync
@@ -90,6 +92,7 @@ class TrainController(RoleController):
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
+    @checked
     def train_batch(
         self,
         samples: Sequence[Sample],
@@ -105,10 +108,12 @@ class TrainController(RoleController):
             loss_kwargs: further arguments of the loss.
             timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
         Returns: the engine's statistics over the global batch.
-        Raises: ValueError for a batch that makes no sense, before anything is sent; else as call_all.
+        Raises: ValueError for a batch that makes no sense, or a setting that the loss is known not to take, before anything is
+            sent; else as call_all.
         """
         return run_sync(self._step("train_batch", samples, loss_fn, loss_kwargs, timeout))
 
+    @checked
     async def atrain_batch(
         self,
         samples: Sequence[Sample],
@@ -119,6 +124,7 @@ class TrainController(RoleController):
         """As train_batch, awaited."""
         return await run_async(self._step("train_batch", samples, loss_fn, loss_kwargs, timeout))
 
+    @checked
     def eval_batch(
         self,
         samples: Sequence[Sample],
@@ -129,10 +135,12 @@ class TrainController(RoleController):
         """As train_batch, without gradients and without a step."""
         return run_sync(self._step("eval_batch", samples, loss_fn, loss_kwargs, timeout))
 
+    @checked
     def forward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
         """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of ``samples``."""
         return run_sync(self._forward(samples, timeout))
 
+    @checked
     async def aforward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
         """As forward, awaited."""
         return await run_async(self._forward(samples, timeout))
@@ -145,6 +153,7 @@ class TrainController(RoleController):
         loss_kwargs: Mapping[str, Any] | None,
         timeout: float | None,
     ) -> dict[str, float]:
+        require_loss_settings(loss_fn, loss_kwargs)
         shares = split_samples(samples, self.data_parallel_size)
         results = await self._call_shares(method, samples, shares, (loss_fn, loss_kwargs), timeout)
         statistics: dict[str, float] = results[0]
@@ -179,12 +188,14 @@ class TrainController(RoleController):
         calls = {}
         for rank, worker in enumerate(self.workers):
             head, coordinate = divmod(rank, self.model_parallel_size)
-            args = ([samples[index] for index in shares[head]], *others) if coordinate == 0 else ()
+            share = SampleShare((samples[index] for index in shares[head]), shares[head])
+            args = (share, *others) if coordinate == 0 else ()
             calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self.model_parallel_size > 1 else None)
         return await self._call_workers(method, calls, timeout)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
+    @checked
     def save(self, path: str, timeout: float | None = None, *, background: bool = False) -> None:
         """Write all that training goes on from below ``path``, which all ranks can reach; it is there when it is complete.
 
@@ -194,10 +205,12 @@ class TrainController(RoleController):
         """
         run_sync(self._replicated("save_in_background" if background else "save", path, timeout=timeout))
 
+    @checked
     def wait_for_save(self, timeout: float | None = None) -> None:
         """Wait until what a save in the background began is written. Raises what it met."""
         run_sync(self._replicated("wait_for_save", timeout=timeout))
 
+    @checked
     def export_hf(
         self, path: str, dtype: str | None = None, max_shard_bytes: int = 5 << 30, timeout: float | None = None
     ) -> None:
@@ -209,16 +222,19 @@ class TrainController(RoleController):
         """
         run_sync(self._replicated("export_hf", path, dtype, max_shard_bytes, timeout=timeout))
 
+    @checked
     def sleep(self, timeout: float | None = None) -> None:
         """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent. Weights can still be brought
         to a rollout; training and checkpoints are refused until wake."""
         run_sync(self._replicated("sleep", timeout=timeout))
 
+    @checked
     def wake(self, timeout: float | None = None) -> None:
         """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that takes Turns, when there is
         not enough; it sleeps on."""
         run_sync(self._replicated("wake", timeout=timeout))
 
+    @checked
     def load(self, path: str, timeout: float | None = None) -> None:
         """Read what save wrote. Raises: CheckpointError when the engine cannot; else as call_all."""
         try:
@@ -233,28 +249,34 @@ class TrainController(RoleController):
         """The weight version, on which all ranks agree."""
         return run_sync(self._get_version())
 
+    @checked
     def set_version(self, version: int) -> None:
         """Set the weight version on all ranks."""
         run_sync(self._set_version(version))
 
+    @checked
     def set_lr(self, lr: float) -> None:
         """Use another learning rate on all ranks from the next step on."""
         run_sync(self._replicated("set_lr", lr))
 
+    @checked
     def export_weights(self, timeout: float | None = None) -> ResultHandle:
         """Gather the full parameters on rank 0 and return a handle; they stay there until ``scheduler.release(handle)``."""
         return run_sync(self._export_weights(timeout))
 
+    @checked
     def update_rollout(self, rollout: RolloutController, timeout: float | None = None) -> int:
         """Bring the current weights to every rollout worker, past the controller; returns the version they serve."""
         return run_sync(self._update_rollout(rollout, timeout))
 
+    @checked
     async def aupdate_rollout(self, rollout: RolloutController, timeout: float | None = None) -> int:
         """As update_rollout, awaited."""
         return await run_async(self._update_rollout(rollout, timeout))
 
     # --- recovery ---------------------------------------------------------------------------------------------------
 
+    @checked
     def recover(self, checkpoint: str | None = None, timeout: float | None = None) -> int:
         """Build all ranks anew when some were lost, and load a checkpoint; returns the weight version.
 
@@ -401,6 +423,9 @@ class TrainController(RoleController):
         finally:
             if not rollout.keeps(handle):
                 await asyncio.to_thread(release, self.scheduler, handle)
+
+    def _after_death(self) -> str:
+        return "RecoverableTraining starts all ranks again and goes on from the last checkpoint, and recover() does so by hand."
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
         master = self._environment(workers)[workers[0].id]

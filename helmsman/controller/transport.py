@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import msgspec
 from helmsman.api import errors
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, encode_frame
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb, dotted
 from helmsman.rpc_server.segments import ShmSegment
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
 
@@ -63,9 +64,16 @@ class Outgoing:
         return self._body
 
     def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
-        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError."""
+        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError,
+        ProtocolError."""
         wire, segment = to_wire(self.payload, segments=shares_memory)
-        return encode_frame(RequestFrame(self.request, wire)), segment
+        try:
+            return encode_frame(RequestFrame(self.request, wire)), segment
+        except (UnicodeEncodeError, TypeError, OverflowError) as error:
+            if segment is not None:
+                segment.close()
+            name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
+            raise errors.ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
 
 
 class Awaited(Protocol):
@@ -92,6 +100,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
+
+    async def observe(self, limit_s: float) -> bytes:
+        """An observation of the worker from outside its process, for ``pulse.read``; b'' when there is none in time."""
+        return b""
 
     async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for
         """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
@@ -146,12 +158,28 @@ def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills:
     return "ended without leaving its exit status"
 
 
-def tail_of(path: str, num_lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log file; '' when it cannot be read."""
+def log_size(path: str) -> int:
+    """Bytes of a log file; 0 when it cannot be read. A process that starts appends to what is there of earlier ones."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
+    """The last lines of a log file.
+
+    Args:
+        path: of the file.
+        num_lines: how many lines at most, of the last 64 KB.
+        start: bytes of earlier processes at the file's beginning; a file that is shorter has been rotated and has none.
+
+    Returns: the lines; '' when the file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 64 * 1024))
+            size = file.seek(0, 2)
+            file.seek(max(start if start <= size else 0, size - 64 * 1024))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""

@@ -14,6 +14,7 @@ import msgspec
 from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
+from helmsman.controller.arguments import checked
 from helmsman.controller.group import is_communication_error, release
 from helmsman.controller.inline import InlineScheduler
 from helmsman.controller.loop import run_async, run_sync
@@ -67,6 +68,7 @@ class WeightSync:
         self._way, self._form, self._in_flight = way or ViaMemory(), form or WeightFormat(), in_flight
         self._way.check(trainer, rollout)
 
+    @checked
     def push(self, timeout: float | None = None) -> SyncReport:
         """Have every living instance serve the trainer's weights.
 
@@ -78,6 +80,7 @@ class WeightSync:
         """
         return run_sync(self._push(timeout))
 
+    @checked
     async def apush(self, timeout: float | None = None) -> SyncReport:
         """As push, awaited."""
         return await run_async(self._push(timeout))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from helmsman.api.engines import Sample
+from helmsman.api.engines import Sample, SampleShare, sample_numbers
 from helmsman.api.pairs import sample_units
 from helmsman.engines.packing import TokenRows, pack, pad
 
@@ -53,22 +53,25 @@ def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
 
     Args:
         samples: As ``helmsman.api.engines.Sample``, all with the same entries. Without ``loss_mask`` every token
-            but the first counts.
+            but the first counts. Messages name the samples of a SampleShare by their numbers in the whole batch.
         vocab_size: Token ids are below this.
 
     Raises:
         ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
             entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
     """
-    checked: list[Columns] = [_to_columns(index, sample, vocab_size) for index, sample in enumerate(samples)]
-    for index, columns in enumerate(checked):
+    numbers = sample_numbers(samples)
+    checked: list[Columns] = [_to_columns(number, sample, vocab_size) for number, sample in zip(numbers, samples, strict=True)]
+    for number, columns in zip(numbers, checked, strict=True):
         if columns.keys() != checked[0].keys():
-            raise ValueError(f"sample {index} has the entries {sorted(columns)}, but sample 0 has {sorted(checked[0])}")
+            raise ValueError(
+                f"sample {number} has the entries {sorted(columns)}, but sample {numbers[0]} has {sorted(checked[0])}"
+            )
         for name, column in columns.items():
             if column.ndim != checked[0][name].ndim:
-                scalar, other = (index, 0) if column.ndim == 0 else (0, index)
+                scalar, other = (number, numbers[0]) if column.ndim == 0 else (numbers[0], number)
                 raise ValueError(f"{name!r} is a scalar in sample {scalar}, and has one entry per token in sample {other}")
-    sample_units(checked)
+    sample_units(SampleShare(checked, numbers))
     # Padded, a column takes the type of its first row: fractions beside a row of integers would be cut off.
     fractions = {name for columns in checked for name, column in columns.items() if column.is_floating_point()}
     return [{name: column.float() if name in fractions else column for name, column in columns.items()} for columns in checked]
@@ -163,33 +166,35 @@ def _balanced(order: Sequence[int], lengths: Sequence[int], num: int, max_tokens
     return None if too_long else groups
 
 
-def _to_columns(index: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
+def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
     if "input_ids" not in sample:
-        raise ValueError(f"sample {index} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}")
-    columns = {name: _to_tensor(index, name, value) for name, value in sample.items()}
+        raise ValueError(f"sample {number} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}")
+    columns = {name: _to_tensor(number, name, value) for name, value in sample.items()}
     input_ids = columns["input_ids"]
     if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
-        raise ValueError(f"sample {index}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0")
+        raise ValueError(
+            f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0"
+        )
     input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
-        raise ValueError(f"sample {index}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
+        raise ValueError(f"sample {number}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
     for name, column in columns.items():
         if column.ndim > 1 or (column.ndim == 1 and len(column) != len(input_ids)):
             raise ValueError(
-                f"sample {index}: {name!r} has the shape {tuple(column.shape)}; expected ({len(input_ids)},), one entry per "
+                f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected ({len(input_ids)},), one entry per "
                 "token, or a scalar"
             )
     mask = columns.get("loss_mask", torch.ones(len(input_ids), dtype=torch.bool))
     if mask.ndim != 1:
-        raise ValueError(f"sample {index}: 'loss_mask' is a scalar; expected one entry per token")
+        raise ValueError(f"sample {number}: 'loss_mask' is a scalar; expected one entry per token")
     mask = mask.bool().clone()
     mask[0] = False
     return {**columns, "input_ids": input_ids, "loss_mask": mask}
 
 
-def _to_tensor(index: int, name: str, value: Any) -> torch.Tensor:
+def _to_tensor(number: int, name: str, value: Any) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as exc:
-        raise ValueError(f"sample {index}: {name!r} (a {type(value).__name__}) is not numeric: {exc}") from exc
+        raise ValueError(f"sample {number}: {name!r} (a {type(value).__name__}) is not numeric: {exc}") from exc
     return tensor.float() if tensor.dtype.is_floating_point else tensor

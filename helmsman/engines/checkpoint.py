@@ -101,10 +101,11 @@ class Checkpointer:
                 if is_root:
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            self._writing = threading.Thread(
+            writing = threading.Thread(
                 target=self._write_and_note, args=(state, unfinished, path, is_root), name="helmsman-checkpoint"
             )
-            self._writing.start()
+            writing.start()
+            self._writing = writing
             return
         with failing_together(f"saving to {path}"):
             self._write(state, unfinished, path, is_root)

@@ -108,6 +108,28 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
 
 
+_LENGTH_INCLUDED = ("longrope", "su", "llama3")
+"""Scaled rotary embeddings of whose models max_position_embeddings is the scaled length already."""
+
+
+def max_positions(config: Any) -> int | None:
+    """Most tokens of a sequence for which a model was built; None where its configuration does not say.
+
+    Rotary embeddings that are scaled allow ``factor`` times as many, by the rules of vLLM. Where a configuration may include
+    the factor or not, the larger number is returned.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not positions or positions < 0:
+        return None
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    most = int(positions)
+    for each in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
+        if isinstance(each, Mapping) and each.get("factor") and each.get("rope_type", each.get("type")) not in _LENGTH_INCLUDED:
+            most = max(most, int((each.get("original_max_position_embeddings") or positions) * each["factor"]))
+    return most
+
+
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, or shards of them; one with several names (tied embeddings) by its first name only."""
     found: dict[int, tuple[str, torch.Tensor]] = {}

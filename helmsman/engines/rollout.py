@@ -9,6 +9,7 @@ either version.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +18,17 @@ import msgspec
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
+from helmsman.api.suggestions import Suggesting
 from helmsman.api.weights import Weights
 from helmsman.engines.admission import check_request, check_samples_of_one
 from helmsman.engines.decode_batch import DecodeBatch
 from helmsman.engines.decode_loop import DecodeLoop
-from helmsman.engines.model import build_model, resolve_dtype
+from helmsman.engines.model import build_model, max_positions, resolve_dtype
+
+logger = logging.getLogger(__name__)
 
 
-class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout engine serves, and how much at a time."""
 
     model: str | dict[str, Any]
@@ -32,7 +36,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_concurrency: int = 64
     """Sequences that are decoded together; more wait. The cache is allocated for all of them at full length."""
     max_model_len: int = 2048
-    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with stop_reason 'length'."""
+    """Most tokens of a sequence, prompt and continuation; a longer continuation ends with stop_reason 'length'. The positions
+    that the model was built for are a limit, too."""
     max_prefill_tokens: int = 16384
     """Most prompt tokens, padding included, that are computed between two decoding steps; a longer prompt goes alone."""
     dtype: str = "auto"
@@ -63,6 +68,7 @@ class HFRolloutEngine(InferenceEngine):
         self.config = config if config is not None else msgspec.convert(fields, RolloutConfig)
         self._loop: DecodeLoop | None = None
         self._vocab_size = 0
+        self._max_len, self._limit = self.config.max_model_len, "max_model_len"
         self._destroyed = False
 
     def initialize(self) -> None:
@@ -77,10 +83,14 @@ class HFRolloutEngine(InferenceEngine):
         current_platform.set_device(0)
         device = current_platform.device(0)
         model = build_model(self.config.model, seed=self.config.seed, dtype=resolve_dtype(self.config.dtype)).to(device)
-        batch = DecodeBatch(model, num_slots=self.config.max_concurrency, max_len=self.config.max_model_len, device=device)
+        positions = max_positions(model.config)
+        if positions is not None and positions < self._max_len:
+            logger.warning("max_model_len is %d, and the model has %d positions: sequences end there", self._max_len, positions)
+            self._max_len, self._limit = positions, "max_position_embeddings of the model"
+        batch = DecodeBatch(model, num_slots=self.config.max_concurrency, max_len=self._max_len, device=device)
         self._vocab_size = batch.vocab_size
         self._loop = DecodeLoop(
-            model, batch, max_len=self.config.max_model_len, max_prefill_tokens=self.config.max_prefill_tokens, version=0
+            model, batch, max_len=self._max_len, max_prefill_tokens=self.config.max_prefill_tokens, version=0
         )
 
     def _running(self) -> DecodeLoop:
@@ -119,7 +129,7 @@ class HFRolloutEngine(InferenceEngine):
         return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit_together(requests))))
 
     def _check(self, request: GenerationRequest) -> None:
-        check_request(request, max_model_len=self.config.max_model_len, vocab_size=self._vocab_size)
+        check_request(request, max_model_len=self._max_len, vocab_size=self._vocab_size, limit=self._limit)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from helmsman.api.generation import SamplingParams
+from helmsman.api.suggestions import Suggesting
 from helmsman.engines import vllm_versions
 
 _OURS = {
@@ -23,7 +24,7 @@ _OURS = {
 """Arguments that ServerConfig.args may not have, and what to do."""
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which server a rollout instance runs, and how."""
 
     model: str

@@ -8,12 +8,13 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from helmsman.api.engines import Head
+from helmsman.api.suggestions import Suggesting
 
 Offload: TypeAlias = Literal["none", "optimizer", "all"]
 """What waits on the host while it is not used."""
 
 
-class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a train engine trains, and how."""
 
     model: str | dict[str, Any]

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
+
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 InFlight = Literal["keep", "recompute"]
 
@@ -20,7 +22,7 @@ _BY_FIELD = {
 """What engine_args may not have, and what to do."""
 
 
-class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of RolloutConfig mean here what they mean there."""
 
     model: str

@@ -70,9 +70,10 @@ class VLLMEngine(InferenceEngine):
             raise ValueError(f"there is no model folder {self.config.model!r} on this worker; give a local folder")
         vllm_versions.prepare_environment()
         arguments, self._vocab_size = _arguments(self.config), _vocab_size(self.config.model)
-        self._loop = loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
-        self._thread.start()
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
+        thread.start()
+        self._loop, self._thread = loop, thread
 
         async def start() -> VLLMInstance:
             instance = VLLMInstance(self.config)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from helmsman.api.extras import needed_by
+from helmsman.api.suggestions import did_you_mean
 
 OLDEST = (0, 11)
 NEWEST_RUN = (0, 32)
@@ -105,10 +105,8 @@ async def start(arguments: Mapping[str, Any], on_stats: Callable[[float], None])
     known = [field.name for field in dataclasses.fields(args_class)]
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
             raise ValueError(
-                f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs has not"
-                + (f"; did you mean: {', '.join(close)}?" if close else "")
+                f"engine_args has {name!r}, which the installed vLLM's AsyncEngineArgs has not; {did_you_mean(name, known)}"
             )
     if is_on_host():
         # There EngineCore ends by a request with a seed whose prompt is computed in parts (0.32): "CPU Generator does not use

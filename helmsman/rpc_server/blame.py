@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from helmsman.api.engines import SampleShare
+
 _MAX_DEPTH = 32
 
 
@@ -98,6 +100,8 @@ def _mapping_parts(obj: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 def _sequence_parts(obj: list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, set | frozenset):
         yield from ((f".item({_shown(item)})", item) for item in obj)
+    elif isinstance(obj, SampleShare):
+        yield from ((f"[{number}]", item) for number, item in zip(obj.numbers, obj, strict=False))
     else:
         names = getattr(obj, "_fields", ())
         for index, item in enumerate(obj):

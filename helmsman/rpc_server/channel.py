@@ -1,4 +1,4 @@
-"""The worker's end of a direct connection: requests and their replies over a proved socket.
+"""The worker's end of a direct connection: requests and their replies over an authenticated socket.
 
 On Ray such a channel may be lost while its worker lives. So that nothing is sent twice then, the worker remembers each request
 that came by the channel, and its reply, until the controller has said that it has the reply; by way of Ray the controller asks
@@ -8,38 +8,55 @@ what became of a request (``collect``). One that has not arrived by then is refu
 from __future__ import annotations
 
 import functools
+import secrets
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server.authenticated_server import BACKLOG, AuthenticatedServer, Connection
 from helmsman.rpc_server.codec import Payload, encode
-from helmsman.rpc_server.frames import MAX_FRAME_BYTES, ReplyFrame, RequestFrame, decode_request, encode_frame
-from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.frames import ReplyFrame, RequestFrame, decode_request, encode_frame, salvage_request
+from helmsman.rpc_server.host import EngineHost, ReplyFn
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Verb
-from helmsman.rpc_server.proved_server import ProvedServer
 from helmsman.rpc_server.segments import ShmSegment
+from helmsman.rpc_server.tls import ServerTls
 from helmsman.rpc_server.wire_payload import WirePayload, from_wire, to_wire
 
 CHANNEL_BYTES = 1 << 20
 """Payloads below this travel by a channel between machines; larger ones through Ray's object store."""
 
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding a message may raise."""
+
 Answer = tuple[Reply, Any]
 """A reply, and its payload or what ``keep_apart`` made of it."""
 
 
-def listen(address: str) -> socket.socket:
+def listen_tcp(address: str) -> socket.socket:
     """A listening socket on a free port of this address. Raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    return _listening(socket.AF_INET6 if ":" in address else socket.AF_INET, (address, 0))
+
+
+def listen_abstract() -> socket.socket:
+    """A listening Unix socket with a random name in Linux's abstract namespace.
+
+    It has no file: nothing is left when the process is killed, and no TMPDIR is too long. Any user may connect, so the server
+    checks the peer's user id (AuthenticatedServer).
+    """
+    return _listening(socket.AF_UNIX, f"\0helmsman-{secrets.token_hex(16)}")
+
+
+def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind((address, 0))
-        listener.listen(16)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -51,6 +68,54 @@ def can_carry(payload: Payload, *, shares_memory: bool) -> bool:
     if shares_memory:
         return all(type(handle.location) is bytes for handle in payload.handles)
     return not payload.handles and payload.nbytes < CHANNEL_BYTES
+
+
+class Arrival(NamedTuple):
+    """A request that has arrived, and its answer."""
+
+    number: int
+    request_id: int
+    in_order: bool
+    """Whether it is engine work, which begins in the order of the numbers."""
+    answer: Callable[[ReplyFn], None]
+    """Answers it, by way of a host where it could be understood."""
+
+
+def understood(host: EngineHost, number: int, frame: RequestFrame, beside: Payload | None = None) -> Arrival:
+    """A request whose frame could be decoded; ``beside`` is its payload where that is not in the frame."""
+    request = frame.request
+    try:
+        if beside is None:
+            if frame.payload is None:
+                raise ProtocolError("they have not come with it")
+            beside = from_wire(frame.payload)
+    except Exception as error:  # noqa: BLE001 - no descriptor or memory is left, or it does not unpickle: its own loss alone
+        answer = _refusal(request.id, f"its arguments could not be taken: {type(error).__name__}: {error}")
+    else:
+        answer = functools.partial(host.handle, request, beside)
+    return Arrival(number, request.id, request.verb in ENGINE_WORK, answer)
+
+
+def refused(message: bytes, error: Exception) -> Arrival:
+    """A request that could not be decoded because of ``error``; it is answered by that. Raises ProtocolError without an id."""
+    reason = f"{len(message)} bytes that came as a request could not be decoded: {error}"
+    head = salvage_request(message)
+    if head is None:
+        raise ProtocolError(reason) from error
+    return Arrival(head.number, head.request_id, head.in_order, _refusal(head.request_id, reason))
+
+
+def _refusal(request_id: int, reason: str) -> Callable[[ReplyFn], None]:
+    def answer(reply: ReplyFn) -> None:
+        reply(Reply(request_id, False), encode(ProtocolError(reason)))
+
+    return answer
+
+
+def _ids_in(frame: RequestFrame) -> list[int]:
+    if frame.payload is None:
+        raise msgspec.DecodeError("no request ids")
+    return msgspec.msgpack.decode(frame.payload.data, type=list[int])
 
 
 class _Outcome:
@@ -72,12 +137,13 @@ class _Outcome:
             self.asked.set_result((reply, payload if self.wire is None else from_wire(self.wire)))
 
 
-class ChannelServer(ProvedServer):
+class ChannelServer(AuthenticatedServer):
     """Serves the channel of one worker.
 
     Args:
         host: answers the requests.
         shares_memory: whether the controller is on this machine, so that large buffers need not go over the socket.
+        tls: the certificate for connections from other machines; None for plain ones.
         in_turn: runs what begins engine work, given with its number, in the order of these; at once when None, as requests
             arrive.
         keep_apart: where the connection may be lost without the worker's end, what keeps a payload that the channel cannot
@@ -91,10 +157,11 @@ class ChannelServer(ProvedServer):
         host: EngineHost,
         *,
         shares_memory: bool,
+        tls: ServerTls | None = None,
         in_turn: Callable[[int, Callable[[], None]], None] | None = None,
         keep_apart: Callable[[Payload], Any] | None = None,
     ) -> None:
-        super().__init__(listener, key)
+        super().__init__(listener, key, tls)
         self._host = host
         self._shares_memory = shares_memory
         self._in_turn = in_turn
@@ -103,10 +170,6 @@ class ChannelServer(ProvedServer):
         self._outcomes: dict[int, _Outcome] = {}
         """By request id: of all that arrived, where the connection may be lost; else of those whose replies are in segments."""
         self._refused: set[int] = set()
-
-    def start(self) -> None:
-        """Accept on a thread of its own."""
-        threading.Thread(target=self.serve_forever, name="accept", daemon=True).start()
 
     def collect(self, request_id: int) -> Future[Answer] | None:
         """The reply of a request that arrived. None for one that did not, and now never will."""
@@ -127,57 +190,51 @@ class ChannelServer(ProvedServer):
             if outcome is not None and outcome.segment is not None:
                 outcome.segment.close()
 
-    def _serve_requests(self, connection: Connection, peer: socket.socket) -> None:
-        if peer.family != socket.AF_UNIX:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sending = threading.Lock()
-
+    def _serve_requests(self, connection: Connection) -> None:
         def send(message: bytes) -> bool:
-            with sending:
-                try:
-                    connection.send_bytes(message)
-                except OSError:  # the channel is lost: the controller asks by another way, or is gone as well
-                    return False
+            try:
+                connection.send(message)
+            except OSError:  # the channel is lost: the controller asks by another way, or is gone as well
+                return False
             return True
 
         while True:
             try:
-                message = connection.recv_bytes(MAX_FRAME_BYTES)
+                message = connection.receive()
             except (EOFError, OSError):
                 return
-            try:
-                self._take(*decode_request(message), send)
-            except msgspec.MsgspecError as error:
-                print(f"helmsman: closed a connection that sent {len(message)} bytes of nonsense: {error}", file=sys.stderr)
+            except ProtocolError as error:
+                print(f"helmsman: closed a connection that sent nonsense: {error}", file=sys.stderr)
                 return
+            try:
+                number, frame = decode_request(message)
+                if frame.request.verb is Verb.RECEIVED:
+                    self.forget(_ids_in(frame))
+                    continue
+                arrival = understood(self._host, number, frame)
+            except UNDECODABLE as error:
+                try:
+                    arrival = refused(message, error)
+                except ProtocolError as reason:
+                    print(f"helmsman: closed a connection: {reason}", file=sys.stderr)
+                    return
+            self._take(arrival, send)
 
-    def _take(self, number: int, frame: RequestFrame, send: Callable[[bytes], bool]) -> None:
-        request = frame.request
-        if frame.payload is None:
-            raise msgspec.DecodeError("a request without its payload")
-        if request.verb is Verb.RECEIVED:
-            self.forget(msgspec.msgpack.decode(frame.payload.data, type=list[int]))
-            return
+    def _take(self, arrival: Arrival, send: Callable[[bytes], bool]) -> None:
         outcome = _Outcome()
         if self._keep_apart is not None:
             with self._lock:
-                if request.id in self._refused:
+                if arrival.request_id in self._refused:
                     return
-                self._outcomes[request.id] = outcome
+                self._outcomes[arrival.request_id] = outcome
 
         def reply(answer: Reply, result: Payload) -> None:
             if not send(self._packed(outcome, answer, result)) and self._keep_apart is None:
                 self.forget([answer.id])
 
-        try:
-            payload = from_wire(frame.payload)
-        except (ProtocolError, OSError) as error:  # no descriptor or memory is left: this request's loss alone
-            failure = encode(ProtocolError(f"its arguments could not be taken: {error}"))
-            begin = functools.partial(reply, Reply(request.id, False), failure)
-        else:
-            begin = functools.partial(self._host.handle, request, payload, reply)
-        if self._in_turn is not None and request.verb in ENGINE_WORK:
-            self._in_turn(number, begin)  # also what failed has its turn, for which others wait
+        begin = functools.partial(arrival.answer, reply)
+        if self._in_turn is not None and arrival.in_order:
+            self._in_turn(arrival.number, begin)  # also what failed has its turn, for which others wait
         else:
             begin()
 

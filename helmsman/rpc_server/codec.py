@@ -26,6 +26,7 @@ from helmsman.api.errors import NotLoadableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server.blame import find_culprit
 from helmsman.rpc_server.memory import own_copy, without_write_check
+from helmsman.rpc_server.remote_errors import clipped
 from helmsman.rpc_server.struct_classes import StructMeta, reduce_struct_class
 
 __all__ = ["Packed", "Payload", "ResultHandle", "decode", "encode"]
@@ -100,7 +101,7 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
         return _encode(obj, inband_below)
     except Exception as exc:  # the objects' own __reduce__ and __getstate__ run here, and may raise anything
         path, value_type, reason = find_culprit(obj, exc, root, lambda part: _encode(part, inband_below))
-        raise NotSerializableError(path=path, value_type=value_type, reason=reason) from exc
+        raise NotSerializableError(path=path, value_type=value_type, reason=clipped(reason)) from exc
 
 
 def decode(
@@ -137,7 +138,7 @@ def decode(
         raise NotLoadableError(
             path=root,
             value_type=f"pickle of {len(payload.data)} bytes and {len(buffers)} buffers",
-            reason=f"{type(exc).__name__}: {exc}",
+            reason=clipped(f"{type(exc).__name__}: {exc}"),
         ) from exc
 
 

@@ -1,8 +1,9 @@
 """The parent of a LocalScheduler's workers: it has imported torch once and forks each worker in milliseconds.
 
 It runs no user code and has one thread, so it always answers, and it is the one process that knows how each worker ended. It
-is also the guarantee that nothing survives the driver: when its connection to the driver closes, however that came about, it
-ends all workers with their families, removes the run's folder and exits.
+is also the guarantee that nothing survives the driver: when its connection to the driver closes, or the driver's process ends,
+it ends all workers with their families, removes the run's folder and exits. Where it cannot, its watcher does so
+(driver_watch.py).
 
     driver <--- Unix socket pair: Spawn, Kill -> / <- Spawned, Exited ---> forkserver --- fork ---> workers
 """
@@ -24,6 +25,7 @@ from typing import Any
 import msgspec
 
 from helmsman.rpc_server import guardian
+from helmsman.rpc_server.driver_watch import NO_PIDFD
 from helmsman.rpc_server.environment import extend_search_path
 from helmsman.rpc_server.frames import FrameReader, pack_length
 from helmsman.rpc_server.local_server import listen, serve_worker
@@ -84,14 +86,20 @@ decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited).decode
 
 
 class _ForkServer:
-    def __init__(self, channel: socket.socket, run_dir: str) -> None:
+    """
+    Args:
+        driver: its pidfd. The channel alone is not enough: a child that the driver forked holds the driver's end of it open.
+        watcher: pid of the process that ends the run where this one cannot.
+    """
+
+    def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
         self._channel = channel
+        self._driver = driver
+        self._watcher = watcher
         self._run_dir = run_dir
         self._workers: dict[int, str] = {}
         self._reader = FrameReader()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # The channel alone would not tell: a child that the driver forked holds the driver's end of it open.
-        self._driver = os.pidfd_open(os.getppid()) if hasattr(os, "pidfd_open") else None
 
     def run(self) -> None:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -99,7 +107,7 @@ class _ForkServer:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminate)
-        watched: list[Any] = [self._channel, self._wake_read] + ([self._driver] if self._driver is not None else [])
+        watched: list[Any] = [self._channel, self._wake_read] + ([self._driver] if self._driver != NO_PIDFD else [])
         try:
             while True:
                 ready, _, _ = select.select(watched, [], [])
@@ -129,11 +137,13 @@ class _ForkServer:
                 os.kill(order.pid, signal.SIGKILL)
             return
         gc.freeze()
+        me = os.getpid()
         try:
             with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
                 pid = os.fork()
                 if pid == 0:
-                    _become_worker(order, listener, [self._channel.fileno(), self._wake_read, self._wake_write])
+                    inherited = [self._channel.fileno(), self._wake_read, self._wake_write]
+                    _become_worker(order, listener, inherited + ([self._driver] if self._driver != NO_PIDFD else []), me)
         except OSError as error:
             self._tell(NotSpawned(order.socket_path, str(error)))
             return
@@ -150,12 +160,8 @@ class _ForkServer:
                 return
             tag = self._workers.pop(pid, None)
             if tag is not None:  # otherwise an orphan of a worker, adopted by us
-                survivors = guardian.end_family(pid, tag, self._adopted)
+                survivors = guardian.end_family(pid, tag)
                 self._tell(Exited(pid, status, sorted(survivors)))
-
-    def _adopted(self, table: dict[int, guardian.Process]) -> set[int]:
-        """Orphans of workers that have ended; a worker that lives adopts those of its own family itself."""
-        return {row.pid for row in table.values() if row.parent == os.getpid() and row.pid not in self._workers}
 
     def _tell(self, event: Spawned | NotSpawned | Exited) -> None:
         message = encode_message(event)
@@ -178,14 +184,14 @@ class _ForkServer:
                     break
             except ChildProcessError:
                 break
-        left = guardian.descendants(me, guardian.process_table())
+        left = guardian.descendants(me, guardian.process_table()) - {self._watcher}
         for pid in left:
             _kill(pid)
         return bool(left)
 
 
 def worker_tag(identity: WorkerIdentity) -> str:
-    """The mark of a worker's family."""
+    """The tag of a worker's family."""
     return f"{identity.run_id}/{identity.worker_id}"
 
 
@@ -201,7 +207,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int]) -> None:
+def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int], parent: int) -> None:
     """The child's side of the fork; never returns."""
     code = 1
     try:
@@ -213,12 +219,13 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int]) 
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        if os.getppid() == 1:
+        if os.getppid() != parent:
             os._exit(1)  # the forkserver died before the line above
         _redirect_output(order.identity.log_path)
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
+        guardian.bear_mark(guardian.Mark(order.identity.run_id, os.getpid()))
         extend_search_path(order.search_path)
         code = serve_worker(order.identity, listener, order.key)
     except SystemExit as exit_:
@@ -243,18 +250,21 @@ def _redirect_output(log_path: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def main(argv: list[str]) -> None:
-    """Entry point: ``forkserver FD RUN_DIR MODULE,MODULE,...``."""
+def main(watcher: int, argv: list[str]) -> None:
+    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``.
+
+    Args:
+        watcher: what watch_driver returned.
+    """
+    driver = int(argv[1])
     channel = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(channel.fileno(), False)
+    if driver != NO_PIDFD:
+        os.set_inheritable(driver, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    for module in filter(None, argv[2].split(",")):
+    for module in filter(None, argv[3].split(",")):
         try:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - a module that cannot be preloaded is the engine's business, which imports it again
             print(f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr)
-    _ForkServer(channel, argv[1]).run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    _ForkServer(channel, driver, watcher, argv[2]).run()

@@ -7,11 +7,12 @@ number of 8 bytes and is otherwise the same for all workers that are asked the s
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.messages import Reply, Request
+from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request
 from helmsman.rpc_server.wire_payload import WirePayload
 
 MAX_FRAME_BYTES = 1 << 30
@@ -39,6 +40,7 @@ decode_reply = msgspec.msgpack.Decoder(ReplyFrame).decode
 _decode_request = msgspec.msgpack.Decoder(RequestFrame).decode
 
 _LENGTH = struct.Struct("!i")
+LENGTH_BYTES = _LENGTH.size
 _NUMBER = struct.Struct("!q")
 _LENGTH_AND_NUMBER = struct.Struct("!iq")
 
@@ -47,6 +49,14 @@ def pack_length(size: int) -> bytes:
     """The prefix that ``Connection.recv_bytes`` expects."""
     _require_size(size)
     return _LENGTH.pack(size)
+
+
+def unpack_length(prefix: bytes) -> int:
+    """The size of the message behind this prefix. Raises ProtocolError for a size that cannot be."""
+    (size,) = _LENGTH.unpack(prefix)
+    if not 0 <= size <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {size} bytes was announced, expected at most {MAX_FRAME_BYTES}")
+    return int(size)
 
 
 def framed_request(number: int, body: bytes) -> bytes:
@@ -68,6 +78,27 @@ def decode_request(message: bytes) -> tuple[int, RequestFrame]:
     if len(message) < _NUMBER.size:
         raise msgspec.DecodeError(f"a request of {len(message)} bytes")
     return _NUMBER.unpack_from(message)[0], _decode_request(memoryview(message)[_NUMBER.size :])
+
+
+class Salvaged(NamedTuple):
+    """The head of a request whose rest cannot be decoded."""
+
+    number: int
+    request_id: int
+    in_order: bool
+    """Whether it is engine work, for whose number later ones wait."""
+
+
+def salvage_request(message: bytes) -> Salvaged | None:
+    """The head of a message that ``decode_request`` refuses; None when the request's id cannot be read."""
+    try:
+        number = _NUMBER.unpack_from(message)[0]
+        request_id, verb = msgspec.msgpack.decode(memoryview(message)[_NUMBER.size :])[0][:2]
+        if type(request_id) is int:
+            return Salvaged(number, request_id, number > 0 or verb in ENGINE_WORK)
+    except (struct.error, msgspec.MsgspecError, LookupError, TypeError, ValueError, RecursionError):
+        pass  # so many bytes are not a request at all
+    return None
 
 
 class FrameReader:

@@ -1,9 +1,8 @@
-"""The end of a worker's family: what it started, directly or through its children, goes with it.
+"""Ends a worker's family: the processes that the worker started, directly or through its children.
 
-A family is found by marks, of which a child can shed each: its descent, the worker's process group or session, and the
-worker's tag in the environment that a new program inherits. A child that was forked without a new program and has left the
-session bears none of them once its parent is gone. Who ends the family knows of those: the forkserver adopts them, and a Ray
-worker's forks are told to its guardian.
+Every process of a family bears the worker's mark, a resource limit. Fork and exec inherit it, and a new session, an empty
+environment or closed descriptors do not remove it. Where the kernel refuses the mark, a family is found by descent, by the
+worker's process group or session, and by the worker's tag in the environment.
 
 Standard library only: this file also runs as a script of its own (``python -I -S guardian.py ...``), beside a worker whose
 parent is not ours (a Ray actor), so that the family's end does not depend on the worker's, the driver's or Ray's health.
@@ -14,18 +13,25 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TAG_VARIABLE = "HELMSMAN_WORKER_TAG"
 """Environment variable by which a worker's descendants are recognised; its value is unique per worker process."""
 
-_TRACKERS_S = 1.0
+_RLIMIT_LOCKS = 10
+"""The limit that carries the mark. Linux has not applied it since 2.4.25, and shows it to everyone in /proc/<pid>/limits."""
+_MARKED = 1 << 62
+_PID_BITS = 22
+"""The kernel's largest pid has so many bits; above them are the 40 bits of the run's id."""
+
+_CLEANERS_S = 1.0
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes), Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 
@@ -42,7 +48,38 @@ class Process(NamedTuple):
     """In clock ticks since the machine's boot; with the pid, the process's identity."""
 
 
-Known = Callable[[dict[int, Process]], set[int]]
+class Mark(NamedTuple):
+    """The run, and the worker in it, to whose family a process belongs."""
+
+    run_id: str
+    worker_pid: int
+    """0 for processes of the run that belong to no worker, such as its forkserver."""
+
+
+def bear_mark(mark: Mark) -> None:
+    """Mark this process and all that it starts from now on. Without effect where the kernel refuses."""
+    _set_mark(_MARKED | int(mark.run_id, 16) << _PID_BITS | mark.worker_pid)
+
+
+def _set_mark(value: int) -> None:
+    try:
+        resource.setrlimit(_RLIMIT_LOCKS, (value, resource.getrlimit(_RLIMIT_LOCKS)[1]))
+    except (OSError, ValueError):  # not Linux, or an administrator has set this limit
+        return
+
+
+def mark_of(pid: int) -> Mark | None:
+    """The mark of a process; None where it has none, or has exited."""
+    try:
+        with open(f"/proc/{pid}/limits", "rb") as file:
+            words = file.read().partition(b"Max file locks")[2].split(None, 1)
+    except OSError:
+        return None
+    value = int(words[0]) if words and words[0].isdigit() else 0
+    if not value & _MARKED:
+        return None
+    run, worker = divmod(value ^ _MARKED, 1 << _PID_BITS)
+    return Mark(f"{run:010x}", worker)
 
 
 def process_table() -> dict[int, Process]:
@@ -93,40 +130,66 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
     return found
 
 
-def family(worker_pid: int, tag: str, known: Known = lambda table: set()) -> set[int]:
-    """Living processes of a worker's family, without the worker and without the caller.
+def family(worker_pid: int, tag: str) -> set[int]:
+    """Find the running processes of a worker's family.
 
-    ``known`` picks from the process table those that belong to it although they bear no mark of it.
+    Args:
+        tag: the worker's tag; it begins with the id of the run and a slash.
+
+    Returns:
+        Their pids, without the worker and without the caller.
     """
+    mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
+
+    def belongs(row: Process) -> bool:
+        return worker_pid in (row.group, row.session) or mark_of(row.pid) == mark or _has_tag(row.pid, entry)
+
+    return _with_descendants(belongs, worker_pid)
+
+
+def run_members(run_id: str) -> set[int]:
+    """Pids of the running processes that bear the mark of a run, and their descendants, without the caller."""
+    return _with_descendants(lambda row: (mark := mark_of(row.pid)) is not None and mark.run_id == run_id)
+
+
+def _with_descendants(belongs: Callable[[Process], bool], root: int | None = None) -> set[int]:
     table = process_table()
-    mark = f"{TAG_VARIABLE}={tag}".encode()
-    members = descendants(worker_pid, table) | known(table)
-    for row in table.values():
-        if worker_pid in (row.group, row.session) or (row.pid not in members and _has_tag(row.pid, mark)):
-            members.add(row.pid)
+    members = set() if root is None else descendants(root, table)
+    members |= {row.pid for row in table.values() if row.pid not in members and belongs(row)}
     for pid in list(members):
         members |= descendants(pid, table)
-    return {pid for pid in members if pid not in (worker_pid, os.getpid()) and table[pid].state != "Z"}
+    return {pid for pid in members if pid not in (root, os.getpid()) and table[pid].state != "Z"}
 
 
-def end_family(worker_pid: int, tag: str, known: Known = lambda table: set(), *, limit_s: float = 5.0) -> set[int]:
-    """Kill a worker's family; returns who is left after ``limit_s`` seconds.
+def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
+    """Kill a worker's family; see family and end_all."""
+    return end_all(lambda: family(worker_pid, tag), limit_s=limit_s)
 
-    Python's own trackers of shared memory are left a moment: they remove the names that killed processes have left, and end
-    when the last of these has gone.
+
+def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
+    """Kill the processes that ``find`` returns until it returns none.
+
+    Processes that clean up after others have a moment to do so: Python's trackers of shared memory, and the forkserver and
+    watcher of a run within the family. They exit when the processes that they watch have.
+
+    Returns:
+        The pids that are left after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
-    patience = time.monotonic() + min(_TRACKERS_S, limit_s / 2)
-    while members := family(worker_pid, tag, known):
+    patience = time.monotonic() + min(_CLEANERS_S, limit_s / 2)
+    while members := find():
         now = time.monotonic()
-        _signal_all((pid for pid in members if now > patience or not _is_tracker(pid)), signal.SIGKILL)
+        _signal_all((pid for pid in members if now > patience or not _cleans_up(pid)), signal.SIGKILL)
         if now > deadline:
             return members
         time.sleep(0.01)
     return set()
 
 
-def _is_tracker(pid: int) -> bool:
+def _cleans_up(pid: int) -> bool:
+    mark = mark_of(pid)
+    if mark is not None and mark.worker_pid == 0:
+        return True
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -209,18 +272,35 @@ def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
     return record if record.pop("pid", None) == pid else None
 
 
-def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, forks_fd: int) -> None:
-    """Wait for a process to end, record how, and end its family. The guardian's whole life.
+def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, tracker_fd: int) -> None:
+    """Wait for a process to end, record its exit status, and end its family. The guardian's whole life.
 
     Args:
         log_path: beside which its end is recorded; '' for nowhere.
-        forks_fd: where the worker and its forks tell the pids of their forks.
+        tracker_fd: the pipe to the tracker of shared memory, which is started when the first bytes arrive.
     """
-    forks = _collect_forks(pidfd, forks_fd)
+    waiting = select.poll()
+    for fd in (pidfd, tracker_fd):
+        waiting.register(fd, select.POLLIN)
+    ended = False
+    while not ended:
+        ready = dict(waiting.poll())
+        ended = pidfd in ready
+        if tracker_fd in ready:
+            waiting.unregister(tracker_fd)
+            if ready[tracker_fd] & select.POLLIN:  # else all writers have closed it
+                _start_tracker(tracker_fd)
+            os.close(tracker_fd)
     if log_path:
         _record(worker_pid, pidfd, log_path)
-    born = {(fork.pid, fork.started) for fork in forks}
-    end_family(worker_pid, tag, lambda table: {row.pid for row in table.values() if (row.pid, row.started) in born})
+    end_family(worker_pid, tag)
+
+
+def _start_tracker(fd: int) -> None:
+    import subprocess
+
+    program = f"from multiprocessing.resource_tracker import main; main({fd})"
+    subprocess.Popen([sys.executable, "-I", "-S", "-c", program], stdin=subprocess.DEVNULL, pass_fds=[fd])
 
 
 def _record(worker_pid: int, pidfd: int, log_path: str) -> None:
@@ -235,47 +315,32 @@ def _record(worker_pid: int, pidfd: int, log_path: str) -> None:
         print(f"guardian of {worker_pid}: no record at {log_path}: {error}", file=sys.stderr)
 
 
-def _collect_forks(pidfd: int, forks_fd: int) -> set[Process]:
-    """Wait until the worker has ended; returns the forks that may live, told from successors of their pids by their start."""
-    os.set_blocking(forks_fd, False)
-    forks: set[Process] = set()
-    watched = [pidfd, forks_fd]
-    ended = False
-    while not ended:
-        ready, _, _ = select.select(watched, [], [])
-        ended = pidfd in ready
-        if forks_fd in ready or ended:
-            try:
-                told = os.read(forks_fd, 1 << 16)
-            except BlockingIOError:
-                continue
-            if not told and not ended:
-                watched = [pidfd]  # the last writer has gone; the worker's end follows
-            for (pid,) in struct.iter_unpack("i", told):
-                if (row := _process(pid)) is not None:
-                    forks.add(row)
-            forks = {fork for fork in forks if (row := _process(fork.pid)) is not None and row.started == fork.started}
-    return forks
-
-
 def spawn_guardian(tag: str, log_path: str) -> None:
-    """Start a guardian for this process; it outlives us by the moment it needs."""
+    """Start a guardian for this process, and mark this process; the guardian outlives it by the moment it needs.
+
+    The guardian starts this process's tracker of shared memory. Ray kills the children of a worker that exits in order, and
+    thus a tracker that the worker itself has started, before it has removed the names of the worker's segments.
+    """
+    from multiprocessing import resource_tracker
+
     theirs, ours = os.pipe()
     guard(os.getpid(), tag, log_path, theirs)
     os.close(theirs)
-    os.register_at_fork(after_in_child=lambda: _tell_fork(ours))
-    # Ray writes its worker's title over the environment that others can read, and forks inherit that; a descriptor stays
-    # legible.
-    os.memfd_create(f"{TAG_VARIABLE}={tag}")
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    if tracker._fd is None:
+        tracker._fd = ours  # as a child that multiprocessing spawns gets its parent's tracker
+    else:
+        os.close(ours)
+    bear_mark(Mark(tag.partition("/")[0], os.getpid()))
 
 
-def guard(pid: int, tag: str, log_path: str = "", forks_fd: int | None = None) -> None:
-    """Start a guardian for a process that lives; see watch."""
+def guard(pid: int, tag: str, log_path: str = "", tracker_fd: int | None = None) -> None:
+    """Start a guardian for a running process; see watch."""
     import subprocess
 
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, str(pid), tag, log_path],
-        stdin=subprocess.DEVNULL if forks_fd is None else forks_fd,
+        stdin=subprocess.PIPE if tracker_fd is None else tracker_fd,  # a pipe that is closed at once
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         env={},
@@ -284,17 +349,13 @@ def guard(pid: int, tag: str, log_path: str = "", forks_fd: int | None = None) -
     )
 
 
-def _tell_fork(fd: int) -> None:
-    try:
-        os.write(fd, struct.pack("i", os.getpid()))
-    except OSError:
-        return  # the guardian has gone, or this child has closed what it inherited
-
-
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(_number, signal.SIG_IGN)
+    _set_mark(resource.RLIM_INFINITY)  # it belongs to no family, also where the worker's driver is in a worker itself
     _pidfd = os.pidfd_open(int(sys.argv[1]))  # before the worker goes on, so that its end cannot come first
     if os.fork():
         os._exit(0)  # an orphan from here on: a Ray worker that ends in order kills its direct children before it does
-    watch(int(sys.argv[1]), _pidfd, sys.argv[2], sys.argv[3], sys.stdin.fileno())
+    _tracker_fd = os.dup(sys.stdin.fileno())
+    sys.stdin.close()  # the tracker alone is to read from it
+    watch(int(sys.argv[1]), _pidfd, sys.argv[2], sys.argv[3], _tracker_fd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -11,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +20,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, WorkerHealth
+from helmsman.api.suggestions import nearest
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_context import WorkerContext, within
 from helmsman.api.worker_group import GroupWorker
@@ -32,7 +32,8 @@ from helmsman.rpc_server.faults import Faults, Prepared
 from helmsman.rpc_server.handles import HandleStore, keep
 from helmsman.rpc_server.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
 from helmsman.rpc_server.ports import PortLeases
-from helmsman.rpc_server.remote_errors import remote_error, traceback_text
+from helmsman.rpc_server.pulse import Pulse
+from helmsman.rpc_server.remote_errors import clipped, remote_error, traceback_text
 from helmsman.rpc_server.threads import EngineLoop, EngineThread
 
 ReplyFn = Callable[[Reply, Payload], None]
@@ -46,18 +47,23 @@ class EngineHost:
     Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are
     answered on the thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it
     is the process boundary.
+
+    Args:
+        pulse: by which others can observe this process while it cannot answer; None where it is the controller's own.
     """
 
-    def __init__(self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True, pulse: Pulse | None = None
+    ) -> None:
         self.identity = identity
-        self.engine_thread = EngineThread()
+        self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
         self.on_shutdown: Callable[[], None] = lambda: None
         self.ends_at: float | None = None
         """When this process ends, by time.monotonic(); None while nobody has told it to."""
         self._store = store
         self._seeding = seeding
         self._seed: int | None = None
-        self._loop = EngineLoop(f"{identity.worker_id} async")
+        self._loop = EngineLoop(f"{identity.worker_id} async", pulse.loop_call if pulse else None)
         self._engines: dict[str, Any] = {}
         self._creating: set[str] = set()
         self._cancelled: dict[object, None] = {}
@@ -69,6 +75,8 @@ class EngineHost:
         self._faults = Faults()
         self._num_calls = 0
         self._is_closed = False
+        if pulse is not None:
+            pulse.start(lambda: msgspec.msgpack.encode(self._activity()))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -168,6 +176,8 @@ class EngineHost:
                 return self._ports.lease(arguments[0])
             case Verb.LISTEN:
                 return self._listener.listen(*arguments)
+            case Verb.INSPECT:
+                return self._inspect(arguments[0])
             case Verb.CANCEL:
                 return self._cancel(arguments[0])
             case Verb.RELEASE:
@@ -178,6 +188,15 @@ class EngineHost:
 
     def health(self) -> WorkerHealth:
         """What the worker is doing now."""
+        return msgspec.structs.replace(
+            self._activity(),
+            cpu_s=time.process_time(),
+            rss_bytes=_resident_bytes(),
+            failed_engines=self._failed_engines(),
+        )
+
+    def _activity(self) -> WorkerHealth:
+        """Its health as far as it is told without running an engine's code or asking the kernel."""
         running = self.engine_thread.running
         return WorkerHealth(
             worker_id=self.identity.worker_id,
@@ -189,10 +208,8 @@ class EngineHost:
             num_queued=self.engine_thread.num_waiting,
             async_running=self._loop.counts(),
             num_calls=self._num_calls,
-            cpu_s=time.process_time(),
-            rss_bytes=_resident_bytes(),
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
-            failed_engines=self._failed_engines(),
+            failure=self._loop.failure,
         )
 
     def _failed_engines(self) -> dict[str, str]:
@@ -225,23 +242,35 @@ class EngineHost:
         self._seed = None  # an engine that is created later must not repeat the first one's numbers
 
     def _cancel(self, request_id: object) -> CallState:
-        withdrawn = self.engine_thread.withdraw(request_id)
+        if self.engine_thread.withdraw(request_id):
+            return self._on_engine_thread("withdrawn")
+        seen = self._inspect(request_id)
+        if seen.state == "ended":
+            self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
+            if len(self._cancelled) > _REMEMBERED:
+                del self._cancelled[next(iter(self._cancelled))]
+        return seen
+
+    def _on_engine_thread(self, state: Literal["waiting", "running", "withdrawn"]) -> CallState:
+        running = self.engine_thread.running
+        return CallState(
+            state=state,
+            stack=inspection.thread_stack(self.engine_thread.thread),
+            running=running.name if running else None,
+            running_s=time.monotonic() - running.since if running else None,
+        )
+
+    def _inspect(self, request_id: object) -> CallState:
+        if self.engine_thread.is_waiting(request_id):
+            return self._on_engine_thread("waiting")
         running = self.engine_thread.running
         now = time.monotonic()
-        if withdrawn or (running and running.request_id == request_id):
-            return CallState(
-                state="withdrawn" if withdrawn else "running",
-                stack=inspection.thread_stack(self.engine_thread.thread),
-                running=running.name if running else None,
-                running_s=now - running.since if running else None,
-            )
+        if running and running.request_id == request_id:
+            return self._on_engine_thread("running")
         for call in list(self._loop.running.values()):
             if call.request_id == request_id and call.task is not None:
                 stack = inspection.task_stack(call.task)
                 return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
-        self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
-        if len(self._cancelled) > _REMEMBERED:
-            del self._cancelled[next(iter(self._cancelled))]
         return CallState(state="ended")
 
     # --- engines ----------------------------------------------------------------------------------------------------
@@ -297,7 +326,7 @@ class EngineHost:
             with needed_by(path):
                 return getattr(importlib.import_module(module_name), attribute)
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = clipped(f"{type(error).__name__}: {error}")
             if not isinstance(error, (ImportError, AttributeError)):
                 reason += "\n" + traceback_text(error)
             raise errors.EngineImportError(
@@ -381,7 +410,7 @@ class EngineHost:
                 engine_name=name,
                 method=request.method,
                 engine_type=type(engine).__qualname__,
-                suggestions=difflib.get_close_matches(request.method, public, n=3),
+                suggestions=nearest(request.method, public),
                 reason=reason,
             )
         return engine, method

@@ -7,16 +7,17 @@ import os
 import signal
 import socket
 import stat
-import struct
 import threading
 import time
 from typing import Any
 
+from helmsman.rpc_server.authenticated_server import BACKLOG
 from helmsman.rpc_server.channel import ChannelServer
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
 from helmsman.rpc_server.messages import WorkerIdentity
-from helmsman.rpc_server.proof import fitting_path
+from helmsman.rpc_server.pulse import Pulse
+from helmsman.rpc_server.stream import fitting_path
 from helmsman.rpc_server.threads import share_interpreter
 
 NOTICE_S = 25.0
@@ -29,35 +30,18 @@ def listen(path: str) -> socket.socket:
     with fitting_path(path) as address:
         listener.bind(address)
     os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
-    listener.listen(16)
+    listener.listen(BACKLOG)
     return listener
-
-
-class LocalServer(ChannelServer):
-    """Accepts connections on a Unix socket, from this user alone, and passes their requests to a host."""
-
-    def __init__(self, host: EngineHost, listener: socket.socket, key: bytes) -> None:
-        super().__init__(listener, key, host, shares_memory=True)
-
-    def _may_try(self, peer: socket.socket) -> bool:
-        return _is_same_user(peer)
-
-
-def _is_same_user(peer: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the socket's folder, which only its owner may enter, is the guard there
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def serve_worker(identity: WorkerIdentity, listener: socket.socket, key: bytes) -> int:
     """A local worker's whole life: serve until SHUTDOWN, with engine methods on this thread. Returns the exit code."""
     faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
     share_interpreter()
-    host = EngineHost(identity, SegmentStore())
+    host = EngineHost(identity, SegmentStore(), pulse=Pulse(f"{identity.run_id}/{identity.worker_id}"))
     host.on_shutdown = host.engine_thread.stop
     _take_notice(host)
-    server = LocalServer(host, listener, key)
+    server = ChannelServer(listener, key, host, shares_memory=True)
     server.start()
     host.engine_thread.run()
     server.close()
@@ -78,9 +62,12 @@ def _take_notice(host: EngineHost) -> None:
         elif host.ends_at is not None:
             os._exit(code)
         else:
-            host.ends_at = time.monotonic() + NOTICE_S
             last = threading.Timer(NOTICE_S, os._exit, (code,))
             last.daemon = True
-            last.start()
+            try:
+                last.start()
+            except RuntimeError:  # no thread is left that could end it later
+                os._exit(code)
+            host.ends_at = time.monotonic() + NOTICE_S
 
     signal.signal(signal.SIGTERM, told)

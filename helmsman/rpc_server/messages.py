@@ -36,6 +36,8 @@ class Verb(StrEnum):
     """(path or class, args, kwargs) -> None, on the engine thread."""
     CALL = "call"
     """(args, kwargs) -> the method's result."""
+    INSPECT = "inspect"
+    """(request id) -> CallState. Says where a call is, and changes nothing."""
     CANCEL = "cancel"
     """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes on."""
     RELEASE = "release"
@@ -79,12 +81,13 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CallState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a call is, asked for after its time-out."""
+    """Where a call is, asked for shortly before its time-out, and after it."""
 
-    state: Literal["running", "withdrawn", "ended"]
-    """running: it has begun; withdrawn: it had not, and now never will; ended: its reply is on the way."""
+    state: Literal["waiting", "running", "withdrawn", "ended"]
+    """waiting: it has not begun; running: it has; withdrawn: it had not, and now never will; ended: its reply is on the way, or
+    it has not arrived."""
     stack: str = ""
-    """Innermost frames of the call while it runs, of what runs before it when it was withdrawn."""
+    """Innermost frames of the call while it runs, of the call that runs before it while it waits or was withdrawn."""
     running: str | None = None
     """'engine.method' that occupies the engine thread."""
     running_s: float | None = None

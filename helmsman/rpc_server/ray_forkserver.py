@@ -8,7 +8,8 @@ by its own pid, as workers in containers do. Requests that are not for a plain w
     raylet --- exec ---> client of each <--- Unix socket, alive as long as the worker --->
 
 It runs no user code, apart from what the modules that it preloads do at their import, and has one thread. When the driver's
-connection or process is gone, it ends every worker and exits; when it dies itself, its workers go on, and Ray starts new ones.
+connection or process is gone, it ends every worker and exits, or its watcher ends it (driver_watch.py); when it dies itself,
+its workers go on, and Ray starts new ones.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
-    """Entry point: ``LISTENER_FD CONTROL_FD SCRIPT MODULE,MODULE,...``.
+    """Entry point: ``LISTENER_FD CONTROL_FD DRIVER_PIDFD SCRIPT MODULE,MODULE,...``.
 
     Args:
         driver_folders: what ``sys.path`` has besides what a worker's has.
@@ -224,9 +225,10 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     listener, control = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     for each in (listener, control):
         each.set_inheritable(False)
-    script, modules = argv[2:4]
+    driver = int(argv[2])
+    os.set_inheritable(driver, False)
+    script, modules = argv[3:5]
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    driver = os.pidfd_open(os.getppid())
     raylet = _RayletFirst(control, driver)
     sys.meta_path.insert(0, raylet)
     _preload([*filter(None, modules.split(",")), *_MODULES])

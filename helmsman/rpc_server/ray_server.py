@@ -25,11 +25,14 @@ from helmsman.rpc_server.environment import extend_search_path
 from helmsman.rpc_server.frames import ReplyFrame, decode_request, encode_frame
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import ENGINE_WORK, Reply, WorkerIdentity
+from helmsman.rpc_server.messages import Reply, WorkerIdentity
+from helmsman.rpc_server.observer import start_observer
 from helmsman.rpc_server.oom import OomCount, oom_count
+from helmsman.rpc_server.pulse import Pulse
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
-from helmsman.rpc_server.wire_payload import INLINE_BYTES, from_wire, to_wire
+from helmsman.rpc_server.tls import server_tls
+from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
 
 
 class RayHandleStore:
@@ -99,10 +102,12 @@ def _packed(reply: Reply, payload: Payload) -> RayReply:
 class ChannelAddress(msgspec.Struct, frozen=True):
     """Where a worker listens for the direct connection."""
 
-    host: str
-    port: int
+    where: str | tuple[str, int]
+    """A Unix socket's path, or address and port."""
     shares_memory: bool
     """Whether worker and controller can map each other's segments."""
+    observer_port: int = 0
+    """Where an observer of the worker listens, on the same host; 0 for none."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -166,11 +171,14 @@ class RayRPCServer:
         return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count())
 
     @_control
-    async def adopt(self, identity: WorkerIdentity) -> None:
-        """Become this worker. Only now, since ranks are given in the order of devices, which Ray decides."""
+    async def adopt(self, identity: WorkerIdentity) -> int:
+        """Become this worker. Only now, since ranks are given in the order of devices, which Ray decides.
+
+        Returns: bytes that earlier processes have written to its log.
+        """
         Path(identity.log_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
-        _redirect_output(identity.log_path)
+        log_start = _redirect_output(identity.log_path)
         faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
         share_interpreter()
         # Unique per process: the guardian must not take a successor of the same name for the family of this one.
@@ -178,22 +186,44 @@ class RayRPCServer:
         os.environ[guardian.TAG_VARIABLE] = tag
         guardian.spawn_guardian(tag, identity.log_path)
         self._store = RayHandleStore()
-        self._host = EngineHost(identity, self._store)
+        self._pulse = Pulse(f"{identity.run_id}/{identity.worker_id}")
+        self._host = EngineHost(identity, self._store, pulse=self._pulse)
         self._host.engine_thread.start("engine")
+        return log_start
 
     @_control
-    async def open_channel(self, key: bytes, sample: SegmentLocation | None) -> ChannelAddress:
-        """Listen for the controller's direct connection, on this node's own address; ``sample`` is a segment of the controller,
-        to see whether it can be mapped here. Raises OSError."""
-        listener = channel.listen(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
+        """Listen for the controller's direct connection: on a Unix socket where they share a machine, else on this node's own
+        address.
+
+        Args:
+            key: of the run.
+            sample: a segment of the controller, to see whether it can be mapped here.
+            tls: whether a connection between machines uses TLS.
+
+        Raises: OSError.
+        """
         shares_memory = sample is not None and can_attach(sample)
         self._store.in_segments = shares_memory
+        if shares_memory:
+            listener, certificate = channel.listen_abstract(), None
+        else:
+            certificate = await asyncio.to_thread(server_tls) if tls else None
+            listener = channel.listen_tcp(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self._channel = channel.ChannelServer(
-            listener, key, self._host, shares_memory=shares_memory, in_turn=self._in_turn, keep_apart=_frozen
+            listener, key, self._host, shares_memory=shares_memory, tls=certificate, in_turn=self._in_turn, keep_apart=_frozen
         )
+        name = listener.getsockname()
         self._channel.start()
-        host, port = listener.getsockname()[:2]
-        return ChannelAddress(host, port, shares_memory)
+        where = name.decode() if shares_memory else name[:2]
+        observer_port = 0 if shares_memory else self._start_observer(where[0], key, tls)
+        return ChannelAddress(where, shares_memory, observer_port)
+
+    def _start_observer(self, host: str, key: bytes, tls: bool) -> int:
+        """Start an observer of this worker for a controller on another machine; returns its port."""
+        with channel.listen_tcp(host) as listener:
+            start_observer(listener, key, self._pulse, tls=tls)
+            return int(listener.getsockname()[1])
 
     @_control
     async def collect(self, request_id: int) -> tuple[Reply, Any] | None:
@@ -219,20 +249,19 @@ class RayRPCServer:
         await asyncio.get_running_loop().create_future()
 
     async def _ask(self, message: bytes, payload: Payload | None) -> RayReply:
-        number, frame = decode_request(message)
-        request = frame.request
+        try:
+            arrival = channel.understood(self._host, *decode_request(message), payload)
+        except channel.UNDECODABLE as error:
+            arrival = channel.refused(message, error)
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[RayReply] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
             loop.call_soon_threadsafe(answered.set_result, _packed(answer, result))
 
-        if payload is None:
-            assert frame.payload is not None
-            payload = from_wire(frame.payload)
-        begin = functools.partial(self._host.handle, request, payload, reply)
-        if request.verb in ENGINE_WORK:
-            self._in_turn(number, begin)
+        begin = functools.partial(arrival.answer, reply)
+        if arrival.in_order:
+            self._in_turn(arrival.number, begin)
         else:
             begin()
         return await answered
@@ -298,6 +327,11 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
     @_control
+    async def inspect(self, message: bytes, payload: Payload | None = None) -> RayReply:
+        """Verb.INSPECT."""
+        return await self._ask(message, payload)
+
+    @_control
     async def cancel(self, message: bytes, payload: Payload | None = None) -> RayReply:
         """Verb.CANCEL."""
         return await self._ask(message, payload)
@@ -318,8 +352,10 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
 
-def _redirect_output(log_path: str) -> None:
+def _redirect_output(log_path: str) -> int:
+    """Append the output of this process to a file; returns how many bytes that had."""
     fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log_start = os.fstat(fd).st_size
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(fd, 1)
@@ -327,3 +363,4 @@ def _redirect_output(log_path: str) -> None:
     os.close(fd)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return log_start

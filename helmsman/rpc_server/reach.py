@@ -5,13 +5,15 @@ The listener sends a proof, so that a stranger who answers there is not taken fo
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import socket
 import struct
 import threading
 
-_PEER_S = 0.5
-"""Longest wait for a peer that has connected."""
+_CLOSE_S = 0.5
+_MAX_OPEN = 256
+"""Peers that are kept open for them to close first; of more, the oldest is closed."""
 
 
 class Listener:
@@ -28,12 +30,17 @@ class Listener:
         if port is None:
             return ""
         try:
-            self._listener = _bound(port)
+            listener = _bound(port)
         except OSError as error:
             return error.strerror or str(error)
-        self._listener.settimeout(limit_s)
-        self._thread = threading.Thread(target=_answer, args=(self._listener, proof), name="listen", daemon=True)
-        self._thread.start()
+        listener.settimeout(limit_s)
+        thread = threading.Thread(target=_answer, args=(listener, proof), name="listen", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit on threads
+            listener.close()
+            return str(error)
+        self._listener, self._thread = listener, thread
         return ""
 
     def close(self) -> None:
@@ -43,7 +50,7 @@ class Listener:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, where closing alone would not
             listener.close()
-            thread.join(_PEER_S)  # until it has gone the kernel counts the port as listened on
+            thread.join(_CLOSE_S)  # until it has gone the kernel counts the port as listened on
 
 
 def _bound(port: int) -> socket.socket:
@@ -54,16 +61,23 @@ def _bound(port: int) -> socket.socket:
 
 
 def _answer(listener: socket.socket, proof: bytes) -> None:
+    # A peer closes first, so that its connection does not linger on this port. Nothing waits for it: a silent one would
+    # delay the others.
+    answered: collections.deque[socket.socket] = collections.deque()
     while True:
         try:
             peer, _ = listener.accept()
         except OSError:
-            listener.close()
-            return  # closed, or its time is over
-        with peer, contextlib.suppress(OSError):
-            peer.settimeout(_PEER_S)
-            peer.sendall(proof)
-            peer.recv(1)  # the peer closes first, so that its connection does not linger on this port
+            break  # closed, or its time is over
+        with contextlib.suppress(OSError):
+            peer.setblocking(False)
+            peer.send(proof)  # it fits into the buffer of a new connection
+        answered.append(peer)
+        if len(answered) > _MAX_OPEN:
+            answered.popleft().close()
+    listener.close()
+    for peer in answered:
+        peer.close()
 
 
 def reach(address: str, port: int, proof: bytes, limit_s: float) -> str:

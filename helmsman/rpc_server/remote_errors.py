@@ -12,7 +12,13 @@ from helmsman.api import errors
 from helmsman.rpc_server.messages import Request, Verb, WorkerIdentity
 
 _OWN_PACKAGE = __name__.rpartition(".")[0]
+MAX_TEXT_CHARS = 64 * 1024
+"""Longest text of an exception that is sent."""
+MAX_PICKLE_BYTES = 64 * 1024
+"""Largest pickled exception that is sent."""
 _MAX_TRACEBACK_CHARS = 20_000
+_MAX_LINE_CHARS = 8_000
+"""Of a frame, or of a message, so that a long one leaves room for the frames before it."""
 
 
 def remote_error(identity: WorkerIdentity, request: Request, error: BaseException) -> errors.HelmsmanError:
@@ -32,6 +38,9 @@ def remote_error(identity: WorkerIdentity, request: Request, error: BaseExceptio
     try:
         # Unpickled here already: an exception that pickles may still fail to come back (required constructor arguments).
         original = cloudpickle.dumps(error)
+        if len(original) > MAX_PICKLE_BYTES:
+            reason = f"has {len(original):,} bytes when it is pickled, and {MAX_PICKLE_BYTES:,} are sent at most"
+            return errors.ExceptionNotSerializableError(**fields, reason=reason)
         pickle.loads(original)
     except Exception:  # noqa: BLE001 - pickling and unpickling run the exception's own code
         return errors.ExceptionNotSerializableError(**fields)
@@ -45,9 +54,14 @@ def _type_name(error: BaseException) -> str:
     return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
 
 
+def clipped(text: str, limit: int = MAX_TEXT_CHARS) -> str:
+    """The first characters of a text, with a note of how many there were."""
+    return text if len(text) <= limit else f"{text[:limit]} ... (truncated: {limit:,} of {len(text):,} characters)"
+
+
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return clipped(str(error))
     except Exception as failure:  # noqa: BLE001 - a broken __str__ must not hide the error
         return f"<its text could not be made: {type(failure).__name__}>"
 
@@ -61,4 +75,7 @@ def traceback_text(error: BaseException) -> str:
         lines = traceback.format_exception(type(error), error, trace)
     except Exception:  # noqa: BLE001 - a broken __str__ breaks the formatting too
         lines = [*traceback.format_tb(trace), f"{_type_name(error)}: {_text(error)}"]
-    return "".join(lines)[-_MAX_TRACEBACK_CHARS:]
+    text = "".join(line if len(line) <= _MAX_LINE_CHARS else f"{clipped(line, _MAX_LINE_CHARS)}\n" for line in lines)
+    if len(text) <= _MAX_TRACEBACK_CHARS:
+        return text
+    return f"(truncated: the last {_MAX_TRACEBACK_CHARS:,} of {len(text):,} characters)\n{text[-_MAX_TRACEBACK_CHARS:]}"

@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from helmsman.rpc_server.pulse import CallRecord
+
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
 """For what is in flight on a loop that is stopped to end by its cancellation."""
@@ -94,9 +96,13 @@ class EngineThread:
     """Runs work one after another, in the order of submission, always on the same thread.
 
     That order is what keeps collectives of several ranks aligned, and one thread is what keeps a device context current.
+
+    Args:
+        record: for observers outside this process, where there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: CallRecord | None = None) -> None:
+        self._record = record
         self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
         self._waiting: dict[object, Callable[[], None]] = {}
         self._lock = threading.Lock()
@@ -115,11 +121,15 @@ class EngineThread:
             with self._lock:
                 if self._waiting.pop(request_id, None) is None:
                     continue  # withdrawn
-                self.running = Running(request_id, name, time.monotonic())
+                self.running = running = Running(request_id, name, time.monotonic())
+            if self._record is not None:
+                self._record.begun(name, running.since)
             try:
                 work()
             finally:
                 self.running = None
+                if self._record is not None:
+                    self._record.ended()
                 del item, work  # or the arguments of this call would be kept until the next
 
     def submit(
@@ -138,6 +148,11 @@ class EngineThread:
             return False
         withdrawn()
         return True
+
+    def is_waiting(self, request_id: object) -> bool:
+        """Whether work is queued and has not begun."""
+        with self._lock:  # between the two there is a moment in which it neither waits nor runs
+            return request_id in self._waiting
 
     @property
     def num_waiting(self) -> int:
@@ -170,10 +185,41 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-class EngineLoop:
-    """An event loop on a thread of its own, started when the first async method is called."""
+def start_loop(
+    name: str, run: Callable[[asyncio.AbstractEventLoop], None] = run_loop
+) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    """Make an event loop and run it on a new daemon thread; without a thread, no loop is left.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        run: the thread's whole work.
+    Returns:
+        The loop and its running thread.
+    Raises:
+        RuntimeError: No thread can be started, as a limit on threads or memory is reached.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=run, args=(loop,), name=name, daemon=True)
+    try:
+        thread.start()
+    except BaseException:
+        loop.close()
+        raise
+    return loop, thread
+
+
+class EngineLoop:
+    """An event loop on a thread of its own, started when the first async method is called.
+
+    Args:
+        name: of the thread.
+        record: for observers outside this process, where there are any.
+    """
+
+    def __init__(self, name: str, record: CallRecord | None = None) -> None:
+        self._record = record
+        self.failure: str | None = None
+        """Why async methods cannot run: the last attempt to start the thread failed. The next call tries again."""
         self._name = name
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -182,17 +228,20 @@ class EngineLoop:
         self.running: dict[int, Running] = {}
 
     def submit(self, request_id: object, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop."""
+        """Start ``coroutine()``, which must not raise, on the loop. Raises RuntimeError when no thread can be started."""
         key = next(self._ids)
 
         async def tracked() -> None:
-            self.running[key] = Running(request_id, name, time.monotonic(), asyncio.current_task())
+            self.running[key] = running = Running(request_id, name, time.monotonic(), asyncio.current_task())
+            if self._record is not None:
+                self._record.begun(name, running.since)
             try:
                 await coroutine()
             finally:
                 del self.running[key]
 
-        asyncio.run_coroutine_threadsafe(tracked(), self._ensure())
+        loop = self._ensure()
+        asyncio.run_coroutine_threadsafe(tracked(), loop)
 
     def counts(self) -> dict[str, int]:
         """Calls in flight by name."""
@@ -216,7 +265,13 @@ class EngineLoop:
     def _ensure(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=run_loop, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
+                try:
+                    self._loop, self._thread = start_loop(self._name)
+                except RuntimeError as error:
+                    self.failure = (
+                        f"no thread for async methods can be started ({self._name}): {error}. Raise the limit on processes and "
+                        "threads (ulimit -u, the container's pids limit) or start fewer; the next async call tries again."
+                    )
+                    raise RuntimeError(self.failure) from error
+                self.failure = None
             return self._loop

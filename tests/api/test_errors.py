@@ -123,6 +123,13 @@ ROWS = [
         "or use address='local' for an embedded one",
     ),
     Row(
+        errors.ClusterNotUpError(
+            launcher="torchrun", said=["GROUP_RANK=1", "GROUP_WORLD_SIZE=2"], command="helmsman up -- python train.py"
+        ),
+        ("torchrun", "GROUP_RANK=1", "GROUP_WORLD_SIZE=2", "RAY_ADDRESS=local"),
+        "Start one process on every node with `helmsman up -- python train.py`",
+    ),
+    Row(
         errors.NodesMissingError(num_expected=8, present=["gpu-0 (8 GPU)", "gpu-1 (8 GPU)"], elapsed_s=300.2, limit_s=300.0),
         ("8 nodes", "2 have joined", "gpu-0 (8 GPU)", "gpu-1 (8 GPU)", "300.2 s", "Timeouts.start_s"),
         "Look at the log of the nodes that are not in this list, or lower num_nodes",

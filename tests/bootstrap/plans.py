@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from helmsman.controller.bootstrap.node_plan import NodePlan
-from helmsman.controller.bootstrap.settings import CLUSTER_DEFAULTS, NODE_DEFAULTS, variables
+from helmsman.controller.bootstrap.settings import NODE_DEFAULTS, cluster_defaults, variables
 from helmsman.controller.launchers import NodeIdentity
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
@@ -28,7 +28,7 @@ def make_plan(folder: Path, *, rank: int = 0, count: int = 1, head: str = "127.0
         "device_kind": "GPU",
         "resources": {"CPU": 2.0},
         "store_bytes": 1 << 28,
-        "cluster_settings": variables(CLUSTER_DEFAULTS, {}, {}),
+        "cluster_settings": variables(cluster_defaults(count), {}, {}),
         "node_settings": variables(NODE_DEFAULTS, {}, {}),
         "timeout_s": 20.0,
         "grace_s": 2.0,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 
@@ -96,6 +99,40 @@ def interrupts() -> int:
     return 130
 
 
+def burst(count: str, stopped_s: str) -> int:
+    """Start this many actors, and stop Ray's head for a while as soon as the first of them is up."""
+    import ray
+
+    import helmsman
+
+    helmsman.initialize()
+
+    class Worker:
+        def pid(self) -> int:
+            return os.getpid()
+
+    actors: list[Any] = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(int(count))]
+    calls = [actor.pid.remote() for actor in actors]
+    ray.wait(calls, num_returns=1)
+    (head,) = [pid for pid in run_processes() if Path(f"/proc/{pid}/comm").read_text().strip() == "gcs_server"]
+    os.kill(head, signal.SIGSTOP)
+    num_up = len(ray.wait(calls, num_returns=len(calls), timeout=float(stopped_s))[0])
+    os.kill(head, signal.SIGCONT)
+    print(f"{num_up < len(calls)} that workers were starting, and then {len(set(ray.get(calls)))} are up", flush=True)
+    return 0
+
+
+def run_processes() -> list[int]:
+    """Pids of all that the supervisor of this run has started."""
+    tag = f"HELMSMAN_WORKER_TAG={os.environ['HELMSMAN_UP_RUN']}/up".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and tag in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def moves() -> int:
     """Requests on an instance of each node, which go on elsewhere when a node is left."""
     from helmsman import Job, RolloutController, SchedulingSpec, SupervisionPolicy, make_scheduler
@@ -125,6 +162,7 @@ def moves() -> int:
 PROGRAMS = {
     "count": count,
     "busy": busy,
+    "burst": burst,
     "loses": loses,
     "stubborn": stubborn,
     "wait": wait,

@@ -143,3 +143,62 @@ def test_nobody_answers_at_ray_address() -> None:
     (told,) = run(REFUSED, RAY_ADDRESS=address)
     assert (told["kind"], told["connected"]) == ("ClusterNotFoundError", False)
     assert f"there is no Ray cluster at '{address}': nobody answers there" in told["text"]
+
+
+TWO_NODES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"}
+MAKE_SCHEDULER = """
+from helmsman import make_scheduler
+try:
+    make_scheduler("ray", num_cpus=1).close()
+except Exception as error:
+    tell(kind=type(error).__name__, text=str(error))
+"""
+
+
+@pytest.mark.parametrize("source", [REFUSED, MAKE_SCHEDULER], ids=["initialize", "make_scheduler"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_initialize_refuses_a_ray_for_each_of_several_nodes(source: str, rank: str) -> None:
+    """Each node would train alone, and no one would notice."""
+    (told,) = run(source, **{**TWO_NODES, "RANK": rank})
+    assert told["kind"] == "ClusterNotUpError"
+    for fact in (f"RANK={rank}", "WORLD_SIZE=2", "MASTER_ADDR=10.0.0.7", "helmsman up -- ", " -c ", "RAY_ADDRESS=local"):
+        assert fact in told["text"]
+
+
+ALONE = """
+with initialize(num_cpus=1, preload=None) as cluster:
+    tell(nodes=len(cluster.nodes), embedded=cluster.is_embedded, auth=os.environ["RAY_AUTH_MODE"])
+"""
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"},
+        {**TWO_NODES, "RAY_ADDRESS": "local"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"},
+    ],
+    ids=["one node", "chosen", "processes of one node"],
+)
+def test_initialize_starts_a_ray_on_one_node(environ: dict[str, str]) -> None:
+    assert run(ALONE, **environ) == [{"nodes": 1, "embedded": True, "auth": "token"}]
+
+
+def test_initialize_joins_ray_address_under_a_launcher_of_several_nodes(address: str) -> None:
+    (told,) = run(ATTACH, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **TWO_NODES)
+    assert (told["address"], told["embedded"]) == (address, False)
+
+
+CHOSEN = """
+from helmsman.controller.ray_address import choose_address
+tell(address=choose_address("local"))
+"""
+
+
+def test_choose_address_logs_a_local_one_on_several_nodes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROLOGUE + CHOSEN], env=environment(**TWO_NODES), capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == {"address": "local"}
+    for fact in ("Ray starts on this node alone", "RANK=1, WORLD_SIZE=2, MASTER_ADDR=10.0.0.7"):
+        assert fact in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -26,11 +26,13 @@ from helmsman.controller.bootstrap.link import (
     Refused,
     Waiting,
     Welcome,
-    accept,
     connect,
     proof_key,
 )
-from helmsman.rpc_server.proof import connect_tcp
+from helmsman.rpc_server import auth
+from helmsman.rpc_server.authenticated_server import Door, RefusalLog
+from helmsman.rpc_server.stream import Stream
+from helmsman.rpc_server.tls import server_tls
 
 KEY = proof_key("a token of this test", "")
 USUAL = Patience()
@@ -56,41 +58,65 @@ ALL = [
     Leaving("told to", signal=15),
 ]
 
-Accept = Callable[[], Awaitable[Link]]
+TLS = server_tls()
 
 
 class Listener:
-    """A head's port, and what it accepts there."""
+    """A head's port and its door, once one is opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tls: bool = True) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.setblocking(False)
+        self.uses_tls = tls
+        self._door: Door | None = None
+        self._admitted: asyncio.Queue[Stream] = asyncio.Queue()
         self.port: int = self._socket.getsockname()[1]
+        self.refused: asyncio.Queue[str] = asyncio.Queue()
+        """What was reported of those that are not taken."""
 
     async def socket(self) -> socket.socket:
         """The next connection."""
         return (await asyncio.get_running_loop().sock_accept(self._socket))[0]
 
-    async def link(self, key: bytes = KEY, patience: Patience = USUAL) -> Link:
-        """The next connection, proved."""
-        return await accept(await self.socket(), key, patience)
+    def open(self, key: bytes = KEY) -> None:
+        """Let in those that have this key."""
+        self._door = Door(
+            self._socket,
+            key,
+            tls=TLS if self.uses_tls else None,
+            admit=lambda stream, host: self._admitted.put_nowait(stream),
+            refusals=RefusalLog(self.refused.put_nowait),
+        )
+
+    async def link(self, patience: Patience = USUAL) -> Link:
+        """The next authenticated connection."""
+        if self._door is None:
+            self.open()
+        return Link(await self._admitted.get(), patience)
 
     def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
         self._socket.close()
 
 
-@pytest.fixture
-async def listener() -> AsyncIterator[Listener]:
-    made = Listener()
+@pytest.fixture(params=[True, False], ids=["tls", "plain"])
+async def listener(request: pytest.FixtureRequest) -> AsyncIterator[Listener]:
+    made = Listener(tls=request.param)
     yield made
     made.close()
+
+
+async def connected(listener: Listener, patience: Patience = USUAL) -> Link:
+    """A node's end."""
+    return await connect("127.0.0.1", listener.port, KEY, patience, tls=listener.uses_tls)
 
 
 @contextlib.asynccontextmanager
 async def linked(listener: Listener, patience: Patience = USUAL) -> AsyncIterator[tuple[Link, Link]]:
     """The head's end, and a node's."""
     accepting = asyncio.ensure_future(listener.link(patience=patience))
-    theirs = await connect("127.0.0.1", listener.port, KEY, patience)
+    theirs = await connected(listener, patience)
     ours = await accepting
     try:
         yield ours, theirs
@@ -101,9 +127,10 @@ async def linked(listener: Listener, patience: Patience = USUAL) -> AsyncIterato
 
 @contextlib.asynccontextmanager
 async def raw(listener: Listener, patience: Patience = USUAL) -> AsyncIterator[tuple[Link, socket.socket]]:
-    """The head's end, and a peer that has proved itself and writes what it likes."""
+    """The head's end, and an authenticated peer that writes what it likes."""
     accepting = asyncio.ensure_future(listener.link(patience=patience))
-    peer = await asyncio.to_thread(connect_tcp, ("127.0.0.1", listener.port), KEY, 5.0)
+    peer = await auth.connect(("127.0.0.1", listener.port), KEY, 5.0, tls=listener.uses_tls)
+    peer.setblocking(True)
     ours = await accepting
     try:
         yield ours, peer
@@ -260,29 +287,36 @@ def test_keys_of_other_secrets_and_of_other_jobs_differ() -> None:
 
 
 async def test_another_token_is_told_on_both_ends(listener: Listener) -> None:
-    accepting = asyncio.ensure_future(listener.link(proof_key("another", "")))
+    listener.open(proof_key("another", ""))
     with pytest.raises(ProtocolError, match=f"127.0.0.1:{listener.port} has another key than this run"):
-        await connect("127.0.0.1", listener.port, KEY, USUAL)
-    with pytest.raises(ProtocolError, match="^has another token$"):
-        await accepting
+        await connected(listener)
+    assert await listener.refused.get() == "a process on 127.0.0.1 is not taken: it has another token"
+
+
+async def test_tls_on_one_end_alone_is_named(listener: Listener) -> None:
+    listener.open()
+    there, here = ("uses TLS", "does not") if listener.uses_tls else ("does not use TLS", "does")
+    said = f"127.0.0.1:{listener.port} {there}, and this one {here}. Set HELMSMAN_TLS to the same value"
+    with pytest.raises(ProtocolError, match=said):
+        await connect("127.0.0.1", listener.port, KEY, USUAL, tls=not listener.uses_tls)
 
 
 async def test_nobody_listens(listener: Listener) -> None:
     listener.close()
     with pytest.raises(ConnectionRefusedError):
-        await connect("127.0.0.1", listener.port, KEY, USUAL)
+        await connected(listener)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
 async def test_what_is_no_name_of_a_host(host: str) -> None:
     with pytest.raises(OSError, match=f"'{host}' is no name of a host"):
-        await connect(host, 6380, KEY, USUAL)
+        await connect(host, 6380, KEY, USUAL, tls=True)
 
 
 async def test_a_head_that_says_nothing_is_there_and_silent(listener: Listener) -> None:
     """As one is that is stopped or overloaded: the kernel takes connections for it."""
     with pytest.raises(LinkLostError, match=r"connected, and then nothing was heard for 0\.2 s"):
-        await connect("127.0.0.1", listener.port, KEY, BRIEF)
+        await connected(listener, BRIEF)
 
 
 async def test_a_head_that_ends_while_a_node_comes(listener: Listener) -> None:
@@ -291,13 +325,16 @@ async def test_a_head_that_ends_while_a_node_comes(listener: Listener) -> None:
 
     ending = asyncio.ensure_future(hang_up())
     with pytest.raises(LinkLostError, match="it closed the connection"):
-        await connect("127.0.0.1", listener.port, KEY, USUAL)
+        await connected(listener)
     await ending
 
 
-@pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x04what"])
+@pytest.mark.parametrize(
+    "said",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x04what", b"helmsman of old" + b"x" * 99],
+)
 async def test_another_program_on_the_heads_port(listener: Listener, said: bytes) -> None:
-    connecting = asyncio.ensure_future(connect("127.0.0.1", listener.port, KEY, USUAL))
+    connecting = asyncio.ensure_future(connected(listener))
     with await listener.socket() as peer:
         peer.sendall(said)
         with pytest.raises(ProtocolError, match=f"127.0.0.1:{listener.port} did not prove that it belongs to this run"):
@@ -307,26 +344,24 @@ async def test_another_program_on_the_heads_port(listener: Listener, said: bytes
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"])
 async def test_a_stranger_at_the_heads_door(listener: Listener, said: bytes) -> None:
     """A port scanner, a browser, a peer that closes in the middle of a word."""
-    accepting = asyncio.ensure_future(listener.link())
+    listener.open()
     with socket.create_connection(("127.0.0.1", listener.port)) as peer:
         peer.sendall(said)
         peer.shutdown(socket.SHUT_WR)
-        with pytest.raises(ProtocolError, match="^did not prove that it belongs to this run$"):
-            await accepting
-        assert ended(peer)
-
-
-async def test_whoever_waits_for_a_stranger_may_stop_and_leaves_nothing_behind(listener: Listener) -> None:
-    """The end of a head must not wait for one that connects and says nothing: its thread is woken."""
-    with socket.create_connection(("127.0.0.1", listener.port)) as peer:
-        accepting = asyncio.ensure_future(listener.link())
-        await asyncio.to_thread(peer.recv, 8)  # the challenge, so the thread is there
-        accepting.cancel()
-        await asyncio.wait({accepting})
-        assert accepting.cancelled()
+        assert await listener.refused.get() == (
+            "a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run"
+        )
         assert await asyncio.to_thread(ended, peer)
-        async with asyncio.timeout(10.0):
-            await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_link_head_ends_beside_silent_peer(listener: Listener) -> None:
+    """The end of a head must not wait for one that connects and says nothing, and closes its connection."""
+    listener.open()
+    with socket.create_connection(("127.0.0.1", listener.port)) as peer:
+        peer.settimeout(10.0)
+        assert await asyncio.to_thread(peer.recv, 8) == b"helmsman"  # it is accepted
+        listener.close()
+        assert await asyncio.to_thread(ended, peer)
 
 
 def ended(peer: Any) -> bool:

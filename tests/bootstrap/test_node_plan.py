@@ -85,7 +85,7 @@ def test_a_member(tmp_path: Path, leases: PortLeases) -> None:
 
 def test_ray_starts_by_the_interpreter_that_runs_helmsman(tmp_path: Path, leases: PortLeases) -> None:
     command = ray_start(make_plan(tmp_path), "run-1", leases)
-    assert command[1:4] == ["-m", "ray.scripts.scripts", "start"]
+    assert command[1:4] == ["-m", "helmsman.controller.bootstrap.patient_ray", "start"]
     pytest.importorskip("ray.scripts.scripts")
 
 

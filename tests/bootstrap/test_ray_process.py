@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import RayDiedError
+from helmsman.controller.bootstrap import patient_ray
 from helmsman.controller.bootstrap.ray_process import RayProcess
+from helmsman.controller.bootstrap.waits import Tell
 from helmsman.rpc_server.guardian import TAG_VARIABLE
 from tests.contract.helpers import processes_with
 
@@ -33,8 +36,8 @@ def tag() -> str:
 async def make_ray(tmp_path: Path, tag: str) -> AsyncIterator[MakeRay]:
     made: list[RayProcess] = []
 
-    def make(source: str, start_s: float = 30.0) -> RayProcess:
-        made.append(RayProcess([sys.executable, "-I", "-S", "-c", source], os.environ, tag, tmp_path / "log", start_s))
+    def make(source: str, start_s: float = 30.0, tell: Tell = print) -> RayProcess:
+        made.append(RayProcess([sys.executable, "-I", "-S", "-c", source], os.environ, tag, tmp_path / "log", start_s, tell))
         return made[-1]
 
     yield make
@@ -72,9 +75,66 @@ async def test_an_end_before_it_was_up(make_ray: MakeRay, source: str, said: str
     assert f"Ray did not start on this node: {said}" in str(caught.value)
 
 
-async def test_a_start_that_takes_too_long(make_ray: MakeRay) -> None:
-    with pytest.raises(RayDiedError, match=r"did not start on this node within 0\.1 s"):
-        await make_ray("import signal; signal.pause()", start_s=0.1).start()
+async def test_start_that_takes_too_long(make_ray: MakeRay) -> None:
+    told: list[str] = []
+    with pytest.raises(RayDiedError, match=r"did not start on this node within 0\.1 s.*give more with --start-timeout"):
+        await make_ray("import signal; signal.pause()", start_s=0.1, tell=told.append).start()
+    assert told == [], "no time is left for a second try"
+
+
+async def test_start_fails_and_is_tried_once_more(make_ray: MakeRay, tmp_path: Path) -> None:
+    first = f"import os, sys; open({str(tmp_path / 'tried')!r}, 'x')\nprint('no luck'); sys.exit(1)\n"
+    told: list[str] = []
+    ray = make_ray(f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", tell=told.append)
+    await ray.start()
+    assert len(told) == 1
+    for fact in ("exit code 1", "no luck", "Ray is started once more (after ", "of at most 30 s"):
+        assert fact in told[0]
+    ended = asyncio.ensure_future(ray.ended())
+    await asyncio.sleep(0)
+    assert not ended.done(), "the end of the first try is not that of the second"
+    await ray.stop()
+    ended.cancel()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+async def test_start_detects_a_process_of_ray_that_ends(make_ray: MakeRay, tmp_path: Path, name: str) -> None:
+    """Ray itself waits 20 to 30 s for it, and does not print why it has ended."""
+    program = tmp_path / name
+    shutil.copy(str(shutil.which("true")), program)
+    logs = tmp_path / "ray" / "session_2026-01-01" / "logs"
+    logs.mkdir(parents=True)
+    reason = "[2026-11-22 06:56:24,840 C 1236 1236] (gcs_server) gcs_server.cc:951: Unsupported GCS storage type"
+    (logs / f"{name}.err").write_text(f"[2026-11-22 06:56:24,839 I 1236 1236] all is well\n{reason}\n")
+    (logs / f"{name}.out").write_text(f"{reason}\n")
+    source = f"import signal, subprocess\nchild = subprocess.Popen([{str(program)!r}])\nsignal.pause()"
+    with pytest.raises(RayDiedError) as caught:
+        await make_ray(source).start()
+    assert f"{name} has ended; the end of what it printed:\n\n{name}.err: {reason}" in str(caught.value)
+    assert str(caught.value).count(reason) == 1
+    assert "all is well" not in str(caught.value)
+
+
+def test_patient_ray_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    services, scripts = pytest.importorskip("ray._private.services"), pytest.importorskip("ray.scripts.scripts")
+    asked: list[str] = []
+
+    def get_node(gcs_address: str, node_id: str) -> str:
+        asked.append(node_id)
+        if len(asked) < 3:
+            raise RuntimeError("no such node")
+        return f"{node_id} at {gcs_address}"
+
+    found: list[str] = []
+    monkeypatch.setattr(scripts, "main", lambda: found.append(services.get_node("here", "node")))
+    for limit, calls in (("0", 1), ("30", 3)):
+        asked.clear()
+        monkeypatch.setattr(services, "get_node", get_node)
+        monkeypatch.setenv(patient_ray.LIMIT_VARIABLE, limit)
+        with pytest.raises(RuntimeError) if limit == "0" else contextlib.nullcontext():
+            patient_ray.main()
+        assert len(asked) == calls
+    assert found == ["node at here"]
 
 
 async def test_a_start_that_is_broken_off_at_once_leaves_nothing(make_ray: MakeRay, tag: str) -> None:

@@ -11,41 +11,54 @@ import pytest
 
 from helmsman.api.errors import UnfitNodeError
 from helmsman.controller.bootstrap.settings import (
-    CLUSTER_DEFAULTS,
     GIB,
+    MANY_NODES,
     NODE_DEFAULTS,
     STORE_LEAST,
     Default,
     Setting,
+    cluster_defaults,
     object_store_bytes,
     of_address,
     parse_resources,
     parse_variables,
     resource_arguments,
     shown,
+    start_limits,
     variables,
 )
-from helmsman.controller.node_checks import cpus_allowed, memory_allowed
+from helmsman.controller.node_checks import (
+    MEMORY_BESIDE_STORE,
+    MemoryGroup,
+    cpus_allowed,
+    memory_allowed,
+    memory_available,
+    memory_groups,
+)
 
+LEAST = STORE_LEAST + MEMORY_BESIDE_STORE
 TABLE = (Default("A", "1", "of A"), Default("B", "2", "of B"), Default("C", "3", "of C"))
 
 
 # --- variables ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_default_is_named_once_and_has_a_reason() -> None:
-    table = [*CLUSTER_DEFAULTS, *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
+@pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
+def test_every_default_is_named_once_and_has_a_reason(num_nodes: int) -> None:
+    table = [*cluster_defaults(num_nodes), *start_limits(60), *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
     names = [default.name for default in table]
     assert len(set(names)) == len(names)
     assert all(default.value and default.reason for default in table)
 
 
 def test_what_is_the_same_on_all_nodes_is_rays_and_what_is_not_is_for_others() -> None:
-    assert all(default.name.startswith("RAY_") for default in CLUSTER_DEFAULTS)
+    assert all(default.name.startswith("RAY_") for default in (*cluster_defaults(1), *cluster_defaults(MANY_NODES)))
     assert not any(default.name.startswith("RAY_") for default in NODE_DEFAULTS)
 
 
-@pytest.mark.parametrize("name", [default.name for default in CLUSTER_DEFAULTS])
+@pytest.mark.parametrize(
+    "name", sorted({each.name for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES), *start_limits(60))})
+)
 def test_ray_knows_the_variables_of_the_table(name: str) -> None:
     """A name that Ray does not read would be a promise without effect."""
     ray = pytest.importorskip("ray")
@@ -54,6 +67,19 @@ def test_ray_knows_the_variables_of_the_table(name: str) -> None:
     binaries = [home / "_raylet.so", home / "core" / "src" / "ray" / "raylet" / "raylet"]
     sources = [path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py")]
     assert any(key in path.read_bytes() for path in (*binaries, *sources))
+
+
+def test_cluster_defaults_by_number_of_nodes() -> None:
+    """Few nodes detect a lost host soon; with many, thousands of workers keep the head too busy for that."""
+
+    def seconds(num_nodes: int) -> float:
+        values = {each.name: float(each.value) for each in cluster_defaults(num_nodes) if each.value.isdecimal()}
+        assert values["RAY_gcs_rpc_server_reconnect_timeout_s"] * 1000 > values["RAY_grpc_client_keepalive_timeout_ms"]
+        return values["RAY_gcs_rpc_server_reconnect_timeout_s"]
+
+    assert cluster_defaults(1) == cluster_defaults(MANY_NODES - 1)
+    assert cluster_defaults(MANY_NODES) == cluster_defaults(10 * MANY_NODES)
+    assert (seconds(1), seconds(MANY_NODES)) == (10, 120)
 
 
 def test_a_users_values_come_before_defaults_and_flags_before_all() -> None:
@@ -149,35 +175,54 @@ def test_parts_of_what_ray_counts_in_whole_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "shm_free", "expected"),
+    ("available", "shm_free", "expected"),
     [
         (100 * GIB, 100 * GIB, 30 * GIB),
         (100 * GIB, 10 * GIB, int(9.5 * GIB)),
         (2000 * GIB, 2000 * GIB, 200 * GIB),
-        (1 << 28, GIB, STORE_LEAST),
+        (LEAST, GIB, STORE_LEAST),
+        (LEAST + (20 << 20), GIB, STORE_LEAST + (20 << 20)),
     ],
-    ids=["a share of the memory", "at most what /dev/shm has", "never more than 200 GiB", "never less than Ray takes"],
+    ids=[
+        "a share of the memory",
+        "at most what /dev/shm has",
+        "never more than 200 GiB",
+        "never less than Ray takes",
+        "leaves memory for Ray",
+    ],
 )
-def test_size_of_the_object_store(memory: int, shm_free: int, expected: int) -> None:
-    assert object_store_bytes(None, memory, shm_free) == expected
+def test_object_store_bytes_by_default(available: int, shm_free: int, expected: int) -> None:
+    assert object_store_bytes(None, available, shm_free) == expected
 
 
-def test_the_size_that_is_asked_for_is_taken() -> None:
-    assert object_store_bytes(9.5, GIB, 10 * GIB) == int(9.5 * GIB), "also more than a share of the memory"
+def test_object_store_bytes_as_asked() -> None:
+    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "also more than a share of the memory"
 
 
 @pytest.mark.parametrize("asked", [9.6, 0.01, 0.0, -1.0, float("nan"), float("inf")])
-def test_a_size_that_cannot_be(asked: float) -> None:
+def test_object_store_bytes_that_cannot_be(asked: float) -> None:
     with pytest.raises(UnfitNodeError) as caught:
         object_store_bytes(asked, 100 * GIB, 10 * GIB)
-    for fact in (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "ask for less", "--shm-size", "emptyDir"):
+    for fact in (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "Ask for less", "--shm-size", "emptyDir"):
         assert fact in str(caught.value)
 
 
-def test_a_dev_shm_without_room_is_told_before_anything_is_started() -> None:
+def test_object_store_bytes_beyond_the_memory() -> None:
+    with pytest.raises(UnfitNodeError, match="2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory"):
+        object_store_bytes(2.0, 2 * GIB, 9 * GIB)
+
+
+def test_object_store_bytes_without_room_in_dev_shm() -> None:
     with pytest.raises(UnfitNodeError) as caught:
         object_store_bytes(None, 100 * GIB, 64 << 20)
     for fact in ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir"):
+        assert fact in str(caught.value)
+
+
+def test_object_store_bytes_without_memory() -> None:
+    with pytest.raises(UnfitNodeError) as caught:
+        object_store_bytes(None, LEAST - 1, 10 * GIB)
+    for fact in ("530.0 MiB of memory are available, expected 530.0 MiB", "End other programs", "helmsman doctor"):
         assert fact in str(caught.value)
 
 
@@ -216,3 +261,29 @@ def test_memory_is_that_of_the_allocation(variables: dict[str, str], expected: i
     here = memory_allowed({})
     assert here > 200 << 20
     assert memory_allowed(variables) == (expected or here)
+
+
+def test_memory_available_is_bounded_by_the_allocation() -> None:
+    assert 0 < memory_available({}) < memory_allowed({})
+    assert memory_available({"SLURM_MEM_PER_NODE": "200"}) <= 200 << 20
+
+
+def _group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("memory_", "memory.")).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize("path", ["/slurm/job_7", "/docker/abc"], ids=["of the host", "hidden from a container"])
+def test_memory_groups_of_both_versions(tmp_path: Path, path: str) -> None:
+    """Files in memory do not count as used; a container does not see the path that its processes have on the host."""
+    own = tmp_path / "own"
+    own.write_text(f"4:memory:{path}\n1:name=systemd:/\n0::{path}\n")
+    two, one = tmp_path / "two", tmp_path / "one"
+    _group(two, memory_current="700", memory_stat="anon 1", memory_max="max")
+    _group(two / "slurm" / "job_7", memory_current="500", memory_stat="inactive_file 30\nactive_file 70", memory_max="900")
+    _group(one / "memory", memory_usage_in_bytes="600", memory_limit_in_bytes="1000", memory_stat="total_inactive_file 50")
+    inner = [MemoryGroup(900, 400)] if "slurm" in path else []
+    assert memory_groups(str(own), str(two)) == inner
+    assert memory_groups(str(own), str(one)) == [MemoryGroup(1000, 550)]
+    assert memory_groups(str(tmp_path / "none"), str(tmp_path / "none")) == []

@@ -34,7 +34,7 @@ def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     head, member = nodes.start_all()
     member.said("knows this node")
     assert head.ray["pid"], "so that it knows what it is to do"
-    nodes.behaviour(0, "")
+    nodes.behaviour(0, "fails")
     head.ends(93, "RayDiedError: Ray did not start on this node: ray start has ended with exit code 1", "no room for an object")
     member.ends(91, "NotJoinedError: the run did not begin: Ray did not start on this node")
 

@@ -11,31 +11,33 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from helmsman.controller.bootstrap.settings import CLUSTER_DEFAULTS, NODE_DEFAULTS
+from helmsman.controller.bootstrap.settings import MANY_NODES, NODE_DEFAULTS, cluster_defaults
 from helmsman.controller.bootstrap.up import make_plan
 from helmsman.controller.cli import _parser
 from helmsman.controller.launchers import ALONE, NodeIdentity
 from helmsman.controller.node_checks import address_towards
+from tests.bootstrap.hosts import why_not_here
 from tests.contract.helpers import ROOT, wait_until
 
+NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 24
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start it with these arguments, in an environment where no launcher is."""
+    """Start it with these arguments, below a program, in an environment where no launcher is."""
     started: list[subprocess.Popen[str]] = []
     temporary = tempfile.mkdtemp(prefix="hu-")  # short, or the run's folder would not be there
 
-    def up(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    def up(*arguments: str, below: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "helmsman.controller.cli", "up", *arguments],
+                [*below, sys.executable, "-m", "helmsman.controller.cli", "up", *arguments],
                 env={
                     "PATH": os.environ["PATH"],
                     "HOME": str(tmp_path),
@@ -67,9 +69,9 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[str], limit_s: float = 60) -> tuple[int, str, str]:
     """Exit code, what was printed, and what was told."""
-    out, told = process.communicate(timeout=60)
+    out, told = process.communicate(timeout=limit_s)
     assert "Traceback" not in told, told
     return process.returncode, out, told
 
@@ -88,7 +90,7 @@ PROGRAM = ("--", sys.executable, "-I", "-S", "-c")
         (("--env", "A", "--", "true"), ("--env 'A' is not NAME=VALUE",)),
         (("--env", "A B=1", "--", "true"), ("--env 'A B=1' is not NAME=VALUE",)),
         (("--resources", "{", "--", "true"), ("--resources '{' is not a JSON object",)),
-        (("--object-store", "99999", "--", "true"), ("--object-store 99999 GiB", "ask for less")),
+        (("--object-store", "99999", "--", "true"), ("--object-store 99999 GiB", "Ask for less")),
         (("--gpus", "77", "--", "true"), ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi")),
         (("--interface", "ib7", "--", "true"), ("--interface 'ib7' is no interface of this node",)),
         (("--port", "70000", "--", "true"), ("port 70000, of the head's Ray, is none",)),
@@ -105,7 +107,29 @@ def test_what_makes_no_sense_is_refused_before_anything_is_started(
         assert fact in told
 
 
-@pytest.mark.parametrize("flag", ["--timeout", "--grace"])
+@pytest.mark.slow
+def test_up_shows_why_ray_does_not_start(start: Start, tmp_path: Path) -> None:
+    """The reason is in the log of Ray's head alone; a run that fails keeps its logs."""
+    arguments = ("--start-timeout", "50", "--env", "RAY_gcs_storage=nonsense", "--", "true")
+    code, _, told = ended(start(*arguments, TMPDIR=str(tmp_path)), 100)
+    assert code == 93
+    assert told.count("Ray did not start on this node: gcs_server has ended") == 2
+    assert "Unsupported GCS storage type: nonsense" in told
+    assert told.count("Ray is started once more (after ") == 1
+    assert "of at most 50 s" in told
+
+
+def test_start_timeout_sets_rays_own_limits(start: Start) -> None:
+    _, out, _ = ended(start("--start-timeout", "240", "--show-settings"))
+    for setting in (
+        "RAY_gcs_server_port_wait_time_s=240",
+        "RAY_agent_register_timeout_ms=240000",
+        "RAY_gcs_rpc_server_connect_timeout_s=240",
+    ):
+        assert setting in out
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--grace", "--start-timeout"])
 @pytest.mark.parametrize("value", ["nan", "-1", "soon"])
 def test_times_that_are_none(start: Start, flag: str, value: str) -> None:
     code, _, told = ended(start(flag, value, "--", "true"))
@@ -172,6 +196,55 @@ def test_a_secret_is_the_same_from_a_file_and_from_the_environment(tmp_path: Pat
         assert make_plan(_parser().parse_args(arguments), identity, ["true"], "run", tmp_path).secret == "one two"
 
 
+def in_control_group(folder: Path, limit: int, used: int) -> list[str]:
+    """A program that runs another as in a container with this much memory, which Ray and Helmsman read from these files."""
+    for name, text in (("max", limit), ("current", used), ("stat", "inactive_file 0\nactive_file 0")):
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+    mount = f"mount --bind {folder} /sys/fs/cgroup && exec " + '"$@"'
+    return ["unshare", "--mount", "--fork", "--kill-child", "sh", "-c", mount, "sh"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(why_not_here()), reason="no mounts can be made here")
+def test_up_refuses_a_node_without_memory(start: Start, tmp_path: Path) -> None:
+    """Ray itself would start some processes and then print a traceback."""
+    below = in_control_group(tmp_path, 1 << 30, 800 << 20)
+    code, _, told = ended(start("--", "true", below=below))
+    assert code == 90
+    for fact in ("Ray cannot start on this node", "224.0 MiB of memory are available, expected 530.0 MiB", "helmsman doctor"):
+        assert fact in told
+    code, _, told = ended(start("--object-store", "0.2", "--", "true", below=below))
+    assert code == 90
+    assert "--object-store 0.2 GiB" in told
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not_here()), reason="no mounts can be made here")
+def test_up_sizes_the_object_store_from_what_is_available(start: Start, tmp_path: Path) -> None:
+    """30 % of all memory, 1.2 GiB, would leave Ray nothing here."""
+    code, _, told = ended(start("--", "true", below=in_control_group(tmp_path, 4 << 30, 3 << 30)))
+    assert code == 0, told
+    assert "object store 307.2 MiB" in told
+
+
+# --- a head that is busy ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("num_nodes", "stopped_s"), [(1, 8), (MANY_NODES, 20)], ids=["settings of few nodes", "settings of many nodes"]
+)
+def test_up_survives_a_head_that_stops_while_workers_start(start: Start, num_nodes: int, stopped_s: int) -> None:
+    """As a head that is flooded by registrations. With the settings of few nodes, 20 s end the run."""
+    settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(num_nodes)]
+    program = str(Path(__file__).with_name("program.py"))
+    code, out, told = ended(start(*settings, "--", sys.executable, program, "burst", str(NUM_WORKERS), str(stopped_s)), 500)
+    assert code == 0, told
+    assert f"True that workers were starting, and then {NUM_WORKERS} are up\n" in out
+
+
 # --- what is shown ------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +259,7 @@ def test_settings_are_shown_and_nothing_is_started(start: Start, tmp_path: Path)
     assert sources["MINE=1"] == "--env"
     assert sources["NCCL_CUMEM_ENABLE=0"] == "default"
     names = {setting.partition("=")[0] for setting in sources}
-    assert names >= {default.name for default in (*CLUSTER_DEFAULTS, *NODE_DEFAULTS)}
+    assert names >= {default.name for default in (*cluster_defaults(1), *NODE_DEFAULTS)}
     assert "node 0 of 1 (this machine alone)" in out
     assert "8 NPU" in out
     assert "object store" in out

@@ -16,8 +16,8 @@ from tests.contract.helpers import Driver, Engine, Gate
 
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "inline": {},
-    "local": {"num_gpus": 8, "accelerator": "cuda"},
+    "inline": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
+    "local": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
     "ray": {"num_cpus": 24, "num_gpus": 8},
 }
 _numbers = itertools.count()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import ctypes
+import functools
+import itertools
+import mmap
+import operator
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -18,6 +24,10 @@ WAIT_LIMIT_S = 60.0
 """After this an engine that waits for a test gives up, so that a failed test leaves no worker waiting for ever."""
 
 
+_MOST_LOOKS = 2_000_000_000
+"""Some minutes of looks at a byte in memory, so that a failed test leaves no process that computes for ever."""
+
+
 def wait_for_file(path: str) -> None:
     """Block until a test has made the file; looks every 5 ms, which is a wait for a condition and not for a time."""
     deadline = time.monotonic() + WAIT_LIMIT_S
@@ -25,6 +35,23 @@ def wait_for_file(path: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no test made {path}")
         time.sleep(0.005)
+
+
+def hold_interpreter(started: str) -> None:
+    """Write the file ``started``, then hold the interpreter's lock in C code until release_interpreter changes the file.
+
+    Neither the iterator nor what it calls is Python code, so the lock is never offered to another thread.
+    """
+    Path(started).write_bytes(b"0")
+    with open(started, "rb") as file, mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ) as page:
+        looks = iter(functools.partial(operator.getitem, page, 0), ord("1"))
+        collections.deque(itertools.islice(looks, _MOST_LOOKS), maxlen=0)
+
+
+def release_interpreter(started: str) -> None:
+    """End hold_interpreter, from another process."""
+    with open(started, "r+b") as file:
+        file.write(b"1")
 
 
 class Counter:
@@ -86,6 +113,18 @@ class Counter:
             await asyncio.sleep(0.005)
         return self.num_calls
 
+    def hold_interpreter(self, started: str, release: str) -> None:
+        """As wait, with the interpreter's lock held; ``release_interpreter(started)`` ends it."""
+        hold_interpreter(started)
+
+    async def async_hold_interpreter(self, started: str, release: str) -> None:
+        """As hold_interpreter, on the event loop."""
+        hold_interpreter(started)
+
+    def sleep_with_interpreter(self, seconds: float) -> None:
+        """Sleep in C code with the interpreter's lock held."""
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
     async def block_loop(self, started: str, release: str) -> None:
         """An async method that wrongly blocks its event loop."""
         Path(started).touch()
@@ -95,6 +134,19 @@ class Counter:
         """As add, on the event loop."""
         self.num_calls += number
         return self.num_calls
+
+    def refuse_threads(self) -> None:
+        """Leave this process less address space than the stack of a new Python thread takes."""
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), most))
+        threading.stack_size(4 << 30)
+
+    def allow_threads(self) -> None:
+        """Take refuse_threads back."""
+        threading.stack_size(0)
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     def pid(self) -> int:
         """The worker's process."""
@@ -284,13 +336,29 @@ class Family:
         self._forked("fork")
         self._forked("fork_setsid", os.setsid)
         self._daemonized()
-        kinds = ("subprocess", "grandchild", "new_session", "spawn", "fork", "fork_setsid", "daemon")
+        self._hidden()
+        kinds = ("subprocess", "grandchild", "new_session", "spawn", "fork", "fork_setsid", "daemon", "hidden")
         pids = {"worker": os.getpid()}
         for kind in kinds:
             path = f"{self.folder}/{kind}"
             wait_for_file(path)
             pids[kind] = int(Path(path).read_text())
         return pids
+
+    def share_memory(self) -> str:
+        """Create a segment of shared memory that is never unlinked; returns its name."""
+        from multiprocessing import shared_memory
+
+        self.memory = shared_memory.SharedMemory(create=True, size=4096)
+        return self.memory.name
+
+    def _hidden(self) -> None:
+        """A daemon of a program of its own, in its own session, with an empty environment and without inherited descriptors."""
+        script = (
+            f"import os, sys; sys.path[:] = {sys.path!r}; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); "
+            f"from tests.contract.engines import stay; stay({self.folder!r}, 'hidden')"
+        )
+        subprocess.run([sys.executable, "-I", "-c", script], env={}, start_new_session=True, close_fds=True, check=True)
 
     def _subprocess(self, kind: str, **options: Any) -> None:
         script = f"from tests.contract.engines import stay; stay({self.folder!r}, {kind!r})"
@@ -324,6 +392,24 @@ class Family:
                 stay(self.folder, "daemon")
             os._exit(0)
         os.waitpid(child, 0)
+
+
+class Driving:
+    """An engine that is the driver of a run of its own, with a Family."""
+
+    def start(self, folder: str) -> dict[str, int]:
+        """Start it; returns the pids of the inner worker's family by kind."""
+        from helmsman import Job, make_scheduler
+
+        self.inner = make_scheduler("local", log_dir=f"{folder}/logs", preload=())
+        self.inner.create_workers(Job(role="inner"))
+        asyncio.run(self.inner.create_engine("inner/0", Family, None, folder))
+        pids: dict[str, int] = self.inner.call_engine("inner/0", "start", timeout=60)
+        return pids
+
+    def pid(self) -> int:
+        """This worker's pid."""
+        return os.getpid()
 
 
 def stay(folder: str, kind: str) -> NoReturn:

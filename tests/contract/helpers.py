@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,11 @@ def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
+def has_shared_memory(names: Iterable[str]) -> bool:
+    """Whether one of these segments of multiprocessing.shared_memory exists."""
+    return any(os.path.exists(f"/dev/shm/{name.lstrip('/')}") for name in names)
+
+
 def processes_with(variable: str, value: str) -> dict[str, int]:
     """Processes with this variable in their environment, by command line."""
     found = {}
@@ -146,6 +151,28 @@ def processes_with(variable: str, value: str) -> dict[str, int]:
         except psutil.Error:
             continue
     return found
+
+
+WITH_FAMILY = """
+scheduler = make()
+scheduler.create_workers(Job(role="family", replicas=2))
+pids, memory = {}, []
+for index in range(2):
+    own = os.path.join(folder, str(index))
+    os.mkdir(own)
+    asyncio.run(scheduler.create_engine(f"family/{index}", engines.Family, None, own))
+    started = scheduler.call_engine(f"family/{index}", "start", timeout=60)
+    pids |= {f"{name} of {index}": pid for name, pid in started.items()}
+    memory.append(scheduler.call_engine(f"family/{index}", "share_memory"))
+tell(pids=pids, memory=memory)
+"""
+"""A script of a Driver: two workers with a family and a segment of shared memory each."""
+
+WAIT = """
+while True:
+    time.sleep(3600)
+"""
+"""The end of a script that waits for a signal."""
 
 
 class Driver:

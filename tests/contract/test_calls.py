@@ -15,6 +15,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.loop import submit
+from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held
 
@@ -86,6 +87,29 @@ def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
         return int(await engine.acall("add"))
 
     assert submit(awaits()).result(timeout=LIMIT_S) == 1
+
+
+def test_close_on_our_own_loop_leaves_everything_open(backend: str, tmp_path: Path) -> None:
+    with make_scheduler(backend, log_dir=tmp_path, **({} if backend == "ray" else OPTIONS[backend])) as own:
+        (worker,) = own.create_workers(Job(role=f"own-{backend}"))
+        engine = Engine.create(own, worker, Counter)
+        kept = engine.call("add", 5, rpc_meta={"keep": True})
+
+        async def on_our_loop(work: Callable[[], None]) -> None:
+            work()
+
+        for work in (own.close, lambda: own.delete_workers(f"own-{backend}"), own.delete_workers, lambda: own.release(kept)):
+            with pytest.raises(RuntimeError, match=r"await asyncio\.to_thread\(scheduler\.close\)"):
+                submit(on_our_loop(work)).result(timeout=LIMIT_S)
+            assert engine.call("add", 0) == 5, "nothing has ended"
+        assert own.get(kept) == 5
+
+        async def close() -> None:
+            await asyncio.to_thread(own.close)
+
+        submit(close()).result(timeout=LIMIT_S)
+        with pytest.raises(errors.SchedulerClosedError):
+            engine.call("add")
 
 
 def test_a_blocking_call_in_a_script_that_is_async(engine: Engine) -> None:

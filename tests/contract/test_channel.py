@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import ssl
 import struct
 
 import pytest
@@ -102,14 +104,37 @@ def test_the_worker_forgets_what_has_been_answered(own: Engine) -> None:
     assert not _channel(own)._posted
 
 
+def test_channel_is_unix_socket_on_one_machine_and_tls_between_machines(own: Engine, variant: str) -> None:
+    connection = _channel(own)._socket
+    if variant == "ray":
+        assert connection.family == socket.AF_UNIX
+        assert connection.getpeername().startswith(b"\0helmsman-"), "nothing of it is in a file system"
+    else:
+        assert isinstance(connection, ssl.SSLSocket)
+        assert connection.version() == "TLSv1.3"
+
+
+def test_channel_without_tls(scheduler: Scheduler, role: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HELMSMAN_TLS=0, which a scheduler reads when it is made."""
+    monkeypatch.setattr(scheduler, "_tls", False)
+    scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, f"{role}/0", Counter)
+    assert engine.call("add") == 1
+    connection = _channel(engine)._socket
+    assert not isinstance(connection, ssl.SSLSocket)
+    assert connection.family == (socket.AF_UNIX if variant == "ray" else socket.AF_INET)
+
+
 def test_a_stranger_gets_nothing_and_disturbs_nobody(own: Engine) -> None:
-    address = _channel(own)._socket.getpeername()[:2]
-    with socket.create_connection(address, LIMIT_S) as stranger:
+    connection = _channel(own)._socket
+    with socket.socket(connection.family, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(LIMIT_S)
+        stranger.connect(connection.getpeername())
         nonsense = b"\x80\x05nonsense"
         stranger.sendall(pack_length(len(nonsense)) + nonsense)
-        while stranger.recv(1 << 16):
-            pass  # the challenge, and then the end
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1 << 16):
+                pass  # the greeting, and then the end
     assert own.call("add") == 1
 
 

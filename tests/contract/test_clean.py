@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from helmsman.controller.runs import RunRecord
-from tests.contract.helpers import ROOT, Driver, is_running, processes_with, wait_gone, wait_until
-from tests.contract.test_orphans import WAIT, WITH_FAMILY
+from tests.contract.helpers import ROOT, WAIT, WITH_FAMILY, Driver, is_running, processes_with, wait_gone, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,7 +112,7 @@ def test_it_is_removed_and_a_run_that_lives_is_not_touched(
 def test_a_folder_that_is_nobodys_goes(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver("tell(done=True)")
     driver.facts()
-    folder = Path(driver.temporary.name) / "helmsman-0123456789ab-x1"
+    folder = Path(driver.temporary.name) / "helmsman-0123456789-x1"
     strange = Path(driver.temporary.name) / "helmsman-notes-of-mine"
     folder.mkdir()
     strange.mkdir()

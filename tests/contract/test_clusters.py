@@ -356,6 +356,8 @@ def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable
         group.echo({"lock": __import__("threading").Lock()})
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]<part 1> \(a _thread.lock\)"):
         group.method(Member.own)([1, __import__("threading").Lock()])
+    with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\[3\]\['lock'\]"):
+        group.method(Member.summed)([1, 2, 3, {"lock": __import__("threading").Lock()}])  # type: ignore[list-item]
     assert group.method(Member.steps)() == [0, 0]
     assert [status.health.num_calls for status in group.health() if status.health] == [1, 1]
 
@@ -491,6 +493,36 @@ def test_the_question_for_coordinates_has_the_limit_of_its_call(make_cluster: Ca
     release.touch()
     assert waiting.result(LIMIT_S) == [0, 1]
     assert group.add(rows(2))["x"].tolist() == [0, 1]  # type: ignore[index]
+
+
+def test_submit_does_not_wait_for_the_topology_check(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+    group = make_cluster(WithItsOwnView, world_size=2)
+    release = tmp_path / "release"
+    waiting = group.method(Member.wait_on).submit([1], str(release))
+    wait_until(Path(f"{release}.1").exists, "rank 1 is inside")
+    numbers = [1, 2]
+    summed = group.method(Member.summed).submit(numbers)
+    numbers[:] = [100, 100]  # what is sent was packed before
+    added = group.method(Member.add).submit(rows(2))
+    steps = group.method(Member.steps).submit()
+    late = group.execute_all_async("steps", timeout=0.3)
+    with pytest.raises(
+        errors.CallTimeoutError, match="steps did not finish within .*not sent, since an earlier call still waits"
+    ):
+        late.result(LIMIT_S)
+    assert not (waiting.done() or summed.done() or added.done() or steps.done())
+    release.touch()
+    assert (summed.result(LIMIT_S), added.result(LIMIT_S)["x"].tolist()) == (3, [0, 1])  # type: ignore[index]
+    assert steps.result(LIMIT_S) == [1, 1], "calls do not overtake the one that waits for the check"
+    assert group.method(WithItsOwnView.asked)() == [1, 1]
+
+
+def test_submit_failing_topology_check(make_cluster: Callable[..., Members]) -> None:
+    group = make_cluster(WithItsOwnView, 1, world_size=2)
+    added, steps = group.method(Member.add).submit(rows(2)), group.method(Member.steps).submit()
+    with pytest.raises(errors.TopologyMismatchError, match="1 of the 2 ranks"):
+        added.result(LIMIT_S)
+    assert steps.result(LIMIT_S) == [0, 0]
 
 
 def test_workers_that_see_other_coordinates(make_cluster: Callable[..., Members]) -> None:

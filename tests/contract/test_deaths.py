@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, WorkerState
 from helmsman.controller.factory import make_scheduler
+from helmsman.controller.generation.health import SupervisionPolicy
+from helmsman.controller.generation.retries import RetryGeneration
+from helmsman.controller.recovery_policy import RecoveryPolicy
+from helmsman.controller.rollout import RolloutController
+from helmsman.controller.train import TrainController
+from helmsman.controller.train_recovery import RecoverableTraining
 from tests.contract.conftest import OPTIONS
-from tests.contract.engines import Counter
+from tests.contract.engines import Counter, wait_for_file
 from tests.contract.helpers import Engine, Gate, held, is_running, stop, wait_gone, wait_until
+from tests.controller.engines import CountingRollout, RecordingTrainer
 
 pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
 
@@ -79,6 +86,63 @@ def test_a_worker_dies_during_a_call(
         doomed.call("add")
     assert scheduler.create_workers(Job(role=role, replicas=2)) == [first, second], "the role can start anew"
     assert Engine.create(scheduler, second, Counter).call("add") == 1
+
+
+class WaitingTrainer(RecordingTrainer):
+    """A training engine with a call that lasts."""
+
+    def wait(self, started: str, release: str) -> None:
+        """Make the file ``started``, then wait until ``release`` is made."""
+        Path(started).touch()
+        wait_for_file(release)
+
+
+def test_worker_death_says_how_to_go_on(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        Engine.create(scheduler, worker, Counter).call("die", "exit 3")
+    advice = f"restart_worker('{worker}') starts it again, without its engines. delete_workers('{role}') frees"
+    assert advice in str(caught.value)
+    scheduler.restart_worker(worker)
+    assert Engine.create(scheduler, worker, Counter).call("add") == 1, "which is true"
+
+
+@pytest.mark.parametrize("kind", ["trainer", "recovered trainer", "rollout", "supervised rollout", "retrying rollout"])
+def test_worker_death_names_what_its_controller_offers(scheduler: Scheduler, role: str, kind: str, gate: Gate) -> None:
+    job = Job(role=role, tasks=[SchedulingSpec(cpu=0)])
+    controller: TrainController | RolloutController
+    if kind.endswith("trainer"):
+        controller = TrainController(scheduler, WaitingTrainer, job)
+    else:
+        retries = RetryGeneration() if kind == "retrying rollout" else None
+        supervision = SupervisionPolicy() if kind == "supervised rollout" else None
+        controller = RolloutController(scheduler, CountingRollout, job, retries=retries, supervision=supervision)
+    expected = {
+        "trainer": ["RecoverableTraining starts all ranks again and goes on from the last checkpoint"],
+        "recovered trainer": ["RecoverableTraining goes on from the last checkpoint."],
+        "rollout": ["With supervision=SupervisionPolicy()", "with retries=RetryGeneration()"],
+        "supervised rollout": ["Its RolloutController starts it again", "with retries=RetryGeneration()"],
+        "retrying rollout": ["With supervision=SupervisionPolicy()", "its retries decide"],
+    }[kind]
+    with controller:
+        controller.initialize()
+        if kind == "recovered trainer":
+            assert isinstance(controller, TrainController)
+            policy = RecoveryPolicy(checkpoints=os.path.dirname(gate.started), save_every=1)
+            RecoverableTraining(controller, policy, lambda _: None).run(0, -1)
+        engine = Engine(scheduler, f"{role}/0", f"{role}/0")
+        pid = asyncio.run(scheduler.check_health(engine.worker_id)).pid
+        future = engine.begin("wait", *gate.files)
+        gate.wait_started()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(errors.WorkerFailedError) as caught:
+            future.result(timeout=NOTICE_LIMIT_S)
+        for part in [*expected, f"delete_workers('{role}') frees what the role holds"]:
+            assert part in str(caught.value)
+        assert "restart_worker" not in str(caught.value)
+    (worker,) = scheduler.create_workers(Job(role=role))
+    with pytest.raises(errors.WorkerFailedError, match=f"restart_worker\\('{worker}'\\) starts it again"):
+        Engine.create(scheduler, worker, Counter).call("die", "exit 3")
 
 
 def test_every_call_in_flight_fails(scheduler: Scheduler, role: str, gate: Gate) -> None:

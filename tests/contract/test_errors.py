@@ -14,8 +14,16 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
+from helmsman.controller.base import Call
+from helmsman.controller.client import request_ids
+from helmsman.controller.exchange import FutureExchange
+from helmsman.controller.group import call_all
+from helmsman.controller.loop import run_sync
+from helmsman.controller.transport import Outgoing
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.messages import Request, Verb
 from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
-from tests.contract.helpers import Engine, Gate, held, wait_until
+from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
 ENGINES = "tests.contract.engines"
 _names = (f"wrong-{number}" for number in itertools.count())
@@ -267,6 +275,95 @@ def test_a_result_that_cannot_be_pickled(engine: Engine, method: str) -> None:
 def test_a_result_that_does_not_load_in_the_driver(engine: Engine) -> None:
     with pytest.raises(errors.NotLoadableError, match="refused to load"):
         engine.call("apply", Unloadable)
+    assert engine.call("add") == 1
+
+
+def _raise_large(num_bytes: int) -> None:
+    raise ValueError("x" * num_bytes)
+
+
+def test_exception_with_a_large_message_is_truncated(engine: Engine) -> None:
+    num_bytes = 8 << 20
+    with pytest.raises(errors.EngineCallError) as caught:
+        engine.call("apply", _raise_large, num_bytes)
+    error, text = caught.value, str(caught.value)
+    assert len(pickle.dumps(error)) < 512 << 10
+    assert error.remote_type == "ValueError"
+    assert error.remote_message.startswith("xxx")
+    assert error.remote_message.endswith(f"(truncated: 65,536 of {num_bytes:,} characters)")
+    assert "in _raise_large" in error.remote_traceback, "the frames are there beside the message"
+    assert error.__cause__ is None
+    assert "when it is pickled, and 65,536 are sent at most, so __cause__ is not set" in text
+    assert engine.call("add") == 1
+
+
+def test_forgotten_engine_name_is_explained(engine: Engine) -> None:
+    expected = (
+        r"call_engine: the argument engine_name is 2 \(of type int\), expected str \| None\. Nothing was sent\. .*"
+        r'call_engine\(worker, "add", "counter", 2\)'
+    )
+    call: Any = engine.scheduler.call_engine
+    with pytest.raises(TypeError, match=expected):
+        call(engine.worker_id, "add", 2)
+    with pytest.raises(TypeError, match=expected):
+        asyncio.run(engine.scheduler.async_call_engine(engine.worker_id, "add", 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="call_all: the argument engine_name is 2 "):
+        run_sync(call_all(engine.scheduler, "shared", "add", {engine.worker_id: Call()}, engine_name=2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r'create_engine\(worker, engine, "counter", 2\)'):
+        asyncio.run(engine.scheduler.create_engine(engine.worker_id, Counter, 2))  # type: ignore[arg-type]
+    assert engine.call("add") == 1
+
+
+@pytest.mark.also_apart
+@pytest.mark.not_on("inline", "its messages are not encoded")
+def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: Engine) -> None:
+    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    pid = engine.call("pid")
+
+    async def send() -> object:
+        request = Request(next(request_ids), Verb.CALL, 5, "add")  # type: ignore[arg-type]
+        return await FutureExchange.begun(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
+
+    for _ in range(3):
+        with pytest.raises(errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"):
+            run_sync(send())
+    assert engine.call("add") == 1
+    assert engine.call("pid") == pid
+
+
+@pytest.mark.also_apart
+@pytest.mark.not_on("inline", "its messages are not encoded")
+def test_message_that_cannot_be_encoded_takes_no_number(engine: Engine) -> None:
+    for method in ("\ud800", "add\udfff"):
+        with pytest.raises(errors.ProtocolError, match="cannot be encoded: .*surrogates not allowed. Nothing was sent"):
+            engine.call(method)
+        with pytest.raises(errors.ProtocolError, match="cannot be encoded"):
+            asyncio.run(engine.acall(method))
+    assert engine.call("add") == 1
+    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    assert not client.in_flight
+
+
+class _Text(str):
+    """As NumPy's strings are."""
+
+
+def test_names_may_be_of_a_subclass_of_str(engine: Engine) -> None:
+    assert engine.scheduler.call_engine(_Text(engine.worker_id), _Text("add"), _Text(engine.name), 2) == 2
+
+
+def test_rpc_meta_of_wrong_types(engine: Engine) -> None:
+    call: Any = engine.call
+    for meta, named in (
+        (5, "rpc_meta is 5"),
+        ({"broadcast": "yes"}, r"rpc_meta\['broadcast'\] is 'yes'"),
+        ({"keep": 1}, r"rpc_meta\['keep'\] is 1"),
+        ({"kwargs": [1]}, r"rpc_meta\['kwargs'\] is \[1\]"),
+        ({"kwargs": {1: 2}}, r"rpc_meta\['kwargs'\] is \{1: 2\}"),
+        ({7: 2}, r"unknown rpc_meta \['7'\]"),
+    ):
+        with pytest.raises(TypeError, match=named):
+            call("add", rpc_meta=meta)
     assert engine.call("add") == 1
 
 

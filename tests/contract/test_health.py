@@ -1,21 +1,27 @@
-"""Health is answered at once, also during a long call, with the running method and since when.
+"""Health is answered within a second, also during a long call, with the running method and since when.
 
-Out of reach: an engine inside one long C call that holds the interpreter's lock. Then no thread of that worker runs, and health
-is a CallTimeoutError that says so (``worker_alive`` is False).
+Where the worker cannot answer, as C code holds its interpreter's lock or its process is stopped, it is observed from outside.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Scheduler, WorkerHealth, WorkerState
-from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
+from helmsman.api.scheduler import Job, Scheduler, WorkerHealth, WorkerState
+from tests.contract.engines import Counter, release_interpreter
+from tests.contract.helpers import LIMIT_S, Engine, Gate, held, stop, wait_until
 
 ANSWER_LIMIT_S = 0.5
+OBSERVED_LIMIT_S = 1.0
+SHARED_LOCK = "script and engines share one interpreter's lock, so the script cannot run either"
 
 
 def _health(engine: Engine) -> WorkerHealth:
@@ -98,3 +104,112 @@ def test_what_health_tells(engine: Engine, scheduler: Scheduler) -> None:
     statuses = scheduler.status()
     assert {"shared/0", "shared/1"} <= {status.worker_id for status in statuses}
     assert all(status.node for status in statuses)
+
+
+def test_async_methods_run_again_after_their_thread_could_not_be_started(scheduler: Scheduler, role: str) -> None:
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker_id, Counter)
+    engine.call("refuse_threads")
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                errors.EngineCallError, match="no thread for async methods can be started.*can't start new thread"
+            ):
+                engine.call("async_add")
+        failure = asyncio.run(scheduler.check_health(worker_id)).failure
+        assert failure is not None
+        assert "can't start new thread" in failure
+        assert engine.call("add") == 1, "synchronous methods go on"
+    finally:
+        engine.call("allow_threads")
+    assert engine.call("async_add") == 2
+    assert asyncio.run(scheduler.check_health(worker_id)).failure is None
+
+
+def _observed(engine: Engine) -> WorkerHealth:
+    """The health of a worker that cannot answer, asked five times as by _health."""
+    elapsed_s = []
+    for _ in range(5):
+        started = time.monotonic()
+        health = asyncio.run(engine.scheduler.check_health(engine.worker_id))
+        elapsed_s.append(time.monotonic() - started)
+        assert not health.answered
+    assert sorted(elapsed_s)[2] < OBSERVED_LIMIT_S, "this is the promise"
+    statuses = {status.worker_id: status for status in engine.scheduler.status()}
+    assert statuses[engine.worker_id].state is WorkerState.READY, "a question that was observed instead marks nothing"
+    assert statuses[engine.worker_id].health is not None
+    return health
+
+
+@pytest.fixture
+def own(scheduler: Scheduler, role: str) -> Engine:
+    """A Counter in a worker of this test alone."""
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    return Engine.create(scheduler, worker_id, Counter, f"counter-{role}")
+
+
+@contextlib.contextmanager
+def _held_interpreter(engine: Engine, gate: Gate, method: str) -> Iterator[None]:
+    future = engine.begin(method, *gate.files)
+    try:
+        gate.wait_started()
+        wait_until(lambda: not asyncio.run(engine.scheduler.check_health(engine.worker_id)).answered, "the interpreter is held")
+        yield
+    finally:
+        release_interpreter(gate.started)
+    future.result(timeout=LIMIT_S)
+
+
+@pytest.mark.also_apart
+@pytest.mark.not_on("inline", SHARED_LOCK)
+def test_health_while_c_code_holds_the_interpreter(own: Engine, gate: Gate) -> None:
+    wait_until(lambda: asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "it answers")
+    pid = own.call("pid")
+    with _held_interpreter(own, gate, "hold_interpreter"):
+        began = time.monotonic()
+        wait_until(lambda: (_observed(own).stuck_s or 0.0) > 1.0, "the interpreter is seen to be stuck")
+        health = _observed(own)
+        assert (health.worker_id, health.pid) == (own.worker_id, pid)
+        assert health.running == f"{own.name}.hold_interpreter"
+        assert health.running_s is not None
+        assert health.stuck_s is not None
+        assert 1.0 < health.stuck_s <= health.running_s + 1.0
+        assert health.running_s <= time.monotonic() - began + LIMIT_S
+        assert health.cpu_s > 0
+        assert health.rss_bytes > 1e6
+        wait_until(lambda: _observed(own).process_state == "running", "it is seen to compute")
+        assert asyncio.run(own.scheduler.check_health(own.worker_id)).is_busy
+    health = wait_until(lambda: _answer(own), "it answers again")
+    assert (health.running, health.process_state, health.engines) == (None, None, {own.name: "Counter"})
+
+
+def _answer(engine: Engine) -> WorkerHealth | None:
+    health = asyncio.run(engine.scheduler.check_health(engine.worker_id))
+    return health if health.answered and health.running is None else None
+
+
+@pytest.mark.not_on("inline", SHARED_LOCK)
+def test_health_while_c_code_of_an_async_method_holds_the_interpreter(own: Engine, gate: Gate) -> None:
+    with _held_interpreter(own, gate, "async_hold_interpreter"):
+        assert _observed(own).async_running == {f"{own.name}.async_hold_interpreter": 1}
+
+
+@pytest.mark.not_on("inline", SHARED_LOCK)
+def test_health_while_c_code_sleeps_with_the_interpreter(own: Engine) -> None:
+    future = own.begin("sleep_with_interpreter", 6.0)
+    wait_until(lambda: not asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "the interpreter is held")
+    wait_until(lambda: _observed(own).process_state == "sleeping", "threads that wait for the lock are not taken for work")
+    future.result(timeout=LIMIT_S)
+
+
+@pytest.mark.also_apart
+@pytest.mark.not_on("inline", "a stopped worker would be the stopped script")
+def test_health_of_a_stopped_worker(own: Engine) -> None:
+    pid = own.call("pid")
+    stop(pid)
+    try:
+        health = _observed(own)
+        assert (health.process_state, health.pid, health.is_busy) == ("stopped", pid, False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert wait_until(lambda: _answer(own), "it answers again").pid == pid

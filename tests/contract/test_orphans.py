@@ -1,8 +1,8 @@
 """However the controller ends, every process that it caused is gone within 10 s, also grandchildren; and so are its files.
 
 The families that the workers start are deaf to polite signals, and hold a process of every kind: started by subprocess (with
-a child of its own), in a session of its own, by multiprocessing's spawn, by fork, by fork and setsid, and by the double fork of
-a daemon.
+a child of its own), in a session of its own, by multiprocessing's spawn, by fork, by fork and setsid, by the double fork of
+a daemon, and such a daemon whose program starts with an empty environment.
 """
 
 from __future__ import annotations
@@ -17,28 +17,11 @@ import psutil
 import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
-from tests.contract.engines import Family
-from tests.contract.helpers import Driver, Engine, is_running, wait_gone, wait_until
+from tests.contract.engines import Driving, Family
+from tests.contract.helpers import WAIT, WITH_FAMILY, Driver, Engine, has_shared_memory, is_running, wait_gone, wait_until
 
 pytestmark = pytest.mark.slow
 inline_has_no_processes = pytest.mark.not_on("inline", "one process, whose engines' children are the script's own")
-
-WITH_FAMILY = """
-scheduler = make()
-scheduler.create_workers(Job(role="family", replicas=2))
-pids = {}
-for index in range(2):
-    own = os.path.join(folder, str(index))
-    os.mkdir(own)
-    asyncio.run(scheduler.create_engine(f"family/{index}", engines.Family, None, own))
-    started = scheduler.call_engine(f"family/{index}", "start", timeout=60)
-    pids |= {f"{name} of {index}": pid for name, pid in started.items()}
-tell(pids=pids)
-"""
-WAIT = """
-while True:
-    time.sleep(3600)
-"""
 
 
 def _sigkill(driver: Driver) -> None:
@@ -72,14 +55,16 @@ def test_the_driver_ends(
     run_driver: Callable[..., Driver], end: Callable[[Driver], None] | None, last_words: str, codes: set[int]
 ) -> None:
     driver = run_driver(WITH_FAMILY + last_words)
-    pids: dict[str, int] = driver.facts()["pids"]
-    assert len(pids) == 16
+    facts = driver.facts()
+    pids: dict[str, int] = facts["pids"]
+    assert len(pids) == 18
     if end is not None:
         assert all(is_running(pid) for pid in pids.values())
         end(driver)
     assert driver.wait(limit_s=15.0) in codes, driver.errors()
     wait_gone(pids)
     driver.wait_nothing_left()
+    wait_until(lambda: not has_shared_memory(facts["memory"]), "the engines' shared memory is removed", limit_s=10.0)
     complaints = [line for line in driver.errors().splitlines() if "Exception ignored" in line or "never awaited" in line]
     assert not complaints, driver.errors()
 
@@ -172,6 +157,73 @@ tell(worker=worker, child=child)
     driver.wait_nothing_left()
 
 
+STUCK_MODULE = """
+import ctypes, os, pathlib
+path = pathlib.Path(__file__).with_name("importing")
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as the loader of a library on a slow file system holds it
+"""
+
+
+@inline_has_no_processes
+@pytest.mark.parametrize("has_child", [False, True])
+def test_the_driver_is_killed_while_its_forkserver_imports(run_driver: Callable[..., Driver], has_child: bool) -> None:
+    driver = run_driver(
+        f"""
+import threading
+sys.path.insert(0, folder)
+with open(os.path.join(folder, "stuck_module.py"), "w") as file:
+    file.write({STUCK_MODULE!r})
+
+
+def fork_a_child():
+    engines.wait_for_file(os.path.join(folder, "importing"))
+    child = os.fork() if {has_child} else None
+    if child == 0:
+        engines.stay(folder, "child")
+    tell(child=child)
+
+
+threading.Thread(target=fork_a_child).start()
+make(preload=["stuck_module"]).create_workers(Job(role="a"))
+"""
+    )
+    child = driver.facts()["child"]
+    forkserver = int((driver.folder / "importing").read_text())
+    _sigkill(driver)
+    driver.wait()
+    wait_gone({"forkserver": forkserver})
+    if has_child:
+        assert is_running(child), "it is the script's own, and not touched"
+        os.kill(child, signal.SIGKILL)
+    driver.wait_nothing_left()
+
+
+@inline_has_no_processes
+def test_the_scheduler_is_closed_while_a_forked_child_of_the_driver_runs(run_driver: Callable[..., Driver]) -> None:
+    driver = run_driver(
+        """
+scheduler = make()
+scheduler.create_workers(Job(role="a"))
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+began = time.monotonic()
+scheduler.close()
+tell(child=child, elapsed_s=time.monotonic() - began, limit_s=scheduler.timeouts.shutdown_s)
+"""
+        + WAIT
+    )
+    facts = driver.facts()
+    os.kill(facts["child"], signal.SIGKILL)
+    assert facts["elapsed_s"] < facts["limit_s"]
+    _sigkill(driver)
+    driver.wait()
+    driver.wait_nothing_left()
+
+
 @inline_has_no_processes
 def test_a_hung_engine_does_not_hold_up_control_c(run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
@@ -215,8 +267,10 @@ def family(scheduler: Scheduler, role: str, tmp_path: Path) -> tuple[Engine, dic
 def test_a_killed_worker_takes_its_family_along_and_no_other(family: tuple[Engine, dict[str, int]]) -> None:
     engine, pids = family
     others: dict[str, int] = engine.others  # type: ignore[attr-defined]
+    memory = engine.call("share_memory")
     os.kill(pids["worker"], signal.SIGKILL)
     wait_gone(pids)
+    wait_until(lambda: not has_shared_memory([memory]), "its shared memory is removed", limit_s=10.0)
     assert all(is_running(pid) for pid in others.values()), "the other worker's family is untouched"
 
 
@@ -228,6 +282,21 @@ def test_deleted_workers_take_their_families_along(
     others: dict[str, int] = engine.others  # type: ignore[attr-defined]
     scheduler.delete_workers(role)
     wait_gone(pids | {f"{name} of the other": pid for name, pid in others.items()})
+
+
+@inline_has_no_processes
+@pytest.mark.parametrize("end", ["kill", "delete_workers"])
+def test_a_worker_that_drives_a_run_of_its_own_ends(scheduler: Scheduler, role: str, tmp_path: Path, end: str) -> None:
+    (worker_id,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker_id, Driving)
+    pid = engine.call("pid")
+    pids = engine.call("start", str(tmp_path), timeout=60.0)
+    assert all(map(is_running, pids.values()))
+    if end == "kill":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        scheduler.delete_workers(role)
+    wait_gone(pids | {"the driver": pid})
 
 
 @inline_has_no_processes

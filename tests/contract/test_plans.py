@@ -19,7 +19,7 @@ def _jobs(role: str, gpu: int = 1) -> list[Job]:
     ]
 
 
-def test_a_plan_is_what_a_start_does(backend: str, scheduler: Scheduler, role: str) -> None:
+def test_a_plan_is_what_a_start_does(scheduler: Scheduler, role: str) -> None:
     before = {status.worker_id for status in scheduler.status()}
     plan = scheduler.plan(_jobs(role))
     assert {status.worker_id for status in scheduler.status()} == before, "nothing was started"
@@ -27,8 +27,7 @@ def test_a_plan_is_what_a_start_does(backend: str, scheduler: Scheduler, role: s
     assert planned == [f"{role}-beside/0", f"{role}/0", f"{role}/1", f"{role}-cpu/0"]
     assert all(worker_id.rpartition("/")[0] in plan.table() for worker_id in planned)
     assert scheduler.create_workers(_jobs(role)) == planned
-    if backend != "inline":
-        assert [len(worker.devices) for worker in scheduler.get_workers(role)] == [1, 1]
+    assert [len(worker.devices) for worker in scheduler.get_workers(role)] == [1, 1]
     engines = [Engine.create(scheduler, worker_id, Counter) for worker_id in planned]
     assert [engine.call("add", 1) for engine in engines] == [1, 1, 1, 1]
     assert (engines[0].call("pid") == engines[1].call("pid")) is True
@@ -37,7 +36,6 @@ def test_a_plan_is_what_a_start_does(backend: str, scheduler: Scheduler, role: s
         scheduler.get_workers(f"{role}-beside")
 
 
-@pytest.mark.not_on("inline", "it has no devices to hand out")
 def test_one_job_that_does_not_fit_keeps_all_from_starting(scheduler: Scheduler, role: str) -> None:
     before = {status.worker_id for status in scheduler.status()}
     for attempt in (scheduler.plan, scheduler.create_workers):
@@ -47,7 +45,6 @@ def test_one_job_that_does_not_fit_keeps_all_from_starting(scheduler: Scheduler,
     assert len(scheduler.create_workers(_jobs(role))) == 4, "the names are free"
 
 
-@pytest.mark.not_on("inline", "it has no devices to hand out")
 def test_a_plan_says_who_holds_what_is_missing(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cpu=0, gpu=6)]))
     with pytest.raises(errors.PlacementTimeoutError, match=f"{role}"):

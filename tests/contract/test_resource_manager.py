@@ -29,7 +29,7 @@ def test_destroying_it_ends_the_workers_on_its_devices(scheduler: Scheduler) -> 
 
 
 def test_what_stays_may_be_released_after_the_scheduler_has_closed() -> None:
-    scheduler = make_scheduler("inline")
+    scheduler = make_scheduler("inline", num_gpus=1)
     group = Members("late", Member, ResourceManager(1, scheduler=scheduler), ClusterConfig(world_size=2))
     handle = scheduler.put([1])
     with group.make.keep(2):
@@ -48,7 +48,6 @@ def test_a_manager_of_cpus_alone(scheduler: Scheduler) -> None:
             Members("gpus", Member, manager, ClusterConfig(device_mapping="0"))
 
 
-@pytest.mark.not_on("inline", "its devices are numbers only")
 def test_nodes_that_the_cluster_does_not_have(scheduler: Scheduler) -> None:
     for num_gpus, num_nodes, step in (
         (16, None, "Set num_gpus_per_node to 8"),

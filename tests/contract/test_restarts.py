@@ -40,6 +40,28 @@ def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, r
         asyncio.run(scheduler.kill_worker(f"{role}/7", "was ended"))
 
 
+@pytest.mark.also_apart
+@pytest.mark.not_on("inline", "its workers have no logs of their own")
+def test_the_log_tail_is_that_of_the_new_process(scheduler: Scheduler, role: str) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    engine.call("print_lines", 20)
+    with pytest.raises(errors.WorkerFailedError) as first:
+        engine.call("die", "exit 3")
+    assert "line 19" in first.value.log_tail
+    scheduler.restart_worker(worker)
+    engine = Engine.create(scheduler, worker, Counter)
+    with pytest.raises(errors.WorkerFailedError) as second:
+        engine.call("die", "exit 3")
+    assert second.value.log_tail == ""
+    scheduler.restart_workers(role)
+    engine = Engine.create(scheduler, worker, Counter)
+    engine.call("print_lines", 2)
+    with pytest.raises(errors.WorkerFailedError) as third:
+        engine.call("die", "exit 3")
+    assert third.value.log_tail == "line 0\nline 1"
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_all_workers_of_a_role_are_replaced(scheduler: Scheduler, backend: str, role: str, elsewhere: bool) -> None:
     spec = ONE_DEVICE if backend != "inline" else SchedulingSpec(cpu=0, port_count=1)

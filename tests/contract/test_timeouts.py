@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import inspect
 import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
+from helmsman.controller.base import Call
+from helmsman.controller.group import call_all
+from helmsman.controller.loop import submit
 from helmsman.rpc_server.segments import drop_spares
 from tests.contract import engines
 from tests.contract.engines import Counter, Slow
@@ -168,6 +175,104 @@ def test_cancelling_an_awaited_call_neither_undoes_nor_repeats_it(engine: Engine
     assert {s.worker_id: s for s in engine.scheduler.status()}[engine.worker_id].health is not None
     gate.open()
     assert engine.call("add", 0) == 1
+
+
+HOWS = ["sync", "async", "group"]
+
+
+def _begin(engine: Engine, how: str, method: str, *args: object, timeout: float) -> concurrent.futures.Future[Any]:
+    """Begin a call in one of the three ways in which there are limits."""
+    if how == "group":
+        calls = {engine.worker_id: Call(args)}
+        return submit(call_all(engine.scheduler, "role", method, calls, engine_name=engine.name, timeout=timeout))
+    if how == "async":
+        return submit(asyncio.to_thread(lambda: asyncio.run(engine.acall(method, *args, timeout=timeout))))
+    return submit(asyncio.to_thread(lambda: engine.call(method, *args, timeout=timeout)))
+
+
+@pytest.fixture
+def own(scheduler: Scheduler, role: str) -> Iterator[tuple[Engine, int]]:
+    """A Counter in a worker of this test alone, and its pid; the worker goes on at the end."""
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    pid = engine.call("pid")
+    yield engine, pid
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.not_on("inline", "one process, it cannot be stopped without the test")
+def test_limit_holds_for_a_stopped_worker_and_its_stack_is_logged_later(
+    own: tuple[Engine, int], gate: Gate, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    engine, pid = own
+    with held(engine, gate) as running:
+        stop(pid)
+        started = time.monotonic()
+        with pytest.raises(errors.CallTimeoutError) as caught:
+            _begin(engine, how, "add", timeout=0.5).result(timeout=LIMIT_S)
+        elapsed_s = time.monotonic() - started
+        assert 0.5 <= elapsed_s < 1.5, "a control request of its own would have waited for Timeouts.health_s, 10 s"
+        error = caught.value
+        assert (error.method, error.limit_s, error.worker_alive, error.stack) == ("add", 0.5, False, "")
+        assert error.elapsed_s < 1.5
+        assert "did not say in time where the call is; the log has it once it does" in str(error)
+        os.kill(pid, signal.SIGCONT)
+        late = wait_until(lambda: [each for each in caplog.messages if ".add timed out after" in each], "the stack is logged")
+        assert "had not begun behind" in late[0]
+        assert "in wait" in late[0], "what it waited behind"
+        wait_until(lambda: _state(engine) is WorkerState.READY, "the withdrawn call occupies nothing")
+        gate.open()
+        assert running.result(timeout=LIMIT_S) == 1
+    assert engine.call("add", 0) == 1, "the withdrawn call never ran"
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_call_that_ends_just_before_its_limit_returns_its_result(engine: Engine, gate: Gate, how: str) -> None:
+    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    future = _begin(engine, how, "wait", *gate.files, timeout=3.5)
+    wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
+    gate.open()
+    assert future.result(timeout=LIMIT_S) in (1, [1])
+    assert _state(engine) is WorkerState.READY
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_short_limit_has_a_stack(engine: Engine, gate: Gate, how: str) -> None:
+    future = _begin(engine, how, "wait", *gate.files, timeout=0.3)
+    with pytest.raises(errors.CallTimeoutError) as caught:
+        future.result(timeout=LIMIT_S)
+    assert caught.value.worker_alive
+    assert "in wait" in caught.value.stack
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_worker_that_dies_at_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
+    engine, pid = own
+    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    stop(pid)
+    future = engine.begin("wait", *gate.files, timeout=0.5)
+    wait_until(lambda: client.overdue or future.done(), "the limit is over")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises((errors.CallTimeoutError, errors.WorkerFailedError)) as caught:
+        future.result(timeout=LIMIT_S)
+    assert caught.value.method == "wait"
+    with pytest.raises(errors.WorkerFailedError) as later:
+        engine.call("add")
+    assert later.value.method == "add"
+
+
+@pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
+def test_worker_that_dies_before_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
+    engine, pid = own
+    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    future = engine.begin("wait", *gate.files, timeout=3.5)
+    wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        future.result(timeout=LIMIT_S)
+    assert (caught.value.method, caught.value.running) == ("wait", f"{engine.worker_id}.wait")
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be stopped without the test")

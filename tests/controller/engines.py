@@ -15,7 +15,7 @@ from typing import Any
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from tests.contract.engines import wait_for_file
+from tests.contract.engines import hold_interpreter, wait_for_file
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -192,6 +192,10 @@ class CountingRollout:
     async def figures(self) -> tuple[int, int, list[str]]:
         """Updates, most requests at once, and the requests in order of arrival."""
         return self.num_updates, self.most_at_once, self.served
+
+    def hold_interpreter(self, started: str) -> None:
+        """As the function."""
+        hold_interpreter(started)
 
     def spin(self, seconds: float) -> None:
         """Keep the engine thread busy, and the interpreter with it."""

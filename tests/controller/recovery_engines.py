@@ -12,26 +12,33 @@ import torch
 
 from helmsman.engines.losses import resolve_loss
 from helmsman.engines.train import FSDPTrainEngine
+from tests.contract.engines import hold_interpreter
 from tests.controller.engines import CountingRollout
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 RAISE = "raise"
+HOLD = "hold"
+HELD = "held"
+"""File by which a test ends the fault ``HOLD``: ``release_interpreter`` of it."""
 
 
 def plan_fault(folder: Path, moment: str, rank: int, kind: str = "kill") -> None:
-    """Have a rank killed or stopped, or raise, the next time that it comes to this moment, and then never again."""
+    """Have a rank meet a fault (a key of SIGNALS, RAISE or HOLD) the next time that it comes to this moment, and never again."""
     (folder / f"{moment}-{rank}-{kind}").touch()
 
 
 def meet_fault(folder: str, moment: str) -> None:
     """Meet the fault that is planned for this moment, if there is one."""
-    for kind in (*SIGNALS, RAISE):
+    for kind in (*SIGNALS, RAISE, HOLD):
         planned = Path(folder, f"{moment}-{os.environ['RANK']}-{kind}")
         if not planned.exists():
             continue
         planned.unlink()
         if kind == RAISE:
             raise OSError(f"the device is busy at {moment}")
+        if kind == HOLD:
+            hold_interpreter(str(planned.with_name(HELD)))
+            continue
         os.kill(os.getpid(), SIGNALS[kind])
 
 

@@ -52,7 +52,7 @@ def test_jobs(tmp_path: Path, name: str, text: str) -> None:
             ["jobs[0].tasks[0].gpus", "SchedulingSpec has no such field", "did you mean 'gpu'?"],
         ),
         ("- {role: a, replica: 1}", ["jobs[0].replica", "did you mean 'replicas'?"]),
-        ("- {role: a, xyz: 1}", ["jobs[0].xyz", "it has: role, replicas"]),
+        ("- {role: a, xyz: 1}", ["jobs[0].xyz", "there are: role, replicas"]),
         ("- {role: a, tasks: [{cpu: many}]}", ["jobs[0].tasks[0].cpu", "Expected `float`, got `str`"]),
         ("- {role: a, scheduling_strategy: {type: beside}}", ["jobs[0].scheduling_strategy.type", "beside"]),
         ("- {replicas: 1}", ["jobs[0]", "missing required field `role`"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.errors import LauncherConflictError, LauncherIncompleteError
-from helmsman.controller.launchers import ALONE, expand_hostlist, identify_node
+from helmsman.controller.launchers import ALONE, expand_hostlist, find_many_nodes, identify_node
 
 BEAKER = {
     "BEAKER_REPLICA_RANK": "2",
@@ -146,3 +146,53 @@ def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
 def test_what_is_no_host_list(text: str) -> None:
     with pytest.raises(LauncherIncompleteError, match="a list of hosts"):
         list(expand_hostlist(text))
+
+
+# --- several nodes without a cluster ------------------------------------------------------------------------------------
+
+TORCHRUN_OF_8 = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (PAI, "RANK and WORLD_SIZE (PAI-DLC)"),
+        (PAI | {"RANK": "0"}, "RANK and WORLD_SIZE (PAI-DLC)"),
+        (PAI | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "RANK and WORLD_SIZE (PAI-DLC)"),
+        (TORCHRUN, "torchrun"),
+        (TORCHRUN_OF_8 | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "16"}, "torchrun"),
+        (PET, "torchrun's PET variables"),
+        (SLURM, "Slurm"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"}, "Slurm"),
+        (SKYPILOT, "SkyPilot"),
+        (BEAKER, "Beaker"),
+        (OPEN_MPI, "Open MPI"),
+    ],
+)
+def test_find_many_nodes_by_launcher(environ: dict[str, str], launcher: str) -> None:
+    found = find_many_nodes(environ)
+    assert found is not None
+    assert found.launcher == launcher
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        PAI | {"WORLD_SIZE": "1", "RANK": "0"},
+        PAI | {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"},
+        PAI | {"WORLD_SIZE": "8", "MASTER_ADDR": "localhost"},
+        PAI | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"},
+        {"RANK": "1"},
+        {"RANK": "one", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "many"},
+        TORCHRUN_OF_8 | {"GROUP_WORLD_SIZE": "1"},
+        TORCHRUN_OF_8 | {"GROUP_WORLD_SIZE": "1"} | SLURM,
+        SLURM | {"SLURM_STEP_NUM_NODES": "1"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        KUBERNETES,
+        VOLCANO | {"VC_WORKER_NUM": "1"},
+    ],
+)
+def test_find_many_nodes_on_one_node(environ: dict[str, str]) -> None:
+    assert find_many_nodes(environ) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -160,6 +161,15 @@ def test_somebody_else_listens(listener: Listener) -> None:
 def test_somebody_listens_and_says_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert reach("127.0.0.1", silent.getsockname()[1], b"proof", 0.2) == "no answer within 0.2 s"
+
+
+def test_reach_beside_silent_peers(listener: Listener) -> None:
+    port = free_port()
+    assert listener.listen(port, b"proof", 30.0) == ""
+    with contextlib.ExitStack() as silent:
+        for _ in range(300):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert [reach("127.0.0.1", port, b"proof", 10.0) for _ in range(10)] == [""] * 10
 
 
 def test_many_at_once_leave_nothing_on_the_port(listener: Listener) -> None:

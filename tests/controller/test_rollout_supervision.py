@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from helmsman.api.errors import GroupCallError, HelmsmanError, InstanceLostError, WorkerFailedError
@@ -17,8 +19,9 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.generation.health import Health, SupervisionPolicy
 from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.loop import background_loop
+from helmsman.controller.loop import background_loop, submit
 from helmsman.controller.rollout import RolloutController
+from tests.contract.engines import release_interpreter
 from tests.contract.helpers import stop, wait_until
 
 POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=1.5, restart_pause_s=0.05)
@@ -277,6 +280,45 @@ def test_a_worker_that_is_busy_for_long_is_not_given_up(scheduler: Scheduler) ->
         scheduler.call_engine("rollout/0", "spin", None, 2 * POLICY.dead_s)
         assert _all_serve(rollout)
         assert {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers} == pids
+
+
+def _hold(scheduler: Scheduler, folder: Path) -> tuple[str, concurrent.futures.Future[None]]:
+    """Have C code hold the interpreter of rollout/0, as is seen from outside; returns the file that ends it, and the call."""
+    started = str(folder / "started")
+    holding = submit(scheduler.async_call_engine("rollout/0", "hold_interpreter", None, started))
+    wait_until(lambda: os.path.exists(started), "the call has begun")
+    wait_until(lambda: _stuck_s(scheduler) is not None, "the interpreter is held")
+    return started, holding
+
+
+def _stuck_s(scheduler: Scheduler) -> float | None:
+    return asyncio.run(scheduler.check_health("rollout/0")).stuck_s
+
+
+def test_a_worker_whose_interpreter_is_held_by_c_code_is_suspected_and_not_given_up(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    with _rollout(scheduler) as rollout:
+        pids = {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers}
+        started, holding = _hold(scheduler, tmp_path)
+        wait_until(lambda: (_stuck_s(scheduler) or 0.0) > 3 * POLICY.dead_s, "it is held for long")
+        assert rollout.load().instances["rollout/0"].state is Health.SUSPECT
+        assert len(rollout.generate([[1]] * 6)) == 6, "the others serve"
+        release_interpreter(started)
+        holding.result(30)
+        wait_until(lambda: _all_serve(rollout), "it serves again")
+        assert {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers} == pids
+
+
+def test_a_worker_whose_interpreter_is_held_for_too_long_is_given_up(scheduler: Scheduler, tmp_path: Path) -> None:
+    policy = msgspec.structs.replace(POLICY, busy_s=2.5, max_restarts=0)
+    with _rollout(scheduler, policy) as rollout:
+        started, _ = _hold(scheduler, tmp_path)
+        wait_until(lambda: rollout.load().instances["rollout/0"].state is Health.DEAD, "it is given up")
+        _kill_all(rollout, scheduler)
+        with pytest.raises(GroupCallError, match=r"rollout/0.* has not answered a probe for 2.5 s .SupervisionPolicy.busy_s."):
+            rollout.generate([[1]])
+        release_interpreter(started)
 
 
 def test_the_budget_of_restarts_ends_and_requests_then_fail_with_the_reason(scheduler: Scheduler) -> None:

@@ -123,7 +123,7 @@ def test_an_instance_over_more_nodes_than_there_are() -> None:
 
 def test_no_accelerator_anywhere() -> None:
     change = told(cluster(node("a", gpu=0)), job("r", 1, gpu=1)).change
-    assert change == "Add nodes with accelerators, of which those that 'r' may use have none"
+    assert change == "Add nodes with accelerators, of which those that 'r' may use have none, or set SchedulingSpec.gpu to 0"
 
 
 def test_a_cluster_without_nodes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import logging
 import os
 import signal
@@ -27,8 +29,9 @@ from helmsman.controller.rollout import RolloutController
 from helmsman.controller.train import TrainController
 from helmsman.controller.train_recovery import RecoverableTraining
 from helmsman.controller.weight_sync import ViaCollective, ViaMemory, Way, WeightSync
+from tests.contract.engines import release_interpreter
 from tests.contract.helpers import wait_until
-from tests.controller.recovery_engines import plan_fault
+from tests.controller.recovery_engines import HELD, HOLD, plan_fault
 from tests.engines.models import QWEN2, random_tokens
 from tests.engines.preload import PRELOAD
 
@@ -139,6 +142,26 @@ def test_a_rank_that_is_silent_is_ended_and_said_so(
         assert training.losses == unbroken
         assert not Path(f"/proc/{stopped}").exists()
     assert "train/0 was lost (was ended because it had not answered for 1.5 s (RecoveryPolicy.dead_s))" in caplog.text
+
+
+def test_a_rank_whose_interpreter_is_held_by_c_code_is_not_ended(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    training = Training(scheduler, tmp_path, dead_s=1.5)
+    held = training.faults / HELD
+
+    def end_it_late() -> None:
+        wait_until(held.exists, "the rank holds its interpreter")
+        wait_until(lambda: (asyncio.run(scheduler.check_health("train/0")).stuck_s or 0.0) > 4.0, "for longer than dead_s")
+        release_interpreter(str(held))
+
+    with training.trainer as trainer, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        trainer.initialize()
+        pids = training.pids()
+        training.before[3] = training.fault("loss", rank=0, kind=HOLD)
+        ending = pool.submit(end_it_late)
+        training.run()
+        ending.result()
+        assert training.begun == [1]
+        assert training.pids() == pids
 
 
 @pytest.mark.parametrize(("moment", "rank"), [("initialize", 0), ("load", 1)])

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helmsman.api.engines import SampleShare
+from helmsman.api.pairs import sample_units
 from helmsman.engines.batching import Batching, MicroBatch, check_samples, group_samples, make_micro_batch
 
 
@@ -77,6 +79,20 @@ def test_token_ids_may_be_of_any_integer_type(kind: type[np.integer[Any]]) -> No
 def test_a_malformed_sample_is_named(sample: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_micro_batches([{"input_ids": [1, 2]}, sample], max_tokens=100, vocab_size=50)
+
+
+def test_check_samples_of_a_share() -> None:
+    good, scalar = {"input_ids": [1, 2], "advantages": [0.0, 1.0]}, {"input_ids": [1, 2], "advantages": 1.0}
+    for bad, message in (
+        ({"input_ids": [1, 50]}, "sample 7: 'input_ids' has ids outside"),
+        ({"input_ids": [1]}, "sample 7 has the entries .*, but sample 3 has"),
+        (scalar, "'advantages' is a scalar in sample 7, and has one entry per token in sample 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_samples(SampleShare([good, bad], [3, 7]), vocab_size=50)
+    pairs = SampleShare([{"input_ids": [1], "pair": 0}, {"input_ids": [1], "pair": 1.5j}], [3, 7])
+    with pytest.raises(ValueError, match="sample 7: 'pair' is 1.5j"):
+        sample_units(pairs)
 
 
 def test_fractions_beside_a_row_of_integers_stay_what_they_are() -> None:

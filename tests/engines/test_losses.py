@@ -536,3 +536,8 @@ def test_marks_of_a_loss_travel_with_it() -> None:
         return outputs.sum(), {}
 
     assert prepare_loss(cloudpickle.loads(cloudpickle.dumps(mine)), None, [], "value").traits.paired
+
+
+def test_prepare_loss_unknown_setting() -> None:
+    with pytest.raises(ValueError, match="loss 'grpo' has no setting 'cliphigh'; did you mean 'clip_high'"):
+        prepare_loss("grpo", {"cliphigh": 0.3}, [], "lm")

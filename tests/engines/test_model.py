@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from helmsman.engines.model import build_model, decoder_layers, target_logprobs
+from helmsman.engines.model import build_model, decoder_layers, max_positions, target_logprobs
 from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
@@ -101,3 +102,44 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
     ):
         apply(target, weights)
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, 128),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 512),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            256,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "rope_theta": 1e4,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            128,
+        ),
+    ],
+)
+def test_max_positions_of_scaled_embeddings(entries: dict[str, Any], expected: int) -> None:
+    config = AutoConfig.for_model(**{**LLAMA, "max_position_embeddings": 128, **entries})
+    assert max_positions(config) == expected
+
+
+def test_max_positions_of_other_models() -> None:
+    assert max_positions(AutoConfig.for_model(**GPT2)) == 128
+    assert max_positions(AutoConfig.for_model("bloom")) is None

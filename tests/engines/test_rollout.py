@@ -94,6 +94,17 @@ async def test_greedy_tokens_are_those_of_whole_forward_passes(engines: list[HFR
     assert len({token for result in results for token in result.token_ids}) > 10, "the model only repeats itself"
 
 
+@pytest.mark.parametrize("config", [{**QWEN2, "max_position_embeddings": 20}, {**GPT2, "n_positions": 20}])
+async def test_agenerate_at_the_models_last_position(engines: list[HFRolloutEngine], config: dict[str, Any]) -> None:
+    """The model's own limit counts where it is below max_model_len, also for learned positions, which end there."""
+    engine = make(engines, model=config)
+    results = await generate(engine, [random_tokens(length, seed=length) for length in (1, 12, 19)], ENDLESS)
+    assert [(len(result.token_ids), result.stop_reason) for result in results] == [(19, "length"), (8, "length"), (1, "length")]
+    message = "a prompt of 20 tokens, which leaves no room for a continuation within max_position_embeddings of the model=20"
+    with pytest.raises(ValueError, match=message):
+        await engine.agenerate(request("long", random_tokens(20, seed=0)))
+
+
 async def test_greedy_tokens_are_those_of_hugging_face_generate(engine: HFRolloutEngine) -> None:
     model = build_model(QWEN2, seed=0, dtype=torch.float32)
     for prompt, result in zip(PROMPTS, await generate(engine, PROMPTS, GREEDY), strict=True):

@@ -57,7 +57,7 @@ def test_unknown_keys_are_refused_with_the_nearest_name(file: Path) -> None:
     file.write_text(file.read_text().replace("steps = 3", "step = 3"))
     with pytest.raises(ValueError, match=r"run.toml: there is no setting 'step'; did you mean 'steps'\?"):
         config.load(file)
-    with pytest.raises(ValueError, match=r"--train.learning_rate: there is no setting .*; there are: lr, "):
+    with pytest.raises(ValueError, match=r"--train.learning_rate: there is no setting .*; did you mean 'lr'"):
         settings(("train.learning_rate", "1"))
     with pytest.raises(ValueError, match=r"there is no setting 'rollout.temprature'; did you mean 'temperature'\?"):
         settings(("rollout.temprature", "1"))
@@ -99,6 +99,23 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         ValueError, match=r"cluster.placement: Invalid enum value 'together'; expected 'separated' or 'colocated'$"
     ):
         settings(("cluster.placement", "together"))
+
+
+def test_load_names_the_origin_of_a_value(file: Path) -> None:
+    for override, message in (
+        (("steps", "many"), "^--steps: steps: Expected `int`"),
+        (("cluster.train_cpus", "-1"), "^--cluster.train_cpus: cluster.train_cpus is -1.0"),
+        (
+            ("train.engine.learning_rate", "1"),
+            "^--train.engine.learning_rate: .*unknown field `learning_rate`; did you mean 'lr'",
+        ),
+        (("rewards", '[{"use": "exact"}, {"use": "exact"}]'), "run.toml with --rewards: two rewards are called"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config.load(file, [("train.lr", "1e-6"), override])
+    file.write_text(file.read_text().replace("steps = 3", "steps = 0"))
+    with pytest.raises(ValueError, match="run.toml: steps is 0; expected 1 or more"):
+        config.load(file, [("train.lr", "1e-6")])
 
 
 @pytest.mark.parametrize(

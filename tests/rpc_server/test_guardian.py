@@ -1,4 +1,4 @@
-"""The guardian: it knows a family by its marks, tells how a process ended that is not its child, and ends what is left."""
+"""The guardian: it finds a family by its marks, records how a process ended that is not its child, and ends what is left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _is_running(pid: int) -> bool:
 
 
 def test_a_family_is_known_by_each_of_its_marks(start: Callable[..., subprocess.Popen[str]]) -> None:
-    tag = f"run/{os.urandom(4).hex()}"
+    tag = f"0123456789/{os.urandom(4).hex()}"
     marked = {**os.environ, guardian.TAG_VARIABLE: tag}
     worker = start(
         f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {STAY!r}]); print(c.pid, flush=True); c.wait()",
@@ -50,18 +50,37 @@ def test_a_family_is_known_by_each_of_its_marks(start: Callable[..., subprocess.
     )
     (child,) = guardian.descendants(worker.pid, guardian.process_table())
     tagged = start(env=marked, start_new_session=True)
-    stranger = start(env={**os.environ, guardian.TAG_VARIABLE: f"{tag}0"}, start_new_session=True)
-    known = start(start_new_session=True)
-    assert guardian.family(worker.pid, tag) == {child, tagged.pid}
-    assert guardian.family(worker.pid, tag, lambda table: {known.pid}) == {child, tagged.pid, known.pid}
+    other = start(env={**os.environ, guardian.TAG_VARIABLE: f"{tag}0"}, start_new_session=True)
+    hidden = start(_bearing("0123456789", worker.pid), start_new_session=True)
+    others = start(_bearing("0123456789", worker.pid + 1), start_new_session=True)
+    assert guardian.family(worker.pid, tag) == {child, tagged.pid, hidden.pid}
     worker.kill()
     worker.wait()
-    assert guardian.family(worker.pid, tag) == {child, tagged.pid}, "the child's session tells, once its parent is gone"
+    assert guardian.family(worker.pid, tag) == {child, tagged.pid, hidden.pid}, "also when their parent has exited"
     assert guardian.end_family(worker.pid, tag) == set()
-    assert not _is_running(child)
-    assert not _is_running(tagged.pid)
-    assert _is_running(stranger.pid), "a tag that only begins alike is another's"
-    assert _is_running(known.pid)
+    assert not any(map(_is_running, (child, tagged.pid, hidden.pid)))
+    assert _is_running(other.pid), "a tag that only begins alike is another's"
+    assert _is_running(others.pid), "the mark is another worker's"
+
+
+def _bearing(run_id: str, worker_pid: int) -> str:
+    """A script that bears a mark and stays."""
+    return f"from helmsman.rpc_server.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {STAY}"
+
+
+def test_mark_survives_session_environment_and_descriptors(start: Callable[..., subprocess.Popen[str]]) -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', %r], env={}, start_new_session=True)"
+    marked = start(_bearing("00ff00ff00", 4194303).replace(STAY, child % STAY))
+    marked.wait()
+    (hidden,) = guardian.run_members("00ff00ff00")
+    assert guardian.mark_of(hidden) == ("00ff00ff00", 4194303)
+    assert guardian.end_all(lambda: guardian.run_members("00ff00ff00")) == set()
+    assert not _is_running(hidden)
+
+
+def test_mark_of_unmarked_process() -> None:
+    assert guardian.mark_of(os.getpid()) is None
+    assert guardian.mark_of(2**22) is None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +98,7 @@ def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dic
     log_path = str(tmp_path / "worker.log")
     script = (
         "import os, subprocess, sys; from helmsman.rpc_server.guardian import spawn_guardian; "
-        f"spawn_guardian('run/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
+        f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

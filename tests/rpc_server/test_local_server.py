@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ import pytest
 from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
 from helmsman.controller.local import LocalScheduler
-from helmsman.rpc_server import frames, proof
+from helmsman.rpc_server import auth, frames
+from helmsman.rpc_server.authenticated_server import MAX_PENDING_OF_HOST, Connection
 from helmsman.rpc_server.codec import encode
 from helmsman.rpc_server.messages import Reply, Request, Verb
 from helmsman.rpc_server.wire_payload import WirePayload, to_wire
@@ -72,7 +72,7 @@ def _frames(target: str) -> list[bytes]:
     asked = [frames.RequestFrame(request, each) for request in requests for each in (payload, handles)]
     messages = [frames.numbered_request(0, frames.encode_frame(frame)) for frame in asked]
     welcome = b"#WELCOME#"
-    digests = [os.urandom(16), b"#CHALLENGE#" + os.urandom(20), pickle.dumps(Bomb(target)), welcome]
+    digests = [os.urandom(64), b"helmsman plain\n" + os.urandom(64), pickle.dumps(Bomb(target)), welcome]
     return [struct.pack("!i", len(each)) + each for each in messages + digests]
 
 
@@ -129,7 +129,7 @@ def test_bytes_that_are_no_message_of_ours(engine: Engine, path: str, tmp_path: 
 
 def test_silent_peers_hold_nobody_up(engine: Engine, path: str) -> None:
     peers = []
-    for _ in range(60):  # more than may be unproved at a time
+    for _ in range(2 * MAX_PENDING_OF_HOST):
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         peer.settimeout(0.2)
         try:
@@ -157,9 +157,14 @@ def _is_closed(peer: socket.socket) -> bool:
     return True
 
 
+def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
+    """Connect and authenticate."""
+    return asyncio.run(auth.connect(path, key, limit_s))
+
+
 def test_a_peer_with_another_key(engine: Engine, path: str) -> None:
     with pytest.raises(ProtocolError, match="did not prove|another key"):
-        proof.connect(path, b"x" * 32, 5.0)
+        connect(path, b"x" * 32, 5.0)
     assert engine.call("add", 0) >= 0
 
 
@@ -170,8 +175,8 @@ def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> N
         listener.listen(0)
         sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).connect(str(tmp_path / "s"))
         with pytest.raises(BlockingIOError):
-            proof.connect(str(tmp_path / "s"), b"x" * 32, 0.01)
-        connecting = pool.submit(proof.connect, str(tmp_path / "s"), b"x" * 32, LIMIT_S)
+            connect(str(tmp_path / "s"), b"x" * 32, 0.01)
+        connecting = pool.submit(connect, str(tmp_path / "s"), b"x" * 32, LIMIT_S)
         for _ in range(2):
             listener.accept()[0].close()
         with pytest.raises(ProtocolError):
@@ -180,7 +185,7 @@ def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> N
 
 def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
     """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
-    proved = proof.connect(path, scheduler._key, 5.0)
+    proved = connect(path, scheduler._key, 5.0)
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
         proved.settimeout(LIMIT_S)
@@ -227,8 +232,8 @@ class Liar(Counter):
 
     def answer_for(self, request_id: int, payload: WirePayload) -> None:
         """Reply to another request that its worker has not answered yet."""
-        (connection,) = (each for each in gc.get_objects() if type(each) is Connection and not each.closed)
-        connection.send_bytes(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)))
+        (connection,) = (each for each in gc.get_objects() if type(each) is Connection)
+        connection.send(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)))
 
 
 @pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])

@@ -1,10 +1,29 @@
-"""How the threads of a worker share the interpreter."""
+"""How the threads of a worker share the interpreter, and what a thread that cannot be started costs."""
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server import proof, reach
+from helmsman.rpc_server.handles import SegmentStore
+from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.local_server import LocalServer, listen
+from helmsman.rpc_server.messages import WorkerIdentity
+from helmsman.rpc_server.threads import EngineLoop
+
+LIMIT_S = 30.0
+KEY = b"k" * 32
 
 SCRIPT = """
 import sys
@@ -39,3 +58,73 @@ def test_imports_keep_the_interval_of_python(tmp_path: Path) -> None:
     )
     assert "ModuleNotFoundError: No module named 'nowhere'" in told.stderr, told.stderr
     assert "AssertionError" not in told.stderr
+
+
+@pytest.fixture
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have the operating system refuse new threads from now on; ``monkeypatch.undo`` ends that."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    return lambda: monkeypatch.setattr(threading, "_start_new_thread", refuse)
+
+
+def test_engine_loop_starts_again_after_a_failed_start(
+    refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, ran = EngineLoop("a/0 async"), threading.Event()
+
+    async def run() -> None:
+        ran.set()
+
+    gc.collect()
+    refuse_threads()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="no thread for async methods can be started .a/0 async.: can't start new thread"):
+        loop.submit(1, "engine.method", run)
+    assert loop.failure is not None
+    assert len(os.listdir("/proc/self/fd")) == num_open, "the loop that nothing runs is closed"
+    monkeypatch.undo()
+    try:
+        loop.submit(2, "engine.method", run)
+        assert ran.wait(LIMIT_S)
+        assert loop.failure is None
+    finally:
+        loop.stop()
+        loop.join()
+
+
+def test_listener_listens_again_after_a_failed_start(
+    refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    listener = reach.Listener()
+    refuse_threads()
+    assert listener.listen(port, b"proof", LIMIT_S) == "can't start new thread"
+    monkeypatch.undo()
+    try:
+        assert listener.listen(port, b"proof", LIMIT_S) == ""
+        assert reach.reach("127.0.0.1", port, b"proof", LIMIT_S) == ""
+    finally:
+        listener.close()
+
+
+def test_server_accepts_again_after_a_failed_start(
+    tmp_path: Path, refuse_threads: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "worker.sock")
+    host = EngineHost(WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0), SegmentStore(), seeding=False)
+    server = LocalServer(host, listen(path), KEY)
+    server.start()
+    try:
+        refuse_threads()
+        with pytest.raises((OSError, ProtocolError)):
+            proof.connect(path, KEY, LIMIT_S)
+        monkeypatch.undo()
+        proof.connect(path, KEY, LIMIT_S).close()
+        assert "no thread can be started for it (can't start new thread)" in capfd.readouterr().err
+    finally:
+        server.close()
+        host.close()

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from helmsman.api.errors import BootstrapError, NotJoinedError, ProtocolError, RayDiedError, UnfitNodeError
+from helmsman.api.errors import BootstrapError, NotJoinedError, RayDiedError, UnfitNodeError
 from helmsman.controller.bootstrap.link import (
     Ended,
     Hello,
@@ -25,7 +25,6 @@ from helmsman.controller.bootstrap.link import (
     Refused,
     Waiting,
     Welcome,
-    accept,
     proof_key,
 )
 from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE, NodePlan, lease, node_environ, ray_start, ray_token
@@ -34,8 +33,11 @@ from helmsman.controller.bootstrap.ray_process import RayProcess
 from helmsman.controller.bootstrap.script import Script
 from helmsman.controller.bootstrap.waits import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller.deadline import Deadline
+from helmsman.rpc_server.authenticated_server import BACKLOG, Door, RefusalLog
 from helmsman.rpc_server.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server.ports import PortLeases
+from helmsman.rpc_server.stream import Stream
+from helmsman.rpc_server.tls import server_tls
 
 T = TypeVar("T")
 
@@ -83,15 +85,12 @@ class Head:
         """Settled when a node has left before the run began."""
         self._served: set[asyncio.Task[None]] = set()
         """One for each connection."""
-        self._strangers: set[str] = set()
-        """What was told of those that are not taken."""
-        self._accepting: asyncio.Task[None] | None = None
         self._address = ""
         """Of Ray, once it is up."""
         self._view: SeesNodes | None = None
         self._draining: set[asyncio.Task[None]] = set()
         self._began = self._ending = False
-        self._listener: socket.socket | None = None
+        self._door: Door | None = None
         self._ray: RayProcess | None = None
 
     async def run(self) -> int:
@@ -124,7 +123,7 @@ class Head:
         address = f"{plan.address}:{plan.port}"
         log = plan.folder / "ray_start.log"
         command = ray_start(plan, plan.run_id, self._leases)
-        self._ray = RayProcess(command, self._environ, plan.tag, log, plan.ray_start_s)
+        self._ray = RayProcess(command, self._environ, plan.tag, log, plan.ray_start_s, self._tell)
         deadline = Deadline(plan.timeout_s)
         await self._unless_ended(self._ray.start())
         self._address = address
@@ -199,38 +198,27 @@ class Head:
     def _listen(self) -> None:
         plan = self._plan
         try:
-            self._listener = socket.create_server((plan.address, plan.control_port), backlog=1024)
+            listener = socket.create_server((plan.address, plan.control_port), backlog=BACKLOG)
         except OSError as error:  # it was free a moment ago, when the plan was made
             raise UnfitNodeError(
                 f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had on {plan.address}: "
                 f"{os.strerror(error.errno or 0)}. Another run may have started here at the same moment: choose another by "
                 "--control-port"
             ) from error
-        self._listener.setblocking(False)
-        self._accepting = asyncio.ensure_future(self._accept(self._listener))
+        self._door = Door(
+            listener,
+            proof_key(plan.secret, plan.job),
+            tls=server_tls() if plan.tls else None,
+            admit=self._admit,
+            refusals=RefusalLog(self._tell),
+        )
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, (host, *_) = await loop.sock_accept(listener)
-            except OSError as error:  # too many open files, or a peer that has gone: others can be heard later
-                self._tell_of_stranger(f"a process could not be heard: {error.strerror}")
-                await asyncio.sleep(_POLL_S)
-                continue
-            task = asyncio.ensure_future(self._serve(connection, host))
-            self._served.add(task)
-            task.add_done_callback(self._served.discard)
+    def _admit(self, stream: Stream, host: str) -> None:
+        task = asyncio.ensure_future(self._serve(Link(stream, self._plan.patience)))
+        self._served.add(task)
+        task.add_done_callback(self._served.discard)
 
-    async def _serve(self, connection: socket.socket, host: str) -> None:
-        try:
-            link = await accept(connection, proof_key(self._plan.secret, self._plan.job), self._plan.patience)
-        except ProtocolError as error:
-            self._tell_of_stranger(f"a process on {host} is not taken: it {error}")
-            return
-        except OSError as error:
-            self._tell_of_stranger(f"a process on {host} could not be heard: {error.strerror}")
-            return
+    async def _serve(self, link: Link) -> None:
         try:
             hello = await link.receive()
             if not isinstance(hello, Hello):
@@ -245,12 +233,6 @@ class Head:
             return  # before it said who it is
         finally:
             await link.close()
-
-    def _tell_of_stranger(self, news: str) -> None:
-        """Once: a probe or a scanner comes again and again."""
-        if news not in self._strangers:
-            self._strangers.add(news)
-            self._tell(news)
 
     def _why_not(self, hello: Hello) -> Refused | None:
         plan, here = self._plan, self._plan.identity
@@ -341,9 +323,8 @@ class Head:
         self._ending = True
         for member in self._members.values():
             member.link.send(ended)
-        if self._accepting is not None and self._listener is not None:
-            self._accepting.cancel()
-            self._listener.close()
+        if self._door is not None:
+            self._door.close()
         if self._served:
             await asyncio.wait(self._served, timeout=_LEAVE_S)
         for task in [*self._served, *self._draining]:

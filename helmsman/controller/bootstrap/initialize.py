@@ -57,14 +57,15 @@ def initialize(
 
     Under ``helmsman up``, in a job that was submitted to Ray, or on KubeRay, which all set RAY_ADDRESS, that cluster is joined
     and nothing is started; under ``helmsman up`` its nodes must be those of the run. Elsewhere a cluster of this machine alone
-    is started, which ends with this process. A RayScheduler made afterwards uses the same cluster.
+    is started, which ends with this process; a script that a launcher has started on several nodes is refused there, since each
+    would run alone (RAY_ADDRESS=local allows it). A RayScheduler made afterwards uses the same cluster.
 
     Args:
         num_cpus, num_gpus, resources: logical resources of a cluster that is started; what this process may use when None.
         preload: modules that the workers of such a cluster find imported already; see RayScheduler.
 
-    Raises: ClusterNotFoundError (nobody answers at RAY_ADDRESS), StrangeClusterError (it is another run's),
-        BackendNotInstalledError.
+    Raises: ClusterNotFoundError (nobody answers at RAY_ADDRESS), StrangeClusterError (it is another run's), ClusterNotUpError
+        (several nodes, and no RAY_ADDRESS), BackendNotInstalledError.
     """
     choose_authentication()
     with needed_by("initialize", "ray"):

@@ -1,4 +1,4 @@
-"""The connections between the head's supervisor and those of the other nodes: proved, framed, and heard of every second.
+"""The connections between the head's supervisor and those of the other nodes: authenticated, framed, and heard of every second.
 
 They say what Ray does not: who is missing, that a run has ended and how, why a node leaves. Nothing is decoded before the peer
 has proved that it has the run's secret.
@@ -12,14 +12,13 @@ import hashlib
 import hmac
 import socket
 from collections.abc import AsyncIterator, Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
 from helmsman.controller.bootstrap.waits import in_daemon_thread
-from helmsman.rpc_server.proof import PROOF_LIMIT_S, connect_tcp, prove_as_server
+from helmsman.rpc_server.auth import authenticate_listener
+from helmsman.rpc_server.stream import Stream, open_tcp
 
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
@@ -126,8 +125,8 @@ class LinkLostError(Exception):
 class Link:
     """One connection, for one reader."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: Patience) -> None:
-        self._reader, self._writer, self._patience = reader, writer, patience
+    def __init__(self, stream: Stream, patience: Patience) -> None:
+        self._stream, self._patience = stream, patience
         self._length: int | None = None
         """Of the message whose beginning was read when a reader was cancelled."""
         self._beats = asyncio.ensure_future(self._beat())
@@ -136,8 +135,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Send, and do not wait: what the peer does not get it will miss as silence."""
         data = _encoder.encode(message)
-        if not self._writer.is_closing():
-            self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        self._stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
     async def receive(self) -> Message:
         """The next message that is more than a beat; a cancelled call loses none. Raises: LinkLostError."""
@@ -145,15 +143,15 @@ class Link:
             try:
                 async with asyncio.timeout(self._patience.silent_s):
                     if self._length is None:
-                        self._length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+                        self._length = int.from_bytes(await self._stream.read(_LENGTH_BYTES), "big")
                     if self._length > _MOST_BYTES:
                         raise LinkLostError(f"a message of {self._length} bytes, and at most {_MOST_BYTES} are taken")
-                    data = await self._reader.readexactly(self._length)
+                    data = await self._stream.read(self._length)
                 self._length = None
                 message: Message = _decoder.decode(data)
             except TimeoutError as error:
                 raise LinkLostError(f"nothing was heard for {self._patience.silent_s:g} s") from error
-            except (asyncio.IncompleteReadError, OSError) as error:
+            except (EOFError, OSError) as error:
                 raise LinkLostError("the connection was closed") from error
             except msgspec.MsgspecError as error:
                 raise LinkLostError(f"a message of another version of Helmsman: {error}") from error
@@ -175,23 +173,22 @@ class Link:
             yield await self.receive()
 
     async def _beat(self) -> None:
-        with contextlib.suppress(OSError):
-            while not self._writer.is_closing():
-                self.send(Beat())
-                await self._writer.drain()
-                await asyncio.sleep(self._patience.beat_s)
+        while self._stream.is_open:
+            self.send(Beat())
+            await self._stream.drain()
+            await asyncio.sleep(self._patience.beat_s)
 
     def drop(self) -> None:
         """Close at once, whatever is still to be sent; who reads from it finds it lost."""
-        self._writer.transport.abort()
+        self._stream.close()
 
     async def close(self) -> None:
         """Send what is to be sent, within a second, and close."""
         self._beats.cancel()
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                await self._writer.drain()
-        self._writer.close()
+                await self._stream.drain()
+        self._stream.close()
 
 
 def proof_key(secret: str, run: str) -> bytes:
@@ -199,54 +196,41 @@ def proof_key(secret: str, run: str) -> bytes:
     return hmac.new(secret.encode(), f"helmsman up {run}".encode(), hashlib.sha256).digest()
 
 
-async def connect(host: str, port: int, key: bytes, patience: Patience) -> Link:
+async def connect(host: str, port: int, key: bytes, patience: Patience, *, tls: bool) -> Link:
     """Connect to a head.
+
+    Args:
+        host: name or address.
+        key: from proof_key.
+        patience: bounds connecting, and the proof.
+        tls: whether this node uses TLS; the head must do the same.
 
     Raises: OSError (nobody answers), LinkLostError (somebody does, and then falls silent or closes, as a head does that is
         overloaded or ends), ProtocolError (it is not the head of this run).
     """
+    stream = await _open(host, port, patience.connect_s)
     try:
-        # Where the name server does not answer, it takes half a minute until the host's name is known to be unknown.
-        proved = await in_daemon_thread(connect_tcp, (host, port), key, patience.connect_s)
+        await authenticate_listener(stream, key, tls=tls, limit_s=patience.connect_s, where=f"{host}:{port}")
     except ProtocolError as error:
-        if isinstance(error.__cause__, BlockingIOError):  # the kernel's word for its time-out
+        if isinstance(error.__cause__, TimeoutError):
             raise LinkLostError(f"connected, and then nothing was heard for {patience.connect_s:g} s") from error
         if isinstance(error.__cause__, (EOFError, ConnectionError)):
             raise LinkLostError("it closed the connection") from error
         raise
+    return Link(stream, patience)
+
+
+async def _open(host: str, port: int, limit_s: float) -> Stream:
+    """A connection to the first address of this host that answers. Raises: OSError."""
+    try:
+        # Where the name server does not answer, it takes half a minute until the host's name is known to be unknown.
+        found = await in_daemon_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host") from error
-    proved.setblocking(False)
-    return Link(*await asyncio.open_connection(sock=proved), patience)
-
-
-async def accept(accepted: socket.socket, key: bytes, patience: Patience) -> Link:
-    """Prove an accepted connection. Raises: ProtocolError, whose text says what is wrong with the peer."""
-    accepted.settimeout(None)
-    with contextlib.ExitStack() as undo:
-        duplicate = undo.enter_context(accepted.dup())
-        undo.callback(_hang_up, duplicate)
+    failure: OSError | None = None
+    for *_, address in found:
         try:
-            async with asyncio.timeout(PROOF_LIMIT_S):
-                await asyncio.to_thread(_prove, accepted, key)
-        except AuthenticationError as error:
-            raise ProtocolError("has another token") from error
-        except (EOFError, OSError, ValueError, AssertionError, TimeoutError) as error:
-            raise ProtocolError("did not prove that it belongs to this run") from error
-        undo.pop_all()
-    duplicate.setblocking(False)
-    return Link(*await asyncio.open_connection(sock=duplicate), patience)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """Which also ends the thread that still reads from it, and for which the end of the loop would wait."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _prove(accepted: socket.socket, key: bytes) -> None:
-    connection = Connection(accepted.detach())
-    try:
-        prove_as_server(connection, key)
-    finally:
-        connection.close()
+            return await open_tcp(address, limit_s)
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"{host!r} has no address")

@@ -92,7 +92,8 @@ class Member:
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
         environ = node_environ(plan, welcome.variables, token, os.environ)
         command = ray_start(plan, welcome.run_id, self._leases, head)
-        self._ray = RayProcess(command, environ, self._plan.tag, plan.folder / "ray_start.log", plan.ray_start_s)
+        log = plan.folder / "ray_start.log"
+        self._ray = RayProcess(command, environ, self._plan.tag, log, plan.ray_start_s, self._tell)
         await unless(self._stop, self._or_died(self._ray.start()))
         assert self._link is not None
         self._link.send(Joined())
@@ -152,7 +153,7 @@ class Member:
             NodeRefusedError.
         """
         plan = self._plan
-        link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience)
+        link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience, tls=plan.tls)
         link.send(
             Hello(
                 rank=plan.identity.rank,

@@ -33,7 +33,7 @@ _AGENT_PORTS = (
     "--dashboard-agent-grpc-port",
     "--metrics-export-port",
 )
-RAY_COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "start")
+RAY_COMMAND = (sys.executable, "-m", "helmsman.controller.bootstrap.patient_ray", "start")
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +66,13 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
     dashboard: bool = False
+    tls: bool = True
+    """Whether the nodes' supervisors talk to each other by TLS."""
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
     ray_start_s: float = 60.0
-    """That Ray may take to start; it takes seconds, but on a node that does too much at once."""
+    """That Ray may take to start (--start-timeout); it takes seconds, but on a node that does too much at once."""
     patience: Patience = Patience()
 
     @property

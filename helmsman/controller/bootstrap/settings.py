@@ -9,14 +9,12 @@ from typing import Literal
 import msgspec
 
 from helmsman.api.errors import UnfitNodeError
-from helmsman.controller.node_checks import size
+from helmsman.controller.bootstrap.patient_ray import LIMIT_VARIABLE
+from helmsman.controller.node_checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
 
 GIB = 1 << 30
-_STORE_SHARE = 0.3
 _STORE_MOST = 200 * GIB
 _SHM_SHARE = 0.95
-STORE_LEAST = 80 << 20
-"""What Ray's object store needs to start, and a little."""
 
 _FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
 """Of ``ray start``, each with a whole number."""
@@ -32,17 +30,51 @@ class Default(msgspec.Struct, frozen=True):
     reason: str
 
 
-CLUSTER_DEFAULTS = (
+MANY_NODES = 32
+"""From so many nodes on, Ray is set to survive a busy head; below, to detect a lost host soon."""
+
+_FEW = (
     Default("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
     Default("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
     Default("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
+)
+_MANY = (
+    Default("RAY_grpc_client_keepalive_time_ms", "60000", "thousands of workers do not load the head with pings"),
+    Default("RAY_grpc_client_keepalive_timeout_ms", "60000", "a head that answers late keeps its connections"),
+    Default("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
+    Default("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
+    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
+    Default("RAY_gcs_server_request_timeout_seconds", "120", "a worker waits for a busy head, instead of 60 s"),
+    Default("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
+    Default("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
+    Default("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
+    Default("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
+    Default("RAY_raylet_report_resources_period_milliseconds", "500", "nodes report five times less often to the head"),
+    Default("RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"),
+)
+_ALL = (
     Default("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
     Default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
     Default("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
     Default("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
     Default("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
 )
-"""Ray's own, which must be the same on all nodes: the head's values hold everywhere."""
+
+
+def cluster_defaults(num_nodes: int) -> tuple[Default, ...]:
+    """Ray's own variables for a cluster of so many nodes. They must be the same on all: the head's values hold everywhere."""
+    return (*(_FEW if num_nodes < MANY_NODES else _MANY), *_ALL)
+
+
+def start_limits(start_s: float) -> tuple[Default, ...]:
+    """Ray's own limits for parts of a start that may take so many seconds; on a busy node its defaults end it earlier."""
+    seconds, reason = max(1, round(start_s)), "as --start-timeout; a busy node takes longer than Ray's {} s"
+    return (
+        Default(LIMIT_VARIABLE, str(seconds), reason.format("20 to 30")),
+        Default("RAY_agent_register_timeout_ms", str(1000 * seconds), reason.format(30)),
+        Default("RAY_gcs_rpc_server_connect_timeout_s", str(seconds), reason.format(5)),
+    )
+
 
 NODE_DEFAULTS = (
     Default("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),
@@ -127,27 +159,37 @@ def parse_resources(text: str) -> dict[str, float]:
     return parsed
 
 
-def object_store_bytes(asked: float | None, memory: int, shm_free: int) -> int:
-    """Size of Ray's object store.
+def object_store_bytes(asked: float | None, available: int, shm_free: int) -> int:
+    """Return the size of Ray's object store in bytes.
 
     Args:
-        asked: in GiB; 30 % of the memory, at most what /dev/shm has, when None.
+        asked: in GiB; 30 % of the available memory, at most what /dev/shm has, when None.
+        available: bytes of memory that programs can still take on this node.
+        shm_free: bytes that are free in /dev/shm.
 
-    Raises: UnfitNodeError when it does not fit into /dev/shm.
+    Raises:
+        UnfitNodeError: the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
     """
-    room = int(shm_free * _SHM_SHARE)
+    rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
     if asked is not None:
         wanted = asked * GIB
-        if not STORE_LEAST <= wanted <= room:  # which is so for nan, too
+        if not STORE_LEAST <= wanted <= min(rest, shm):  # which is so for nan, too
             raise UnfitNodeError(
-                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and Ray needs {size(STORE_LEAST)}; "
-                f"ask for less, or {step}"
+                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and {size(available)} of memory are "
+                f"available, of which Ray's processes take {size(MEMORY_BESIDE_STORE)}; the store needs {size(STORE_LEAST)}. "
+                f"Ask for less, end other programs, or {step}"
             )
         return int(wanted)
-    if room < STORE_LEAST:
+    if rest < STORE_LEAST:
+        raise UnfitNodeError(
+            f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, expected "
+            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of "
+            "the container or the job; helmsman doctor shows the figures"
+        )
+    if shm < STORE_LEAST:
         raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
-    return min(max(int(memory * _STORE_SHARE), STORE_LEAST), room, _STORE_MOST)
+    return min(max(int(available * OBJECT_STORE_SHARE), STORE_LEAST), rest, shm, _STORE_MOST)
 
 
 def resource_arguments(resources: Mapping[str, float]) -> list[str]:

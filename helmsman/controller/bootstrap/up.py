@@ -18,20 +18,22 @@ from helmsman.controller.bootstrap.preflight import node_address, require_free, 
 from helmsman.controller.bootstrap.run_folder import keep_logs, run_folder
 from helmsman.controller.bootstrap.script import Script
 from helmsman.controller.bootstrap.settings import (
-    CLUSTER_DEFAULTS,
     NODE_DEFAULTS,
     Setting,
+    cluster_defaults,
     object_store_bytes,
     of_address,
     parse_resources,
     parse_variables,
     shown,
+    start_limits,
     variables,
 )
 from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, stop_signals, teller
 from helmsman.controller.devices import detect_devices
 from helmsman.controller.launchers import NodeIdentity, identify_node
-from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_allowed, size
+from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_available, size
+from helmsman.rpc_server.tls import uses_tls
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
 
@@ -60,9 +62,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     up.add_argument("--gpus", type=int, metavar="N", help="accelerators that this node must have")
     up.add_argument("--resources", default="{}", metavar="JSON", help="what Ray is told of, over what is found: '{\"NPU\": 8}'")
     up.add_argument(
-        "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the memory)"
+        "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the available memory)"
     )
     up.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
+    up.add_argument(
+        "--start-timeout", type=_seconds, default=60.0, metavar="S", help="what Ray may take to start on a node (default 60)"
+    )
     up.add_argument(
         "--grace", type=_seconds, default=5.0, metavar="S", help="what the program has to end when it is told to (default 5)"
     )
@@ -170,7 +175,8 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
             "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
         )
     local = of_address(address, interface, chosen=bool(options.interface))
-    known = {default.name for default in (*CLUSTER_DEFAULTS, *NODE_DEFAULTS, *local)}
+    defaults = (*cluster_defaults(identity.count), *start_limits(options.start_timeout))
+    known = {default.name for default in (*defaults, *NODE_DEFAULTS, *local)}
     return NodePlan(
         identity=identity,
         command=command,
@@ -182,16 +188,18 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         num_devices=num_devices,
         device_kind=kind,
         resources=resources,
-        store_bytes=object_store_bytes(options.object_store, memory_allowed(os.environ), shutil.disk_usage("/dev/shm").free),
-        cluster_settings=variables(CLUSTER_DEFAULTS, os.environ, given),
+        store_bytes=object_store_bytes(options.object_store, memory_available(os.environ), shutil.disk_usage("/dev/shm").free),
+        cluster_settings=variables(defaults, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
             *(Setting(name, value, "--env") for name, value in given.items() if name not in known),
         ],
         run_id=run_id,
         timeout_s=options.timeout,
+        ray_start_s=options.start_timeout,
         grace_s=options.grace,
         folder=folder,
+        tls=_tls(),
         dashboard=options.dashboard,
         elastic=options.elastic,
     )
@@ -227,6 +235,13 @@ def describe(plan: NodePlan) -> str:
             shown(plan.node_settings),
         ]
     )
+
+
+def _tls() -> bool:
+    try:
+        return uses_tls(os.environ)
+    except ValueError as error:
+        raise UnfitNodeError(str(error)) from error
 
 
 def _secret(path: str | None) -> str:

@@ -8,6 +8,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from helmsman.api.suggestions import Suggesting
+
 
 class Health(Enum):
     """States of an instance.
@@ -102,7 +104,7 @@ TRANSITIONS: Mapping[tuple[Health, Event], Health] = MappingProxyType(
 """What follows; an event that is not here for a state cannot happen in it. Late news of what has gone change nothing."""
 
 
-class SupervisionPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class SupervisionPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """When an instance is suspected, given up and built anew. Times in seconds."""
 
     probe_every_s: float = 2.0
@@ -110,7 +112,10 @@ class SupervisionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """A probe that is not answered for so long makes it suspect. Probes are answered beside a running call, so a busy instance
     is not suspected."""
     dead_s: float = 60.0
-    """For so long, dead."""
+    """For so long, dead; a busy one is not."""
+    busy_s: float = 1800.0
+    """An instance that answers no probe but is seen to compute, since C code holds its interpreter's lock, is suspect and
+    keeps its requests. It is dead after so long without an answer; ``dead_s`` where that is longer."""
     max_restarts: int = 3
     """Within ``restart_window_s``; beyond them it stays dead. The first one after it was left in time is not counted."""
     restart_window_s: float = 3600.0
@@ -133,6 +138,7 @@ class Watched:
     def __init__(self, policy: SupervisionPolicy, now: float, health: Health = Health.HEALTHY) -> None:
         self.policy, self.health = policy, health
         self._asked_at: float | None = None
+        self._busy_at = now
         self._last_probe = now
         self._restarts: list[float] = []
         self._dead_since = now
@@ -165,14 +171,25 @@ class Watched:
         """A probe was sent."""
         self._asked_at = self._last_probe = now
 
+    def busy(self, now: float) -> None:
+        """The instance has not answered the probe, and was seen to compute."""
+        self._busy_at = now
+
     def overdue(self, now: float) -> Event | None:
         """What the silence since the last probe means."""
         if self._asked_at is None or not self.health.lives:
             return None
-        silent_s = now - self._asked_at
-        if silent_s >= self.policy.dead_s:
+        if self.passed_limit(now):
             return Event.LOST
-        return Event.LATE if silent_s >= self.policy.suspect_s else None
+        return Event.LATE if now - self._asked_at >= self.policy.suspect_s else None
+
+    def passed_limit(self, now: float) -> str:
+        """Name of the limit of the policy that the silence since the last probe has passed; '' for none."""
+        if self._asked_at is None:
+            return ""
+        if now - self._asked_at >= max(self.policy.busy_s, self.policy.dead_s):
+            return "busy_s"
+        return "dead_s" if now - max(self._asked_at, self._busy_at) >= self.policy.dead_s else ""
 
     # --- restarts ---------------------------------------------------------------------------------------------------------
 

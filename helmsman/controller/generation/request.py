@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.suggestions import Suggesting
 
 if TYPE_CHECKING:
     from helmsman.controller.generation.instance import Instance
@@ -62,7 +63,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 """What may follow what."""
 
 
-class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """How a request is treated."""
 
     priority: int = 0

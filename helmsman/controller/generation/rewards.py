@@ -22,6 +22,7 @@ from helmsman.api.errors import (
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.controller.client import encode_arguments
 from helmsman.controller.generation.reward_workers import Process, RewardWorkers
+from helmsman.controller.health import require_answer
 from helmsman.controller.local import LocalScheduler
 from helmsman.controller.loop import in_own_thread, run_async, run_sync
 from helmsman.controller.role import RoleController
@@ -183,7 +184,8 @@ class RewardPool(RoleController):
         """While a process has been sent nothing, nobody would notice that it is gone; so it is asked, once for all who wait."""
         if not process.num_sent:
             if process.alive is None:
-                process.alive = asyncio.ensure_future(self.scheduler.check_health(process.worker_id))
+                limit_s = self.scheduler.timeouts.health_s
+                process.alive = asyncio.ensure_future(require_answer(self.scheduler, process.worker_id, limit_s))
             try:
                 await asyncio.shield(process.alive)
             except (CallTimeoutError, WorkerFailedError) as error:

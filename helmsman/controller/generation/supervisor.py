@@ -28,7 +28,8 @@ class Supervisor:
     Args:
         requests: told of every change.
         policy: limits in seconds.
-        probe: asks an instance whether it lives; raises InstanceLostError when it does not. Its silence is judged here.
+        probe: asks an instance whether it lives; raises InstanceLostError when it does not. Returns whether it is busy: it
+            cannot answer, but was seen to compute. Silence is judged here.
         rebuild: ends what is left of an instance, builds it anew, and brings it the weights that are served; raises when it
             cannot. Returns whether it has the weights, or has to wait for the next update.
         leaving: which instances are about to go, and why, as part of a sentence. Such a one is drained, with its requests
@@ -40,7 +41,7 @@ class Supervisor:
         self,
         requests: GenerateScheduler,
         policy: SupervisionPolicy,
-        probe: Callable[[str], Awaitable[None]],
+        probe: Callable[[str], Awaitable[bool]],
         rebuild: Callable[[str], Awaitable[bool]],
         leaving: Callable[[], Awaitable[Mapping[str, str]]] | None = None,
     ) -> None:
@@ -144,12 +145,22 @@ class Supervisor:
             working.cancel()
 
     async def _require_answer(self, instance_id: str) -> None:
-        try:
-            await asyncio.wait_for(self._probe(instance_id), self.policy.dead_s)
-        except TimeoutError as error:
-            raise self._silent(instance_id) from error
-        except Exception as error:  # noqa: BLE001 - its process is not there yet, or what is done to it fails by this, too
-            log.debug("%s: a probe failed while it is built: %s", instance_id, error)
+        watched = Watched(self.policy, self._now())
+        watched.asked(self._now())
+        while True:
+            try:
+                is_busy = await asyncio.wait_for(self._probe(instance_id), self.policy.dead_s)
+            except TimeoutError as error:
+                raise self._silent(instance_id, watched) from error
+            except Exception as error:  # noqa: BLE001 - its process is not there yet, or what is done to it fails by this, too
+                log.debug("%s: a probe failed while it is built: %s", instance_id, error)
+                return
+            if not is_busy:
+                return
+            watched.busy(self._now())
+            if watched.passed_limit(self._now()):
+                raise self._silent(instance_id, watched)
+            await asyncio.sleep(self.policy.probe_every_s)
 
     # --- inside -----------------------------------------------------------------------------------------------------------
 
@@ -166,7 +177,7 @@ class Supervisor:
                 self._keep(self._looking, "", self._look(self._leaving))
             for instance_id, watched in list(self._watched.items()):
                 if (event := watched.overdue(now)) is not None:
-                    self.note(instance_id, event, self._silent(instance_id) if event is Event.LOST else None)
+                    self.note(instance_id, event, self._silent(instance_id, watched) if event is Event.LOST else None)
                 if watched.should_probe(now):
                     watched.asked(now)
                     self._keep(self._probes, instance_id, self._ask(instance_id))
@@ -176,8 +187,9 @@ class Supervisor:
                     self._keep(self._rebuilding, instance_id, self._build(instance_id))
             await asyncio.sleep(tick_s)
 
-    def _silent(self, instance_id: str) -> InstanceLostError:
-        reason = f"it has not answered a probe for {self.policy.dead_s:g} s (SupervisionPolicy.dead_s)"
+    def _silent(self, instance_id: str, watched: Watched) -> InstanceLostError:
+        limit = watched.passed_limit(self._now()) or "dead_s"
+        reason = f"it has not answered a probe for {getattr(self.policy, limit):g} s (SupervisionPolicy.{limit})"
         return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
 
     def _keep(self, tasks: dict[str, asyncio.Task[None]], instance_id: str, work: Coroutine[Any, Any, None]) -> None:
@@ -191,7 +203,10 @@ class Supervisor:
 
     async def _ask(self, instance_id: str) -> None:
         try:
-            await self._probe(instance_id)
+            while await self._probe(instance_id):
+                if (watched := self._watched.get(instance_id)) is not None:
+                    watched.busy(self._now())
+                await asyncio.sleep(self.policy.probe_every_s)
         except InstanceLostError as error:
             self.note(instance_id, Event.LOST, error)
         except Exception as error:  # noqa: BLE001 - a probe that fails otherwise is an answer that did not come

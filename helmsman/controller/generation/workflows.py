@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from helmsman.controller.generation.episodes import EpisodeRunner, Workflow, WorkflowFigures, closed_error
 from helmsman.controller.generation.sampling import Episode, Sampler
-from helmsman.rpc_server.threads import run_loop
+from helmsman.rpc_server.threads import start_loop
 
 T = TypeVar("T")
 
@@ -56,9 +56,7 @@ class WorkflowExecutor:
         """So that nothing is given to the loop after what ends it, and would never be answered."""
         self._asked: set[concurrent.futures.Future[Any]] = set()
         """What callers wait for."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=run_loop, args=(self._loop,), name="helmsman-workflows", daemon=True)
-        self._thread.start()
+        self._loop, self._thread = start_loop("helmsman-workflows")
         self._closed = False
 
     def rollout_batch(self, items: Iterable[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from helmsman.api.engines import Head, LossFn, LossTraits, Sample
 from helmsman.api.pairs import PAIR
+from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.losses.columns import LossResult
 from helmsman.engines.losses.policy import cispo_loss, decoupled_ppo_loss, grpo_loss, gspo_loss
 from helmsman.engines.losses.preference import dpo_loss, reward_model_loss
@@ -105,6 +107,10 @@ def prepare_loss(loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: 
     traits = getattr(function, "traits", LossTraits())
     call = LossCall(function=function, kwargs=arguments, traits=traits)
     name = loss if isinstance(loss, str) else getattr(function, "__name__", repr(function))
+    parameters = inspect.signature(function).parameters
+    for argument in arguments:
+        if argument not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            raise ValueError(f"loss {name!r} has no setting {argument!r}; {did_you_mean(argument, list(parameters)[2:])}")
     if traits.head not in (None, head):
         raise ValueError(
             f"loss {name!r} is for a model with the head {traits.head!r}; this engine's TrainConfig.head is {head!r}"

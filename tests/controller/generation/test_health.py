@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,6 +119,25 @@ def test_one_probe_at_a_time_every_so_often() -> None:
     watched.on(E.ANSWERED, 150.5)
     assert not watched.should_probe(151.9)
     assert watched.should_probe(152.0)
+
+
+def test_watched_that_is_busy_is_late_and_lost_only_by_its_own_limit() -> None:
+    watched = Watched(msgspec.structs.replace(POLICY, busy_s=300.0), now=0.0)
+    watched.asked(2.0)
+    for now in range(3, 302, 10):
+        watched.busy(float(now))
+        assert watched.overdue(float(now)) is (E.LATE if now >= 12 else None)
+    assert (watched.overdue(302.0), watched.passed_limit(302.0)) == (E.LOST, "busy_s")
+
+
+def test_watched_that_is_no_longer_busy_is_lost_by_its_silence_since() -> None:
+    watched = Watched(POLICY, now=0.0)
+    watched.asked(2.0)
+    watched.busy(50.0)
+    assert watched.overdue(109.9) is E.LATE
+    assert (watched.overdue(110.0), watched.passed_limit(110.0)) == (E.LOST, "dead_s")
+    watched.on(E.ANSWERED, 110.0)
+    assert watched.passed_limit(1000.0) == ""
 
 
 @given(gaps=st.lists(st.floats(0.01, 30.0), min_size=1, max_size=60), answers=st.lists(st.booleans(), min_size=60, max_size=60))

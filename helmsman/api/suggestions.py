@@ -1,0 +1,50 @@
+"""Suggestions for names that do not exist: of fields, arguments, settings and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+_MIN_PART = 3
+"""Letters of a name that is suggested because one of the two is a part of the other."""
+
+
+def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The known names that are most like a name, best first: by spelling, as its abbreviation, or as a part of it."""
+    import difflib  # only where something is wrong
+
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=most)
+    related = [each for each in names if _initials(name) == each or _initials(each) == name]
+    parts = [each for each in names if min(len(each), len(name)) >= _MIN_PART and (each in name or name in each)]
+    return list(dict.fromkeys([*related, *close, *parts]))[:most]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist: the nearest known name, or all of them where none is near."""
+    names = list(known)
+    near = nearest(name, names, 1)
+    return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
+
+
+def _initials(name: str) -> str:
+    parts = name.split("_")
+    return "".join(part[:1] for part in parts) if len(parts) > 1 else ""
+
+
+class Suggesting(msgspec.StructMeta):
+    """Metaclass of structs that scripts make: an unknown field is refused with the nearest one."""
+
+    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except TypeError:
+                unknown = [name for name in kwargs if name not in self.__struct_fields__]
+                if not unknown:
+                    raise
+                hint = did_you_mean(unknown[0], self.__struct_fields__)
+            raise TypeError(f"{self.__name__} has no field {unknown[0]!r}; {hint}")

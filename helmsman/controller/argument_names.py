@@ -1,0 +1,190 @@
+"""Names of the arguments that engines and losses take, read from their source, since a driver imports no torch.
+
+Where the source does not show them, as with arguments that are passed on, nothing is refused here and the worker decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from helmsman.api.engines import LossFn
+from helmsman.api.errors import InvalidSpecError
+from helmsman.api.suggestions import did_you_mean
+
+_LOSSES = "helmsman.engines.losses"
+_MAX_HOPS = 8
+"""Imports that are followed to the definition of a name."""
+
+_Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
+
+
+def require_engine_arguments(role: str, engine: str | type[Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse named arguments that the constructor of an engine does not take.
+
+    Args:
+        role: Name of the role, for the message.
+        engine: A class, or its import path.
+        arguments: Those that are given by name.
+
+    Raises:
+        InvalidSpecError: One of them is known not to exist.
+    """
+    known = _engine_arguments(engine) if arguments else None
+    for name, value in arguments.items():
+        if known is not None and name not in known:
+            shown = engine.rpartition(".")[2] if isinstance(engine, str) else engine.__qualname__
+            raise InvalidSpecError(
+                role=role,
+                field=f"the engine's argument {name!r}",
+                value=value,
+                expected=f"an argument of {shown}: {did_you_mean(name, known)}",
+            )
+
+
+def require_loss_settings(loss: LossFn | str, settings: Mapping[str, Any] | None) -> None:
+    """Refuse settings that a loss does not take. Raises: ValueError for one that is known not to exist."""
+    known = _loss_settings(loss) if settings else None
+    for name in settings or ():
+        if known is not None and name not in known:
+            shown = loss if isinstance(loss, str) else getattr(loss, "__name__", repr(loss))
+            raise ValueError(f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known)}")
+
+
+def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
+    if isinstance(engine, type):
+        if (known := _signature_names(engine, 0)) is not None:
+            return known
+        engine = f"{engine.__module__}.{engine.__qualname__}"
+    module, _, name = engine.rpartition(".")
+    found = _definition(module, name)
+    return _class_arguments(*found) if found is not None and isinstance(found[1], ast.ClassDef) else None
+
+
+def _loss_settings(loss: LossFn | str) -> list[str] | None:
+    """Names of the arguments after the outputs and the batch."""
+    if not isinstance(loss, str):
+        return _signature_names(loss, 2)
+    module, _, name = loss.rpartition(".")
+    if not module:
+        module, name = _LOSSES, _short_names().get(loss, "")
+    found = _definition(module, name)
+    if found is None or not isinstance(found[1], ast.FunctionDef) or found[1].args.kwarg is not None:
+        return None
+    return _parameters(found[1])[2:]
+
+
+def _signature_names(function: Any, num_given: int) -> list[str] | None:
+    """Names of the parameters after the first ones; None where any name is taken, or nothing is known."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [each.name for each in parameters[num_given:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+
+
+# --- sources ------------------------------------------------------------------------------------------------------------
+
+
+def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
+    """Of a class whose constructor names them, or makes a struct of them by ``convert(fields, Config)`` or ``Config(**fields)``;
+    None for others."""
+    function = next((each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+    if function is None or definition.keywords or definition.decorator_list:
+        return None
+    named = _parameters(function)[1:]
+    if function.args.kwarg is None:
+        return named
+    config = _made_of(function, function.args.kwarg.arg)
+    found = _definition(module, config) if config else None
+    if found is None or not isinstance(found[1], ast.ClassDef):
+        return None
+    fields = [each.target.id for each in found[1].body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    return [*fields, *named] if _has_own_fields_only(found[1]) else None
+
+
+def _has_own_fields_only(definition: ast.ClassDef) -> bool:
+    return len(definition.bases) == 1 and ast.unparse(definition.bases[0]).rpartition(".")[2] == "Struct"
+
+
+def _made_of(function: ast.FunctionDef, name: str) -> str:
+    """The class that a function makes of its further named arguments; '' where it does something else with them."""
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func) == "msgspec.convert" and len(node.args) == 2 and ast.unparse(node.args[0]) == name:
+            return node.args[1].id if isinstance(node.args[1], ast.Name) else ""
+        if isinstance(node.func, ast.Name) and any(
+            each.arg is None and ast.unparse(each.value) == name for each in node.keywords
+        ):
+            return node.func.id
+    return ""
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    return [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
+def _short_names() -> dict[str, str]:
+    """Function of each loss that has a short name."""
+    tree = _source(_LOSSES)
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOSSES" and isinstance(node.value, ast.Dict):
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            return {str(key.value): ast.unparse(value) for key, value in pairs if isinstance(key, ast.Constant)}
+    return {}
+
+
+def _definition(module: str, name: str) -> tuple[str, _Definition] | None:
+    """(module, definition) of a class or function, found by way of the imports of modules that only name it."""
+    for _ in range(_MAX_HOPS):
+        tree = _source(module)
+        hop: tuple[str, str] | None = None
+        for node in tree.body if tree is not None else ():
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                return module, node
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                hop = next(((node.module, each.name) for each in node.names if (each.asname or each.name) == name), hop)
+        if hop is None:
+            return None
+        module, name = hop
+    return None
+
+
+def _source(module: str) -> ast.Module | None:
+    """The parsed source of a module, which is not imported; None where it is not found."""
+    path = _path_of(module)
+    try:
+        return _parsed(path, os.stat(path).st_mtime_ns) if path is not None else None
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(path: str, _changed_ns: int) -> ast.Module:
+    return ast.parse(Path(path).read_bytes())
+
+
+def _path_of(module: str) -> str | None:
+    path: str | None
+    if module in sys.modules:
+        path = getattr(sys.modules[module], "__file__", None)
+    else:
+        folders: Any = None
+        path = None
+        parts = module.split(".")
+        for depth in range(1, len(parts) + 1):
+            spec = PathFinder.find_spec(".".join(parts[:depth]), folders)
+            if spec is None:
+                return None
+            folders, path = spec.submodule_search_locations or [], spec.origin
+    return path if path is not None and path.endswith(".py") else None

@@ -1,0 +1,198 @@
+"""Argument checks of public methods: wrong types are refused in the caller, before a message is numbered or sent."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import math
+import numbers
+import reprlib
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ForwardRef, Literal, TypeVar, Union, cast, get_args, get_origin
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Test = Callable[[Any], bool]
+
+
+def checked(function: F) -> F:
+    """Make a public function refuse arguments whose types are not those of its annotations.
+
+    A wrong type is a TypeError that names the function, the argument, the value and the annotation; nan for a number is a
+    ValueError. The items of built-in collections are checked where the annotation gives them a class.
+    """
+    signature: list[_Signature] = []
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not signature:  # annotations may name classes that are defined further down in the module
+            signature.append(_Signature(function))
+        signature[0].check(args, kwargs)
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            check(args, kwargs)
+            return await function(*args, **kwargs)
+
+        return cast(F, awaited)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        check(args, kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, called)
+
+
+def refusal(method: str, argument: str, value: object, expected: str, hint: str = "") -> TypeError:
+    """The error of an argument of the wrong type.
+
+    Args:
+        method: name of the method that was called.
+        argument: name of the argument.
+        value: what it was given.
+        expected: its annotation.
+        hint: a further sentence, without its full stop.
+
+    Returns: a TypeError that says all of it.
+    """
+    observed = f"{reprlib.repr(value)} (of type {type(value).__qualname__})"
+    step = f" {hint}." if hint else ""
+    return TypeError(f"{method}: the argument {argument} is {observed}, expected {expected}. Nothing was sent.{step}")
+
+
+def _hint(function: str, argument: str, value: object) -> str:
+    if (function, argument) != ("create_engine", "engine_name"):
+        return ""
+    return (
+        "The engine's name, or None for the worker's id, comes before the constructor's arguments: "
+        f'create_engine(worker, engine, "counter", {reprlib.repr(value)})'
+    )
+
+
+def require_seconds(method: str, timeout: object) -> None:
+    """Raise TypeError unless a ``timeout`` is a number or None, and ValueError for nan."""
+    if timeout is None:
+        return
+    if not _is_number(timeout):
+        raise refusal(method, "timeout", timeout, "float | None, a number of seconds")
+    if math.isnan(cast(float, timeout)):
+        raise ValueError(f"{method}: timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
+
+
+class _Argument:
+    """The check of one argument."""
+
+    def __init__(self, name: str, annotation: str, names: Mapping[str, Any]) -> None:
+        self.name = name
+        self.annotation = annotation
+        self.test = _test_of(eval(annotation, {}, names))
+
+    def check(self, function: str, value: Any) -> None:
+        if self.test is None:
+            return
+        if not self.test(value):
+            raise refusal(function, self.name, value, self.annotation, _hint(function, self.name, value))
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{function}: the argument {self.name} is nan, expected a number")
+
+
+class _Signature:
+    """The checks of one function's arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function.__name__
+        names = _Names(function.__globals__)
+        self._positional: list[_Argument | None] = []
+        self._by_name: dict[str, _Argument] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            argument = None
+            if is_one and parameter.annotation is not parameter.empty:
+                argument = self._by_name[name] = _Argument(name, parameter.annotation, names)
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                self._positional.append(argument)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for argument, value in zip(self._positional, args, strict=False):  # too few or too many are Python's own error
+            if argument is not None:
+                argument.check(self._function, value)
+        for name, value in kwargs.items():
+            if (named := self._by_name.get(name)) is not None:
+                named.check(self._function, value)
+
+
+class _Names(dict[str, Any]):
+    """The names of a module; those that it imports for type checkers alone become forward references."""
+
+    def __init__(self, module: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        return self._module.get(name) or getattr(builtins, name, None) or ForwardRef(name)
+
+
+def _test_of(annotation: Any, depth: int = 1) -> Test | None:
+    """Whether a value is what an annotation says; None where it says nothing that could be tested."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Any or annotation is object or isinstance(annotation, TypeVar):
+        return None
+    if annotation is None or annotation is types.NoneType:
+        return lambda value: value is None
+    if isinstance(annotation, ForwardRef):
+        return functools.partial(_has_class_named, annotation.__forward_arg__)
+    if origin in (Union, types.UnionType):
+        tests = [_test_of(each, depth) for each in arguments]
+        known = [test for test in tests if test is not None]
+        return None if len(known) < len(tests) else lambda value: any(test(value) for test in known)
+    if origin is Literal:  # which of the values there are is for the method to say
+        return _test_of(type(arguments[0]))
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]
+    kind = origin or annotation
+    if kind is type:
+        return lambda value: isinstance(value, type)
+    if kind is Callable:
+        return callable
+    if kind in (Sequence, Collection):
+        return functools.partial(_is_collection, kind is Sequence, arguments[0] is str, _item_test(arguments[0], depth))
+    return lambda value: isinstance(value, kind)
+
+
+def _item_test(annotation: Any, depth: int) -> Test | None:
+    """Of the items of a container, where one look at each is enough: prompts, say, have many items of their own."""
+    is_class = isinstance(annotation, type) and get_origin(annotation) is None
+    return _test_of(annotation, depth - 1) if depth and is_class else None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_SCALARS: dict[Any, Test] = {int: _is_integer, float: _is_number}
+"""NumPy's numbers are numbers, too, and True is none."""
+
+
+_PLAIN_COLLECTIONS = (list, tuple, range, set, frozenset)
+"""Those whose items cost nothing to look at."""
+
+
+def _has_class_named(name: str, value: Any) -> bool:
+    return any(cls.__name__ == name for cls in type(value).__mro__)
+
+
+def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, value: Any) -> bool:
+    """Anything that has a length and, if it is ordered, items by number, as arrays and data sets have."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return may_be_text and isinstance(value, str)
+    if isinstance(value, Mapping) or not hasattr(value, "__len__" if not is_ordered else "__getitem__"):
+        return False
+    return item_test is None or not isinstance(value, _PLAIN_COLLECTIONS) or all(map(item_test, value))

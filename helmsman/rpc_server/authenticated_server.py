@@ -1,0 +1,331 @@
+"""Authentication of incoming connections on one event loop, and a server that gives each authenticated one a thread.
+
+Peers that are silent or slow cost a file descriptor for a few seconds, and no thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import collections
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import sys
+import threading
+from collections.abc import Callable
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server.auth import HANDSHAKE_LIMIT_S, authenticate_connector
+from helmsman.rpc_server.frames import FrameReader, pack_length
+from helmsman.rpc_server.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server.threads import start_loop
+from helmsman.rpc_server.tls import ServerTls
+
+BACKLOG = 1024
+"""Connections that the kernel keeps for a listener until it accepts them."""
+MAX_PENDING = 256
+"""Handshakes that may be pending at a time."""
+MAX_PENDING_OF_HOST = 64
+"""The same of one peer address."""
+REPORT_INTERVAL_S = 60.0
+
+_ACCEPT_PAUSE_S = 0.1
+_CLOSE_S = 1.0
+_READ_BYTES = 1 << 16
+
+
+class RefusalLog:
+    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported.
+
+    Args:
+        report: writes a line.
+        interval_s: shortest time between two lines.
+    """
+
+    def __init__(self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S) -> None:
+        self._report = report
+        self._interval_s = interval_s
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._latest = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, what: str, host: str) -> None:
+        """Count one; ``what`` is a sentence about a process on ``host``, without its subject."""
+        if self._timer is None:
+            self._report(f"a process on {host} {what}")
+            self._start_interval()
+        else:
+            self._counts[what] += 1
+            self._latest = host
+
+    def _start_interval(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
+
+    def _end_interval(self) -> None:
+        self._timer = None
+        if self._counts:
+            self._flush()
+            self._start_interval()
+
+    def _flush(self) -> None:
+        kinds = "; ".join(f"{count} x '{what}'" for what, count in self._counts.most_common())
+        self._report(
+            f"{self._counts.total()} more connections were refused in {self._interval_s:g} s at most, the latest from "
+            f"{self._latest}: {kinds}"
+        )
+        self._counts.clear()
+
+    def close(self) -> None:
+        """Report the rest. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._counts:
+            self._flush()
+
+
+class Door:
+    """Accepts connections on the running event loop and authenticates them.
+
+    When too many handshakes are pending, of one address or altogether, a new connection evicts the one that has made no step
+    for the longest time. So silent peers, which stay, make way for a peer of this run, which takes a few round trips.
+
+    Args:
+        listener: a listening socket, which close() closes.
+        key: the run's key.
+        tls: the listener's certificate; None for plain connections.
+        admit: takes each authenticated connection, with the peer's address.
+        refusals: where refused connections are reported.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        *,
+        tls: ServerTls | None,
+        admit: Callable[[Stream, str], None],
+        refusals: RefusalLog,
+    ) -> None:
+        self._listener = listener
+        self._key = key
+        self._tls = tls
+        self._admit = admit
+        self._refusals = refusals
+        self._pending: dict[asyncio.Task[None], str] = {}
+        """Peer address by handshake; the one whose last step is the longest ago comes first."""
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more connections, and drop those that are not authenticated. Idempotent."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        if self._pause is not None:
+            self._pause.cancel()
+        for task in list(self._pending):
+            task.cancel()
+        self._refusals.close()
+
+    def _accept(self) -> None:
+        # One at a time, so that handshakes make steps between them however fast connections come.
+        try:
+            peer, address = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # too many open files
+            self._refusals.note(f"could not be heard: {error.strerror}", "this network")
+            self._evict(list(self._pending))
+            self._loop.remove_reader(self._listener)
+            self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+            return
+        host = "this machine"
+        if peer.family != socket.AF_UNIX:
+            host = address[0]
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not _is_allowed(peer):
+            self._refuse("belongs to another user", host)
+            peer.close()
+            return
+        if len(self._pending) >= MAX_PENDING:
+            self._evict(list(self._pending))
+        of_host = [task for task, each in self._pending.items() if each == host]
+        if len(of_host) >= MAX_PENDING_OF_HOST:
+            self._evict(of_host)
+        task = self._loop.create_task(self._authenticate(Stream(peer), host))
+        self._pending[task] = host
+        task.add_done_callback(lambda done: self._pending.pop(done, None))
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _evict(self, candidates: list[asyncio.Task[None]]) -> None:
+        if candidates:
+            host = self._pending.pop(candidates[0])
+            candidates[0].cancel()
+            self._refuse("made way for newer connections before it had proved that it belongs to this run", host)
+
+    def _refuse(self, reason: str, host: str) -> None:
+        self._refusals.note(f"is not taken: it {reason}", host)
+
+    async def _authenticate(self, stream: Stream, host: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def step() -> None:
+            if task in self._pending:
+                self._pending[task] = self._pending.pop(task)
+
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                await authenticate_connector(stream, self._key, self._tls, step)
+        except ProtocolError as error:
+            stream.close()
+            self._refuse(str(error), host)
+        except TimeoutError:
+            stream.close()
+            self._refuse(f"did not prove that it belongs to this run within {HANDSHAKE_LIMIT_S:g} s", host)
+        except BaseException:
+            stream.close()
+            raise
+        else:
+            self._admit(stream, host)
+
+
+def _is_allowed(peer: socket.socket) -> bool:
+    """Whether the peer may try: on a Unix socket it must be of this user."""
+    if peer.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True  # without SO_PEERCRED the socket's folder, which only its owner may enter, is the guard
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+class Connection:
+    """Whole messages over an authenticated socket, for one reading thread and any number of writing ones.
+
+    Two threads must not use OpenSSL's state of a connection at a time. With TLS the socket stays non-blocking, and a lock
+    guards each operation; no thread holds it while it waits for the peer.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = FrameReader()
+        self._messages: collections.deque[bytes] = collections.deque()
+        self._sending = threading.Lock()
+        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        if self._tls is None:
+            sock.setblocking(True)
+
+    def receive(self) -> bytes:
+        """The next message. Raises EOFError, OSError, ProtocolError."""
+        while not self._messages:
+            data = self._socket.recv(_READ_BYTES) if self._tls is None else self._receive_tls(self._tls)
+            if not data:
+                raise EOFError
+            self._messages.extend(self._reader.feed(data))
+        return self._messages.popleft()
+
+    def send(self, message: bytes) -> None:
+        """Send a message whole. Raises OSError, ProtocolError."""
+        data = pack_length(len(message)) + message
+        with self._sending:
+            if self._tls is None:
+                self._socket.sendall(data)
+            else:
+                self._send_tls(self._tls, memoryview(data))
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _receive_tls(self, lock: threading.Lock) -> bytes:
+        while True:
+            with lock, contextlib.suppress(*WOULD_BLOCK):
+                return self._socket.recv(_READ_BYTES)
+            self._wait(select.POLLIN)
+
+    def _send_tls(self, lock: threading.Lock, data: memoryview) -> None:
+        while data:
+            with lock, contextlib.suppress(*WOULD_BLOCK):
+                data = data[self._socket.send(data) :]
+                continue
+            self._wait(select.POLLOUT)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.poll()
+
+
+class AuthenticatedServer(abc.ABC):
+    """Serves each connection on a thread of its own, once its peer is authenticated.
+
+    Args:
+        listener: a listening socket, which close() closes.
+        key: the run's key.
+        tls: the listener's certificate; None for plain connections.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
+        self._listener = listener
+        self._key = key
+        self._tls = tls
+        self._closing = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @abc.abstractmethod
+    def _serve_requests(self, connection: Connection) -> None:
+        """Serve an authenticated connection until it ends."""
+
+    def start(self) -> None:
+        """Accept on a thread of its own."""
+        self._loop, self._thread = start_loop("accept", run=self._run)
+
+    def close(self) -> None:
+        """Accept no more connections. Idempotent."""
+        if self._loop is None or self._thread is None:
+            self._listener.close()
+            return
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_CLOSE_S)  # until it has written how many connections were refused
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.closing(loop):
+            loop.run_until_complete(self._accept())
+
+    async def _accept(self) -> None:
+        door = Door(self._listener, self._key, tls=self._tls, admit=self._admit, refusals=RefusalLog(_report))
+        try:
+            await self._closing.wait()
+        finally:
+            door.close()
+
+    def _admit(self, stream: Stream, host: str) -> None:
+        sock = stream.detach()
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+        except RuntimeError as error:  # the limit on threads: this connection is lost, and later ones may be served
+            _report(f"closed a connection from {host}: no thread can be started for it ({error})")
+            sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection. A peer that breaks the protocol loses its connection only."""
+        connection = Connection(sock)
+        try:
+            self._serve_requests(connection)
+        finally:
+            connection.close()
+
+
+def _report(line: str) -> None:
+    print(f"helmsman: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""Ends a forkserver and its run when the driver has ended, even while the forkserver still imports. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+
+from helmsman.rpc_server.guardian import Mark, bear_mark, end_all, run_members
+
+NO_PIDFD = -1
+"""Stands for the driver's pidfd where the system has none."""
+
+_GRACE_S = 3.0
+"""How long a forkserver may take to end its workers itself."""
+
+
+@contextlib.contextmanager
+def pidfd_of_this_process() -> Iterator[int]:
+    """A pidfd for a forkserver. It reports the driver's end also while children of the driver hold its sockets."""
+    if not hasattr(os, "pidfd_open"):
+        yield NO_PIDFD
+        return
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
+    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its driver.
+
+    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks workers must have one thread. It
+    is to be called before the first import that may take long.
+
+    Args:
+        driver: the driver's pidfd.
+        folder: a folder of the run without sub-folders, which is removed with it; '' for none.
+        channel: a socket to the driver. If given, the run ends when the driver closes it, and goes on if the forkserver exits;
+            else the run ends with the forkserver.
+
+    Returns:
+        The watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
+    """
+    bear_mark(Mark(run_id, 0))
+    if driver == NO_PIDFD:
+        return 0
+    server = os.pidfd_open(os.getpid())
+    pid = os.fork()
+    if pid:
+        os.close(server)
+        return pid
+    code = 1
+    try:
+        _watch(driver, server, run_id, folder, channel)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process's outermost frame: it ends here in any case
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _watch(driver: int, server: int, run_id: str, folder: str, channel: int | None) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kept = {2, driver, server, channel}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+    ending = select.poll()
+    ending.register(driver, select.POLLIN)
+    if channel is None:
+        ending.register(server, select.POLLIN)
+    else:
+        ending.register(channel, 0)  # its end alone, not the messages on it
+    ending.poll()
+    exit_ = select.poll()
+    exit_.register(server, select.POLLIN)
+    if not exit_.poll(_GRACE_S * 1000):
+        signal.pidfd_send_signal(server, signal.SIGKILL)
+    end_all(lambda: run_members(run_id))
+    if folder:
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # the forkserver has removed it
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)

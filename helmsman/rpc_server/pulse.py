@@ -1,0 +1,233 @@
+"""A worker's sign of life: a page of shared memory that processes outside its interpreter read.
+
+While C code holds the interpreter's lock, or the process is stopped, no thread of a worker can answer. Then the age of its last
+beat, its last own description and the kernel's view of the process are the answer:
+
+    worker: beats and describes itself each BEAT_S, notes the begin and the end of each call
+      -> page (memfd) -> observe(), by the controller on the same machine, else by the worker's observer.py -> read()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+BEAT_S = 0.2
+"""Between two beats. With them, an interpreter that was stuck for a second is told from one that is slow."""
+
+PAGE_BYTES = 8192
+_BEAT = struct.Struct("=dB")
+"""time.monotonic() of the last beat, and the slot of the last description."""
+_CALL_NAME_BYTES = 110
+_CALL = struct.Struct(f"=QdH{_CALL_NAME_BYTES}sQ")
+"""Number, time.monotonic() at the begin (0 when none runs), length of the name, name, and the number again: where the two
+differ, it was read, or its process stopped, in the middle of a write."""
+_CALL_SINCE_AT = 8
+_SINCE = struct.Struct("=d")
+_LENGTH = struct.Struct("=I")
+_THREAD_AT, _LOOP_AT, _SLOTS_AT = 64, 256, 512
+_SLOT_BYTES = (PAGE_BYTES - _SLOTS_AT) // 2
+_KERNEL = struct.Struct("=ddQc")
+"""time.monotonic() of the observation, CPU seconds, resident bytes, state."""
+_NAME = "helmsman-pulse-"
+_LOOK_S = 0.02
+
+
+class CallRecord:
+    """The place in a page for the call that began last."""
+
+    def __init__(self, page: mmap.mmap, offset: int) -> None:
+        # Bound once: these are on the way of every call.
+        self._note = functools.partial(_CALL.pack_into, page, offset)
+        self._note_end = functools.partial(_SINCE.pack_into, page, offset + _CALL_SINCE_AT, 0.0)
+        self._number = 0
+
+    def begun(self, name: str, since: float) -> None:
+        """Note a call and time.monotonic() at its begin."""
+        number = self._number = self._number + 1
+        text = name.encode()[:_CALL_NAME_BYTES]
+        self._note(number, since, len(text), text, number)
+
+    def ended(self) -> None:
+        """Note that no call runs."""
+        self._note_end()
+
+
+class Pulse:
+    """The page of this process.
+
+    Args:
+        tag: unique to the worker; readers find the page by it.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.fd = -1
+        """Of the page; -1 on a system where nobody else could read it."""
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create(_NAME + tag, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, PAGE_BYTES)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._page = mmap.mmap(self.fd, PAGE_BYTES)
+        self._slot = 0
+        self.thread_call = CallRecord(self._page, _THREAD_AT)
+        """Of the engine thread."""
+        self.loop_call = CallRecord(self._page, _LOOP_AT)
+        """Of the event loop: the call that began last, whether or not it has ended."""
+
+    def start(self, describe: Callable[[], bytes]) -> None:
+        """Beat on a thread of its own until this process ends.
+
+        Args:
+            describe: what the worker says of itself; kept where it fits into 3.8 kB.
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        self._beat(describe)
+        threading.Thread(target=self._keep_beating, args=(describe,), name="pulse", daemon=True).start()
+
+    def _keep_beating(self, describe: Callable[[], bytes]) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            self._beat(describe)
+
+    def _beat(self, describe: Callable[[], bytes]) -> None:
+        description = describe()
+        if len(description) <= _SLOT_BYTES - _LENGTH.size:
+            slot = 1 - self._slot  # the other one stays whole, should this process be stopped in the middle
+            offset = _SLOTS_AT + slot * _SLOT_BYTES
+            _LENGTH.pack_into(self._page, offset, len(description))
+            self._page[offset + _LENGTH.size : offset + _LENGTH.size + len(description)] = description
+            self._slot = slot
+        _BEAT.pack_into(self._page, 0, time.monotonic(), self._slot)
+
+
+class Call(NamedTuple):
+    """A call as the page has it."""
+
+    name: str
+    """'engine.method'; '' for none."""
+    running_s: float
+    """Seconds since it began."""
+
+
+class Seen(NamedTuple):
+    """What an observation says."""
+
+    stuck_s: float
+    """Seconds since the last beat."""
+    state: str
+    """As the kernel has it: R, S, D, T, ..."""
+    cpu_s: float
+    rss_bytes: int
+    description: bytes
+    """As of the last beat."""
+    thread_call: Call | None
+    """Of the engine thread; None where it cannot be read."""
+    loop_call: Call | None
+    """The one that began last on the event loop."""
+
+
+def find_page(pid: int, tag: str) -> mmap.mmap | None:
+    """Map the page of another process; None where it cannot be seen from here, such as on another machine."""
+    wanted = f"/memfd:{_NAME}{tag} (deleted)"
+    folder = f"/proc/{pid}/fd"
+    try:
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(f"{folder}/{name}") == wanted:
+                    return map_page(os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        pass
+    return None
+
+
+def map_page(fd: int) -> mmap.mmap:
+    """Map a page for reading, and close its descriptor."""
+    try:
+        return mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def observe(page: mmap.mmap, pid: int) -> bytes:
+    """Look at a process on this machine, for some 20 ms; b'' when it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return b""
+    state = fields[0]
+    if state in b"ZX":
+        return b""
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    rss_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    if state in b"SR":  # of the main thread alone
+        state = _state_of_threads(pid)
+    return _KERNEL.pack(time.monotonic(), cpu_s, rss_bytes, state) + page[:]
+
+
+def _state_of_threads(pid: int) -> bytes:
+    """R when a thread computes, else D when one waits for a disk, else S.
+
+    Threads that wait for the interpreter's lock do not count. They look for it every microsecond (share_interpreter), so each
+    gives its processor up many times within ``_LOOK_S``, where one that computes does not once.
+    """
+    folder, states = f"/proc/{pid}/task", {}
+    with contextlib.suppress(OSError):  # it has ended
+        states = {thread: _field(f"{folder}/{thread}/stat", b")") for thread in os.listdir(folder)}
+    running = {thread: _yields(folder, thread) for thread, state in states.items() if state == b"R"}
+    if running:
+        time.sleep(_LOOK_S)
+    for thread, num_yields in running.items():
+        if _field(f"{folder}/{thread}/stat", b")") == b"R" and _yields(folder, thread) == num_yields:
+            return b"R"
+    return b"D" if b"D" in states.values() else b"S"
+
+
+def _yields(folder: str, thread: str) -> bytes:
+    """How often a thread gave its processor up by itself."""
+    return _field(f"{folder}/{thread}/status", b"\nvoluntary_ctxt_switches:")
+
+
+def _field(path: str, name: bytes) -> bytes:
+    """The word after the last ``name`` in a file of /proc; b'' when it has gone."""
+    try:
+        with open(path, "rb") as file:
+            return file.read().rpartition(name)[2].split(None, 1)[0]
+    except (OSError, IndexError):
+        return b""
+
+
+def read(observation: bytes) -> Seen | None:
+    """Understand an observation; None for none."""
+    if len(observation) != _KERNEL.size + PAGE_BYTES:
+        return None
+    now, cpu_s, rss_bytes, state = _KERNEL.unpack_from(observation)
+    page = observation[_KERNEL.size :]
+    beat, slot = _BEAT.unpack_from(page)
+    offset = _SLOTS_AT + slot * _SLOT_BYTES
+    (length,) = _LENGTH.unpack_from(page, offset)
+    return Seen(
+        stuck_s=max(0.0, now - beat),
+        state=state.decode(),
+        cpu_s=cpu_s,
+        rss_bytes=rss_bytes,
+        description=page[offset + _LENGTH.size : offset + _LENGTH.size + length],
+        thread_call=_call(page, _THREAD_AT, now),
+        loop_call=_call(page, _LOOP_AT, now),
+    )
+
+
+def _call(page: bytes, offset: int, now: float) -> Call | None:
+    number, since, length, name, again = _CALL.unpack_from(page, offset)
+    if number != again:
+        return None
+    return Call(name[:length].decode(errors="replace"), max(0.0, now - since)) if since else Call("", 0.0)

@@ -1,0 +1,207 @@
+"""Bytes over a non-blocking socket on an event loop, plain or TLS.
+
+asyncio's own streams do not give their socket back, which the direct channel needs once its peer is authenticated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from typing import Any
+
+_BACKLOG_FULL_PAUSE_S = 0.01
+_MAX_SOCKET_PATH_BYTES = 103
+"""What fits into a socket address everywhere (104 bytes with its end on macOS, 108 on Linux)."""
+
+WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+"""Raised by a non-blocking socket, plain or TLS, that has to wait for its peer."""
+
+
+class Stream:
+    """A connected socket, for one reader.
+
+    Args:
+        sock: the stream makes it non-blocking, and closes it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.is_open = True
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def read(self, size: int) -> bytes:
+        """Read exactly ``size`` bytes. A cancelled call loses none. Raises EOFError, OSError."""
+        while len(self._received) < size:
+            self._require_open()
+            try:
+                data = self.socket.recv(size - len(self._received))
+            except WOULD_BLOCK:
+                await self._ready(for_writing=False)
+                continue
+            if not data:
+                raise EOFError
+            self._received += data
+        taken = bytes(self._received[:size])
+        del self._received[:size]
+        return taken
+
+    def write(self, data: bytes) -> None:
+        """Send without waiting. A connection that is lost meanwhile is closed, which the reader gets to know."""
+        if not self.is_open:
+            return
+        had_unsent = bool(self._unsent)
+        self._unsent += data
+        if not had_unsent:
+            self._send()
+            if self._unsent and self.is_open:
+                asyncio.get_running_loop().add_writer(self.socket, self._send)
+
+    def _send(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except WOULD_BLOCK:
+            return
+        except OSError:
+            self.close()
+            return
+        asyncio.get_running_loop().remove_writer(self.socket)
+        self._settle_all()
+
+    async def drain(self) -> None:
+        """Wait until everything is sent, or the stream is closed."""
+        while self._unsent and self.is_open:
+            with self._waiter() as sent:
+                await sent
+
+    async def start_tls(self, context: ssl.SSLContext, *, server_side: bool) -> None:
+        """Do a TLS handshake on a connection with nothing to send. Raises OSError, of which ssl.SSLError is one."""
+        self._require_open()
+        wrapped = context.wrap_socket(self.socket, server_side=server_side, do_handshake_on_connect=False)
+        self.socket = wrapped
+        while True:
+            try:
+                wrapped.do_handshake()
+            except ssl.SSLWantReadError:
+                await self._ready(for_writing=False)
+            except ssl.SSLWantWriteError:
+                await self._ready(for_writing=True)
+            else:
+                return
+
+    def detach(self) -> socket.socket:
+        """Give the socket away; the stream is then closed."""
+        assert not self._unsent
+        assert not self._received
+        self.is_open = False
+        return self.socket
+
+    def close(self) -> None:
+        """Close at once, with what is unsent; a reader gets ConnectionAbortedError. Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        if self.socket.fileno() >= 0:  # not where wrapping it for TLS has failed
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self.socket)
+            loop.remove_writer(self.socket)
+        self.socket.close()
+        self._settle_all()
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise ConnectionAbortedError("the connection was closed here")
+
+    async def _ready(self, *, for_writing: bool) -> None:
+        loop = asyncio.get_running_loop()
+        add, remove = (loop.add_writer, loop.remove_writer) if for_writing else (loop.add_reader, loop.remove_reader)
+        with self._waiter() as ready:
+            add(self.socket, _settle, ready)
+            try:
+                await ready
+            finally:
+                if self.is_open:
+                    remove(self.socket)
+        self._require_open()
+
+    @contextlib.contextmanager
+    def _waiter(self) -> Iterator[asyncio.Future[None]]:
+        """A future that close() settles, too."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            yield future
+        finally:
+            self._waiting.discard(future)
+
+    def _settle_all(self) -> None:
+        for future in self._waiting:
+            _settle(future)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def open_unix(path: str, limit_s: float) -> Stream:
+    """Connect to a Unix socket within ``limit_s`` seconds; a path that begins with a null byte is in the abstract namespace.
+
+    Raises: OSError.
+    """
+    raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        raw.setblocking(False)
+        deadline = time.monotonic() + limit_s
+        with fitting_path(path) as address:
+            while True:
+                try:
+                    raw.connect(address)
+                except BlockingIOError:  # the listener's backlog is full, and a non-blocking Unix socket does not queue for it
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(_BACKLOG_FULL_PAUSE_S)
+                else:
+                    return Stream(raw)
+    except BaseException:
+        raw.close()
+        raise
+
+
+async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
+    """Connect to a numeric address and port, as getaddrinfo returns them, within ``limit_s`` seconds. Raises: OSError."""
+    raw = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        raw.setblocking(False)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with asyncio.timeout(limit_s):
+            await asyncio.get_running_loop().sock_connect(raw, address)
+    except TimeoutError as error:
+        raw.close()
+        raise TimeoutError(f"no connection within {limit_s:g} s") from error
+    except BaseException:
+        raw.close()
+        raise
+    return Stream(raw)
+
+
+@contextlib.contextmanager
+def fitting_path(path: str) -> Iterator[str]:
+    """A path to the same socket that fits into an address, for the time of a bind or connect: a TMPDIR may be long."""
+    if path.startswith("\0") or len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES or not os.path.isdir("/proc/self/fd"):
+        yield path
+        return
+    folder, name = os.path.split(path)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)

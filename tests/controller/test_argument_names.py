@@ -1,0 +1,121 @@
+"""Names of arguments of engines and losses, known to a driver that has not imported them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import InvalidSpecError
+from helmsman.api.scheduler import Job
+from helmsman.controller.argument_names import require_engine_arguments, require_loss_settings
+from helmsman.controller.factory import make_scheduler
+from helmsman.controller.rollout import RolloutController
+from helmsman.controller.train import TrainController
+from tests.controller.engines import RecordingTrainer
+from tests.controller.fakes import FakeScheduler
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "expected"),
+    [
+        ("helmsman.engines.train.FSDPTrainEngine", {"model": "m", "learning_rate": 1.0}, "FSDPTrainEngine: did you mean 'lr'?"),
+        ("helmsman.engines.rollout.HFRolloutEngine", {"max_len": 1}, "did you mean 'max_model_len'?"),
+        ("helmsman.engines.vllm_engine.VLLMEngine", {"tensor_parallel": 2}, "did you mean 'tensor_parallel_size'?"),
+        ("helmsman.engines.server_engine.ServerEngine", {"modle": "m"}, "did you mean 'model'?"),
+        (RecordingTrainer, {"nam": "n"}, "did you mean 'name'?"),
+        ("tests.controller.engines.RecordingTrainer", {"nam": "n"}, "did you mean 'name'?"),
+    ],
+)
+def test_engine_argument_unknown(engine: Any, arguments: dict[str, Any], expected: str) -> None:
+    with FakeScheduler() as scheduler:
+        for controller in (TrainController, RolloutController):
+            with pytest.raises(InvalidSpecError) as caught:
+                controller(scheduler, engine, Job(role="actor"), engine_kwargs=arguments)
+            assert expected in str(caught.value)
+
+
+SOURCE = """
+import functools
+from helmsman.engines.train import FSDPTrainEngine
+from helmsman.engines.train_config import TrainConfig
+
+class Passing(FSDPTrainEngine):
+    def __init__(self, own=1, **others):
+        super().__init__(**others)
+
+class Inheriting(FSDPTrainEngine):
+    pass
+
+class Wrapped:
+    def __init__(self, config: TrainConfig, **kwargs):
+        self.kwargs = kwargs
+
+def loss(outputs, batch, *, strength=1.0): ...
+def anything(outputs, batch, **settings): ...
+"""
+
+
+@pytest.mark.parametrize("name", ["Passing", "Inheriting", "Wrapped", "NotThere"])
+def test_engine_arguments_that_the_source_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "own_engines.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    require_engine_arguments("actor", f"own_engines.{name}", {"whatever_it_is": 1})
+    require_engine_arguments("actor", "no_such_package.module.Engine", {"whatever_it_is": 1})
+    assert "own_engines" not in sys.modules
+
+
+def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_losses.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def local(outputs: Any, batch: Any, strength: float = 1.0) -> Any: ...
+
+    for loss, settings, expected in (
+        ("grpo", {"cliphigh": 0.3}, "loss 'grpo' has no setting 'cliphigh'; did you mean 'clip_high'?"),
+        ("dpo", {"bta": 0.3}, "did you mean 'beta'?"),
+        ("own_losses.loss", {"strenght": 1}, "did you mean 'strength'?"),
+        (local, {"strenght": 1}, "loss 'local' has no setting 'strenght'; did you mean 'strength'?"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            require_loss_settings(loss, settings)
+    require_loss_settings("own_losses.anything", {"strenght": 1})
+    require_loss_settings("no.such.loss", {"strenght": 1})
+    require_loss_settings("grpo", None)
+
+
+def test_train_batch_unknown_loss_setting_is_not_sent() -> None:
+    with FakeScheduler() as scheduler, TrainController(scheduler, RecordingTrainer, Job(role="actor")) as actor:
+        actor.initialize()
+        num_sent = len(scheduler.sent)
+        with pytest.raises(ValueError, match="did you mean 'clip_high'"):
+            actor.train_batch([{"input_ids": [1]}], "grpo", {"cliphigh": 0.3})
+        assert len(scheduler.sent) == num_sent
+
+
+def test_argument_names_import_no_torch() -> None:
+    program = """
+import sys
+from helmsman.controller.argument_names import require_engine_arguments, require_loss_settings
+for check in (
+    lambda: require_engine_arguments("r", "helmsman.engines.train.FSDPTrainEngine", {"learning_rate": 1}),
+    lambda: require_loss_settings("grpo", {"cliphigh": 1}),
+):
+    try:
+        check()
+    except ValueError:
+        continue
+    raise SystemExit("it was accepted")
+assert "torch" not in sys.modules and "helmsman.engines.train" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("name", "option", "expected"), [("local", "num_gpu", "num_gpus"), ("inline", "sed", "seed")])
+def test_make_scheduler_unknown_option(name: str, option: str, expected: str) -> None:
+    with pytest.raises(TypeError, match=f"scheduler {name!r} has no option {option!r}; did you mean {expected!r}"):
+        make_scheduler(name, **{option: 1})

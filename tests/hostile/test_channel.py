@@ -1,0 +1,257 @@
+"""A worker's channel under attack: peers without the key get nothing, and keep no peer that has it waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import ProtocolError
+from helmsman.controller.channel import Channel, Posted
+from helmsman.rpc_server.auth import connect
+from helmsman.rpc_server.authenticated_server import MAX_PENDING_OF_HOST
+from helmsman.rpc_server.codec import Payload
+from helmsman.rpc_server.messages import Reply
+from tests.contract.helpers import LIMIT_S, wait_until
+from tests.hostile.conftest import MakeWorker
+from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind
+from tests.hostile.proxy import GREETING, Proxy
+from tests.hostile.worker import Worker, request_body, request_frame
+
+
+class Answer:
+    """Awaits one reply."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        self.future.set_result(True)
+
+    def failed(self, error: Exception) -> None:
+        self.future.set_exception(error)
+
+
+class Controller:
+    """A controller's end of the channel."""
+
+    def __init__(self, sock: socket.socket, worker: Worker) -> None:
+        self.lost: asyncio.Future[list[Posted]] = asyncio.get_running_loop().create_future()
+        self._num_requests = 0
+        self.channel = Channel(
+            sock,
+            shares_memory=worker.mode == "unix",
+            acknowledges=False,
+            on_apart=lambda posted: None,
+            on_lost=self.lost.set_result,
+        )
+
+    @classmethod
+    async def of(cls, worker: Worker, port: int | None = None) -> Controller:
+        """Connect, by way of a proxy's port where one is given."""
+        address = worker.address if port is None else ("127.0.0.1", port)
+        return cls(await connect(address, worker.key, LIMIT_S, tls=worker.mode == "tls"), worker)
+
+    def send(self, target: Path) -> Answer:
+        """Send a request that adds a line to a file."""
+        self._num_requests += 1
+        answer = Answer()
+        self.channel.write(self._num_requests, 0, request_body(self._num_requests, target), answer)
+        return answer
+
+    async def call(self, target: Path) -> None:
+        """The same, and await the answer."""
+        await asyncio.wait_for(self.send(target).future, LIMIT_S)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """To which each executed request adds a line."""
+    return tmp_path / "executed"
+
+
+def num_executed(target: Path) -> int:
+    return len(target.read_text().splitlines()) if target.exists() else 0
+
+
+# --- a relay without the key ----------------------------------------------------------------------------------------------
+
+
+async def test_channel_relay_only_relays(worker: Worker, proxy: Proxy, target: Path) -> None:
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
+    for _ in range(3):
+        await controller.call(target)
+    assert num_executed(target) == 3
+    controller.channel.close()
+
+
+async def test_channel_relay_injects_frame_with_tls(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
+    worker = make_worker("tls")
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
+    await controller.call(target)
+    proxy.inject(request_frame(99, target))
+    assert await asyncio.wait_for(controller.lost, LIMIT_S) == []
+    await (await Controller.of(worker)).call(target)
+    assert num_executed(target) == 2
+
+
+async def test_channel_relay_injects_frame_without_tls(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
+    """The documented limit of HELMSMAN_TLS=0: a relay in the network may add frames, as this one does."""
+    worker = make_worker("plain")
+    await Controller.of(worker, await proxy.relay(worker.address[1]))
+    proxy.inject(request_frame(99, target))
+    await asyncio.to_thread(wait_until, lambda: num_executed(target) == 1, "the frame is executed")
+
+
+async def test_channel_relay_alters_request(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
+    worker = make_worker("tls")
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
+    proxy.alter = True
+    controller.send(target)
+    assert len(await asyncio.wait_for(controller.lost, LIMIT_S)) == 1
+    assert num_executed(target) == 0
+    await (await Controller.of(worker)).call(target)
+
+
+async def test_channel_relay_replays_request(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
+    worker = make_worker("tls")
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
+    begun = len(proxy.sent)
+    await controller.call(target)
+    proxy.inject(bytes(proxy.sent[begun:]))
+    await asyncio.wait_for(controller.lost, LIMIT_S)
+    await (await Controller.of(worker)).call(target)
+    assert num_executed(target) == 2
+
+
+async def test_channel_relay_replays_connection(worker: Worker, proxy: Proxy, target: Path) -> None:
+    """All that a controller has ever sent, sent again on another connection."""
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
+    await controller.call(target)
+    reader, writer = await asyncio.open_connection(*worker.address)
+    writer.write(bytes(proxy.sent))
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), LIMIT_S)
+    writer.close()
+    assert num_executed(target) == 1
+
+
+async def test_channel_relay_terminates_tls(make_worker: MakeWorker, proxy: Proxy) -> None:
+    worker = make_worker("tls")
+    port = await proxy.relay(worker.address[1], terminates_tls=True)
+    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
+        await Controller.of(worker, port)
+    assert "a process on 127.0.0.1 is not taken: it has another token" in worker.end()
+
+
+async def test_channel_listener_reflects_proof(make_worker: MakeWorker) -> None:
+    """A listener without the key answers a connector with the HMAC that the connector has sent."""
+    worker = make_worker("plain")
+
+    async def reflect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING.replace(b" tls  ", b" plain") + bytes(32))
+        writer.write((await reader.readexactly(64))[32:])
+
+    async with await asyncio.start_server(reflect, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
+            await Controller.of(worker, port)
+
+
+# --- peers that hold connections open -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["tls", "plain", "unix"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_channel_admits_beside_held_connections(make_worker: MakeWorker, kind: str, mode: str) -> None:
+    worker = make_worker(mode)
+    async with peers_of_kind(kind, worker.address, tls=mode == "tls"):
+        took_s = []
+        for _ in range(NUM_LEGITIMATE):
+            started = time.monotonic()
+            sock = await connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls")
+            took_s.append(time.monotonic() - started)
+            sock.close()
+        assert max(took_s) < 1.0
+        together = [connect(worker.address, worker.key, LIMIT_S, tls=mode == "tls") for _ in range(NUM_LEGITIMATE)]
+        for sock in await asyncio.gather(*together):
+            sock.close()
+
+
+async def test_channel_pending_peers_have_no_threads_and_are_few(worker: Worker) -> None:
+    before = worker.num_threads
+    async with peers_of_kind("silent", worker.address, tls=worker.mode == "tls") as peers:
+        loop = asyncio.get_running_loop()
+        open_peers = set(peers)
+        async with asyncio.timeout(LIMIT_S):
+            while len(open_peers) > MAX_PENDING_OF_HOST:
+                for peer in list(open_peers):
+                    with contextlib.suppress(BlockingIOError):
+                        if len(peer.recv(100)) == 0:
+                            open_peers.discard(peer)
+                await asyncio.sleep(0.01)
+        assert worker.num_threads == before
+        with contextlib.suppress(ConnectionError):
+            while await asyncio.wait_for(loop.sock_recv(peers[-1], 100), LIMIT_S):
+                pass  # the rest is cut off once its time is over
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 300, b"\x16\x03\x01\x00\x05hello", bytes(64)])
+async def test_channel_garbage(worker: Worker, said: bytes, target: Path) -> None:
+    reader, writer = await asyncio.open_connection(*worker.address)
+    writer.write(said)
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), LIMIT_S)
+    writer.close()
+    await (await Controller.of(worker)).call(target)
+
+
+@pytest.mark.root
+async def test_channel_unix_socket_of_another_user(make_worker: MakeWorker) -> None:
+    if os.getuid() != 0:
+        pytest.skip("not root: it takes root to become another user")
+    worker = make_worker("unix")
+    script = (
+        "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
+        "s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); s.settimeout(5)\n"
+        "try: print(len(s.recv(100)))\n"
+        "except ConnectionError: print(0)\n"
+    )
+    command = [sys.executable, "-I", "-c", script, worker.address[1:]]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+    (await connect(worker.address, worker.key, LIMIT_S)).close()
+    assert "a process on this machine is not taken: it belongs to another user" in worker.end()
+
+
+# --- the log --------------------------------------------------------------------------------------------------------------
+
+
+async def test_channel_refusals_are_logged_in_bounded_space(worker: Worker) -> None:
+    num_refused = 1000
+
+    async def be_refused(count: int) -> None:
+        for _ in range(count):
+            reader, writer = await asyncio.open_connection(*worker.address)
+            writer.write(b"\xff" * 300)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), LIMIT_S)
+            writer.close()
+
+    await asyncio.gather(*(be_refused(num_refused // 20) for _ in range(20)))
+    refused: Any = worker.end().splitlines()
+    assert refused[0] == (
+        "helmsman: a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run"
+        if worker.mode == "tls"
+        else "helmsman: a process on 127.0.0.1 is not taken: it has another token"
+    )
+    assert f"{num_refused - 1} more connections were refused" in refused[-1]
+    assert len(refused) <= 4, "a line a minute: the first, at most two while this test runs, and the last"

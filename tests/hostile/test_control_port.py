@@ -1,0 +1,125 @@
+"""The control port of ``helmsman up`` under attack: peers without the token get nothing, and keep no member waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from helmsman.api.errors import ProtocolError
+from helmsman.controller.bootstrap.link import (
+    Ended,
+    Hello,
+    Link,
+    LinkLostError,
+    Patience,
+    Welcome,
+    connect,
+    proof_key,
+)
+from tests.bootstrap.nodes import MakeNodes, Node, script
+from tests.bootstrap.plans import VERSIONS
+from tests.contract.helpers import LIMIT_S
+from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind
+from tests.hostile.proxy import Proxy
+
+PATIENCE = Patience(connect_s=LIMIT_S)
+
+
+@pytest.fixture
+async def head(make_nodes: MakeNodes) -> AsyncIterator[Node]:
+    """The supervisor of rank 0, which waits for its members."""
+    nodes = make_nodes(NUM_LEGITIMATE + 1, command=script("pass"), patience=Patience())
+    started = nodes.start(0)
+    await asyncio.to_thread(started.said, "never heard of")
+    yield started
+    started.process.kill()
+
+
+async def connected(head: Node, port: int | None = None) -> Link:
+    """A member's link, which is authenticated."""
+    key = proof_key(head.plan.secret, head.plan.job)
+    return await connect("127.0.0.1", port or head.plan.control_port, key, PATIENCE, tls=True)
+
+
+async def join(head: Node, rank: int, port: int | None = None) -> Link:
+    """A member's link, once the head has taken it."""
+    link = await connected(head, port)
+    link.send(
+        Hello(
+            rank=rank,
+            count=head.plan.identity.count,
+            hostname=f"node-{rank}",
+            address="127.0.0.1",
+            process=f"process-of-{rank}",
+            versions=VERSIONS,
+            num_devices=0,
+            device_kind="GPU",
+        )
+    )
+    assert isinstance(await link.receive(), Welcome)
+    return link
+
+
+async def receive_end(link: Link) -> None:
+    """Return when the head says that the run has ended."""
+    while not isinstance(await link.receive(), Ended):
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_control_port_admits_beside_held_connections(head: Node, kind: str) -> None:
+    links, took_s = [], []
+    async with peers_of_kind(kind, ("127.0.0.1", head.plan.control_port), tls=True):
+        for rank in range(1, NUM_LEGITIMATE + 1):
+            started = time.monotonic()
+            links.append(await join(head, rank))
+            took_s.append(time.monotonic() - started)
+        assert max(took_s) < 1.0
+    for link in links:
+        await link.close()
+    assert len(head.lines("made way for newer connections before it had proved that it belongs to this run")) <= 2
+
+
+async def test_control_port_relay_only_relays(head: Node, proxy: Proxy) -> None:
+    link = await join(head, 1, await proxy.relay(head.plan.control_port))
+    await link.close()
+
+
+async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
+    """A relay that says in the head's name that the run has ended."""
+    link = await join(head, 1, await proxy.relay(head.plan.control_port))
+    message = msgspec.msgpack.encode(Ended(0, "so says the relay"))
+    proxy.inject_back(len(message).to_bytes(4, "big") + message)
+    with pytest.raises(LinkLostError, match="the connection was closed"):
+        await receive_end(link)
+    await link.close()
+    await (await join(head, 1)).close()
+
+
+async def test_control_port_relay_alters(head: Node, proxy: Proxy) -> None:
+    link = await connected(head, await proxy.relay(head.plan.control_port))
+    proxy.alter = True
+    with pytest.raises(LinkLostError):  # at the head, by the first beat
+        await link.receive()
+    await link.close()
+    await (await join(head, 1)).close()
+
+
+async def test_control_port_relay_terminates_tls(head: Node, proxy: Proxy) -> None:
+    port = await proxy.relay(head.plan.control_port, terminates_tls=True)
+    with pytest.raises(ProtocolError, match=f"127.0.0.1:{port} has another key than this run"):
+        await connected(head, port)
+    head.said("a process on 127.0.0.1 is not taken: it has another token")
+
+
+async def test_control_port_switch_differs(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0, tls=False)
+    member = nodes.start(1)
+    member.ends(92, f"127.0.0.1:{nodes.port} does not use TLS, and this one does. Set HELMSMAN_TLS to the same value")
+    nodes.start(1, tls=False).ends(0)
+    head.ends(0)

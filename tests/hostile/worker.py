@@ -1,0 +1,116 @@
+"""A worker's channel in a process of its own, and the messages that a controller sends to it.
+
+python -m tests.hostile.worker KEY MODE
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from helmsman.rpc_server import channel
+from helmsman.rpc_server.codec import encode
+from helmsman.rpc_server.frames import RequestFrame, encode_frame, framed_request
+from helmsman.rpc_server.handles import SegmentStore
+from helmsman.rpc_server.host import EngineHost
+from helmsman.rpc_server.messages import Request, Verb, WorkerIdentity
+from helmsman.rpc_server.tls import server_tls
+from helmsman.rpc_server.wire_payload import to_wire
+from tests.contract.helpers import ROOT
+
+
+class Worker:
+    """A running worker.
+
+    Args:
+        folder: of its log.
+        mode: "tls" and "plain" listen on TCP, "unix" on an abstract Unix socket.
+    """
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.key = secrets.token_bytes(32)
+        self.mode = mode
+        self.log = folder / f"worker-{secrets.token_hex(4)}.log"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.hostile.worker", self.key.hex(), mode],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+            )
+        assert self.process.stdout is not None
+        self.address: Any = msgspec.json.decode(self.process.stdout.readline(), type=str | tuple[str, int])
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of its process."""
+        return psutil.Process(self.process.pid).num_threads()
+
+    def end(self) -> str:
+        """End it in order; returns its log."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30.0)
+        return self.log.read_text()
+
+    def close(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def mark(path: str) -> None:
+    """Add a line to a file."""
+    with open(path, "a") as file:
+        file.write("executed\n")
+
+
+class Mark:
+    """Adds a line to a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return mark, (str(self.path),)
+
+
+def request_body(request_id: int, target: Path) -> bytes:
+    """A request that adds a line to ``target`` when the worker executes it."""
+    wire, _ = to_wire(encode((Mark(target),)), segments=False)
+    return encode_frame(RequestFrame(Request(request_id, Verb.RELEASE), wire))
+
+
+def request_frame(request_id: int, target: Path) -> bytes:
+    """The same as bytes on a plain connection."""
+    return framed_request(0, request_body(request_id, target))
+
+
+def serve(key: bytes, mode: str) -> None:
+    """Serve until standard input ends."""
+    identity = WorkerIdentity(run_id="run", worker_id="target/0", role="target", rank=0, node="127.0.0.1")
+    host = EngineHost(identity, SegmentStore(), seeding=False)
+    listener = channel.listen_abstract() if mode == "unix" else channel.listen_tcp("127.0.0.1")
+    name = listener.getsockname()
+    tls = server_tls() if mode == "tls" else None
+    server = channel.ChannelServer(listener, key, host, shares_memory=mode == "unix", tls=tls)
+    server.start()
+    print(msgspec.json.encode(name.decode() if mode == "unix" else name).decode(), flush=True)
+    sys.stdin.read()
+    server.close()
+    host.close()
+
+
+if __name__ == "__main__":
+    serve(bytes.fromhex(sys.argv[1]), sys.argv[2])

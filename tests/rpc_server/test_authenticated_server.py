@@ -1,0 +1,47 @@
+"""How refused connections are reported. Attacks on the server itself are in tests/hostile."""
+
+from __future__ import annotations
+
+import asyncio
+
+from helmsman.rpc_server.authenticated_server import RefusalLog
+
+TOKEN, PROOF = "is not taken: it has another token", "is not taken: it did not prove that it belongs to this run"
+
+
+async def test_refusal_log_reports_first_and_then_counts() -> None:
+    lines: list[str] = []
+    log = RefusalLog(lines.append, interval_s=3600.0)
+    log.note(TOKEN, "10.0.0.1")
+    for number in range(1000):
+        log.note(PROOF, f"10.0.1.{number % 256}")
+    log.note(TOKEN, "10.0.0.2")
+    assert lines == [f"a process on 10.0.0.1 {TOKEN}"]
+    log.close()
+    log.close()
+    assert lines[1:] == [
+        f"1001 more connections were refused in 3600 s at most, the latest from 10.0.0.2: 1000 x '{PROOF}'; 1 x '{TOKEN}'"
+    ]
+
+
+async def test_refusal_log_reports_count_after_each_interval() -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    log = RefusalLog(lines.put_nowait, interval_s=0.01)
+    log.note(TOKEN, "10.0.0.1")
+    log.note(TOKEN, "10.0.0.2")
+    assert await lines.get() == f"a process on 10.0.0.1 {TOKEN}"
+    assert await asyncio.wait_for(lines.get(), 30.0) == (
+        f"1 more connections were refused in 0.01 s at most, the latest from 10.0.0.2: 1 x '{TOKEN}'"
+    )
+    log.close()
+
+
+async def test_refusal_log_reports_at_once_after_quiet_interval() -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    log = RefusalLog(lines.put_nowait, interval_s=0.0)
+    for host in ("10.0.0.1", "10.0.0.2"):
+        log.note(TOKEN, host)
+        assert await asyncio.wait_for(lines.get(), 30.0) == f"a process on {host} {TOKEN}"
+        for _ in range(3):  # turns of the loop, in which the interval ends
+            await asyncio.sleep(0)
+    log.close()
