@@ -59,7 +59,8 @@ from helmsman.api.scheduler import Timeouts
 %s
 with make_scheduler("ray", num_cpus=1, timeouts=Timeouts(start_s=float(os.environ.get("START_S", "60")))) as scheduler:
     print(scheduler.create_workers(Job(role="one", replicas=1)), os.getpgid(0) == os.getpid())
-    print(*(os.getpgid(each.process.pid) == each.process.pid for each in services.started if each.process.poll() is None), sep=", ")
+    living = [each.process.pid for each in services.started if each.process.poll() is None]
+    print(*(os.getpgid(pid) == pid for pid in living), sep=", ")
 """
 
 STARTED = """

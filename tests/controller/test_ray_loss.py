@@ -160,3 +160,21 @@ def test_loss_of_the_raylet_spares_a_script_below_init(tmp_path: Path) -> None:
     ended = _run("assert os.getppid() == 1\n" + LOSS, *arguments, launcher=launcher)
     assert ended.returncode == 0, ended.stderr
     assert _said(ended) == [line.format(name="raylet") for line in OUTCOME], ended.stderr
+
+
+ORDERLY = """
+from helmsman import initialize
+scheduler, worker = start()
+scheduler.close()
+with initialize(num_cpus=1, preload=None), make_scheduler("ray") as scheduler:
+    scheduler.create_workers(Job(role="a"))
+print("OUT ended")
+"""
+
+
+def test_close_in_order_is_no_loss() -> None:
+    """Of a scheduler that owns its Ray, and of a cluster that a scheduler has used."""
+    ended = _run(ORDERLY)
+    assert ended.returncode == 0, ended.stderr
+    assert _said(ended) == ["ended"]
+    assert "has ended" not in ended.stderr
