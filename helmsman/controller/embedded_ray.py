@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import RayStartError, StrangeClusterError
+from helmsman.api.scheduler import Timeouts
 from helmsman.controller.bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.loop import run_sync, submit
@@ -71,7 +72,12 @@ def outliving_the_raylet() -> Iterator[None]:
 
 
 def connect(
-    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, start_s: float
+    address: str,
+    run_id: str,
+    sizes: dict[str, Any],
+    log_dir: Path,
+    preload: Sequence[str] | None,
+    start_s: float = Timeouts().start_s,
 ) -> EmbeddedRay | None:
     """Join the cluster at ``address``, or start one of our own for 'local'.
 
@@ -91,7 +97,7 @@ def connect(
 
     _current = None
     if address != "local":
-        _connect(address, run_id, {}, log_dir, None, None)
+        _connect(address, run_id, sizes, log_dir, None, None)
         return None
     deadline = Deadline(start_s)
     for attempt in range(1, _ATTEMPTS + 1):
@@ -384,6 +390,11 @@ def current() -> EmbeddedRay | None:
     return _current
 
 
+async def end_current(limit_s: float) -> None:
+    """Disconnect this process from Ray; an embedded one ends."""
+    await (end_embedded_ray(limit_s) if _current is None else _current.end(limit_s))
+
+
 def forget_lost() -> None:
     """Disconnect this process from an embedded Ray that is lost, so that it can start another."""
     if _current is not None and _current.loss is not None:
@@ -414,6 +425,8 @@ async def end_embedded_ray(limit_s: float) -> None:
     import ray
     from ray._private import worker
 
+    if _current is not None:
+        await _current.unwatch()
     if not ray.is_initialized():
         _end_forks()
         return

@@ -31,7 +31,7 @@ class EmbeddedRay:
     Args:
         processes: its processes by name, for those in CORE.
         logs: the folder of their logs.
-        tear_down: disconnects this process from Ray and ends what is left of it; run once.
+        tear_down: calls unwatch, disconnects this process from Ray and ends what is left of it; run once.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EmbeddedRay:
         asyncio.get_running_loop().add_reader(pidfd, self._has_ended, name, process)
 
     async def unwatch(self) -> None:
-        """Take the end of its processes for intended from here on."""
+        """Take the end of its processes as intended from here on."""
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -105,9 +105,10 @@ class EmbeddedRay:
 
     async def end(self, limit_s: float) -> None:
         """End it, and wait for that at most ``limit_s`` seconds. Idempotent."""
-        self._stop_watching()
         ending = self._begin_end(limit_s)
         await asyncio.wait([ending], timeout=2 * limit_s)
+        if ending.done():
+            ending.result()
 
     def _begin_end(self, limit_s: float = 4.0) -> asyncio.Task[None]:
         if self._ending is None:

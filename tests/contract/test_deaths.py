@@ -32,7 +32,7 @@ NOTICE_LIMIT_S = 2.0
 @pytest.mark.parametrize(
     ("how", "exit_signal", "exit_code", "cause"),
     [
-        ("SIGKILL", signal.SIGKILL, None, "was ended by SIGKILL"),
+        ("SIGKILL", signal.SIGKILL, None, "was ended by SIGKILL (by whom is not known)"),
         ("SIGSEGV", signal.SIGSEGV, None, "was ended by SIGSEGV"),
         ("exit 3", None, 3, "exited with code 3"),
     ],
@@ -166,6 +166,24 @@ def test_every_call_in_flight_fails(scheduler: Scheduler, role: str, gate: Gate)
             assert caught.value.running_s is not None
         with pytest.raises(errors.WorkerFailedError):
             asyncio.run(awaited())
+
+
+@pytest.mark.parametrize("operation", ["delete_workers", "restart_worker"])
+def test_a_call_of_a_worker_that_its_scheduler_ends_says_so(
+    scheduler: Scheduler, role: str, gate: Gate, operation: str
+) -> None:
+    (worker,) = scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, worker, Counter)
+    running = engine.begin("wait", *gate.files)
+    gate.wait_started()
+    if operation == "delete_workers":
+        scheduler.delete_workers(role)
+    else:
+        scheduler.restart_worker(worker)
+    with pytest.raises(errors.WorkerFailedError) as caught:
+        running.result(timeout=NOTICE_LIMIT_S)
+    assert caught.value.cause == f"was ended by {operation}"
+    assert "SIGKILL" not in str(caught.value)
 
 
 def _num_queued(scheduler: Scheduler, worker: str) -> int:

@@ -55,10 +55,12 @@ START = """
 import os, sys
 from ray._private import services
 from helmsman import Job, make_scheduler
+from helmsman.api.scheduler import Timeouts
 %s
-with make_scheduler("ray", num_cpus=1) as scheduler:
+with make_scheduler("ray", num_cpus=1, timeouts=Timeouts(start_s=float(os.environ.get("START_S", "60")))) as scheduler:
     print(scheduler.create_workers(Job(role="one", replicas=1)), os.getpgid(0) == os.getpid())
-    print(*(os.getpgid(each.process.pid) == each.process.pid for each in services.started), sep=", ")
+    living = [each.process.pid for each in services.started if each.process.poll() is None]
+    print(*(os.getpgid(pid) == pid for pid in living), sep=", ")
 """
 
 STARTED = """
@@ -87,13 +89,57 @@ def test_a_script_that_cannot_be_forked_starts_a_cluster(handler: str) -> None:
     assert set(groups.split(", ")) == {"True"}
 
 
-def test_a_cluster_that_does_not_start_is_told_with_what_was_there(tmp_path: Path) -> None:
-    program = tmp_path / "gcs_server"
-    program.write_text("#!/bin/sh\nsleep 60\n")
+def _replaced(name: str, folder: Path, script: str) -> str:
+    """A change that puts a shell script in the place of a program of Ray's, which the script finds in $program."""
+    program = folder / name
+    lines = [
+        "#!/bin/sh",
+        f"""program="$({sys.executable} -c 'from ray._private import services as s; print(s.{name.upper()}_EXECUTABLE)')" """,
+    ]
+    program.write_text("\n".join([*lines, f"folder={folder}", script]) + "\n")
     program.chmod(0o755)
-    ended = _start(f"services.GCS_SERVER_EXECUTABLE = {str(program)!r}", RAY_gcs_server_port_wait_time_s="3")
+    return f"services.{name.upper()}_EXECUTABLE = {str(program)!r}"
+
+
+def test_a_start_that_takes_too_long_tells_what_was_there_and_the_limit(tmp_path: Path) -> None:
+    ended = _start(_replaced("gcs_server", tmp_path, "sleep 120"), START_S="4")
     assert ended.returncode != 0
     said = ended.stderr
-    assert "RayStartError: no Ray of its own could be started on this machine: RuntimeError: Timed out" in said
+    assert (
+        "RayStartError: no Ray of its own could be started on this machine: TimeoutError: gcs_server has not published" in said
+    )
+    assert "within 4 s (Timeouts.start_s)" in said
     assert re.search(r"these of its processes were there: .*gcs_server \(pid \d+, sleeping\)", said)
     assert re.search(r"log: .*/session_\S+/logs", said)
+
+
+def test_a_start_is_given_the_limit_of_the_script_and_not_that_of_ray(tmp_path: Path) -> None:
+    slow = _replaced("gcs_server", tmp_path, 'sleep 5; exec "$program" "$@"')
+    ended = _start(slow, RAY_gcs_server_port_wait_time_s="2")
+    assert ended.returncode == 0, ended.stderr
+
+
+FAILING = """
+echo "$folder" >> "$folder/starts"
+for word in "$@"; do case "$word" in --stderr_filepath=*) log="${word#*=}";; esac; done
+[ "$(wc -l < "$folder/starts")" -gt %d ] && exec "$program" "$@"
+echo "no space for objects" > "$log"
+exit 7
+"""
+
+
+def test_a_process_that_exits_is_told_at_once_with_its_own_log(tmp_path: Path) -> None:
+    """Ray would wait for its raylet half a minute, and say what its head has logged."""
+    began = time.monotonic()
+    ended = _start(_replaced("raylet", tmp_path, FAILING % 9))
+    assert time.monotonic() - began < 50
+    assert re.search(r"RayStartError: .*: ChildProcessError: raylet \(pid \d+\) exited with code 7", ended.stderr)
+    assert re.search(r"log: \S+/raylet\.err, last 1 lines:\n  \| no space for objects", ended.stderr)
+    assert len((tmp_path / "starts").read_text().splitlines()) == 2, "it is started twice"
+
+
+def test_a_start_that_fails_once_is_repeated(tmp_path: Path) -> None:
+    ended = _start(_replaced("raylet", tmp_path, FAILING % 1))
+    assert ended.returncode == 0, ended.stderr
+    assert "Ray did not start and is started once more: ChildProcessError: raylet" in ended.stderr
+    assert len((tmp_path / "starts").read_text().splitlines()) == 2

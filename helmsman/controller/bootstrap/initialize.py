@@ -11,7 +11,14 @@ import msgspec
 
 from helmsman.api.extras import needed_by
 from helmsman.controller.cluster_snapshot import NodeState
-from helmsman.controller.embedded_ray import choose_authentication, connect, end_embedded_ray, has_started_its_cluster
+from helmsman.controller.embedded_ray import (
+    choose_authentication,
+    connect,
+    end_current,
+    forget_lost,
+    has_started_its_cluster,
+    outliving_the_raylet,
+)
 from helmsman.controller.loop import submit
 from helmsman.controller.resources import ACCELERATORS
 from helmsman.controller.runs import default_log_dir
@@ -68,11 +75,12 @@ def initialize(
         (several nodes, and no RAY_ADDRESS), BackendNotInstalledError.
     """
     choose_authentication()
-    with needed_by("initialize", "ray"):
+    with needed_by("initialize", "ray"), outliving_the_raylet():
         import ray
 
         from helmsman.controller import ray_state
         from helmsman.controller.ray_address import choose_address
+    forget_lost()
     address = choose_address(None)
     if address is not None:
         run_id = secrets.token_hex(6)
@@ -86,4 +94,4 @@ def initialize(
 
 def _close() -> None:
     atexit.unregister(_close)
-    submit(end_embedded_ray(_END_S)).result()
+    submit(end_current(_END_S)).result()
