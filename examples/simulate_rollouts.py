@@ -99,9 +99,10 @@ async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options
     everyone = list(backend.instances.values())
     requests = GenerateScheduler(backend, policy=policy, retries=RetryGeneration())
 
-    async def probe(instance_id: str) -> None:
+    async def probe(instance_id: str) -> bool:
         if backend.instances[instance_id].is_lost:
             raise InstanceLostError(instance_id=instance_id, reason="it was killed", may_have_begun=True)
+        return False
 
     async def rebuild(instance_id: str) -> bool:
         await asyncio.sleep(options.rebuild_s)

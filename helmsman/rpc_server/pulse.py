@@ -37,7 +37,7 @@ _THREAD_AT, _LOOP_AT, _SLOTS_AT = 64, 256, 512
 _SLOT_BYTES = (PAGE_BYTES - _SLOTS_AT) // 2
 _KERNEL = struct.Struct("=ddQc")
 """time.monotonic() of the observation, CPU seconds, resident bytes, state."""
-_NAME = "helmsman-pulse-"
+_NAME = "helmsman_pulse-"
 _LOOK_S = 0.02
 
 

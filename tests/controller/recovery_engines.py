@@ -23,7 +23,7 @@ HELD = "held"
 
 
 def plan_fault(folder: Path, moment: str, rank: int, kind: str = "kill") -> None:
-    """Have a rank meet a fault (a key of SIGNALS, RAISE or HOLD) the next time that it comes to this moment, and never again."""
+    """Have a rank meet a fault (a key of SIGNALS, RAISE or HOLD) the next time that it comes to this moment, and only then."""
     (folder / f"{moment}-{rank}-{kind}").touch()
 
 

@@ -45,8 +45,9 @@ class Cluster:
         for request_id in request_ids:
             self.aborted[request_id].set()
 
-    async def probe(self, instance_id: str) -> None:
+    async def probe(self, instance_id: str) -> bool:
         """All are well."""
+        return False
 
     async def rebuild(self, instance_id: str) -> bool:
         """Build it anew, elsewhere where that can be."""
