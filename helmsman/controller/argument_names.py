@@ -96,7 +96,7 @@ def _signature_names(function: Any, num_given: int) -> list[str] | None:
 
 
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
-    """Of a class whose constructor names them, or makes a struct of them by ``convert(fields, Config)`` or ``Config(**fields)``;
+    """Of a class whose constructor names them, or makes a struct of them (``convert(fields, Config)``, ``Config(**fields)``);
     None for others."""
     function = next((each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if function is None or definition.keywords or definition.decorator_list:

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import logging
+import re
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +25,7 @@ from helmsman.controller.generation.sampling import BoundedStaleness, Episode, P
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
+_PACKAGE = str(Path(__file__).parents[2])
 
 Workflow = Callable[[Any], Awaitable[Any]]
 """``async def workflow(item)``: what becomes of an item, or None when nothing of use does. It awaits generation
@@ -65,6 +71,7 @@ class EpisodeRunner:
                 raise ValueError(f"{name} is {value}; expected {least} or more")
         if episode_timeout_s is not None and not episode_timeout_s > 0:
             raise ValueError(f"episode_timeout_s is {episode_timeout_s:g}; expected seconds above 0, or None")
+        _require_async(workflow)
         self._workflow, self._sampler = workflow, sampler or BoundedStaleness()
         self._max_in_flight, self._max_failures, self._failure_window = max_in_flight, max_failures, failure_window
         self._timeout_s = episode_timeout_s
@@ -73,6 +80,8 @@ class EpisodeRunner:
         """Where items come from, and the size of a batch."""
         self._source_error: Exception | None = None
         """What the source raised while nobody asked for a batch."""
+        self._ended_source: Iterator[Any] | None = None
+        """The source whose end was logged."""
         self._handed_at: int | None = None
         """Version at which the last batch was handed over."""
         self._running: dict[int, int] = {}
@@ -132,6 +141,7 @@ class EpisodeRunner:
             if not batch and not has_more and not self._running:
                 batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]  # all that will ever come
                 self._take(batch)
+                self._warn_of_end(source, len(batch), batch_size)
                 return batch
             if batch:
                 self._take(batch)
@@ -142,6 +152,16 @@ class EpisodeRunner:
                 await self._changed.wait()
             finally:
                 self._num_asking -= 1
+
+    def _warn_of_end(self, source: Iterator[Any], num_episodes: int, batch_size: int) -> None:
+        if num_episodes < batch_size and source is not self._ended_source:
+            self._ended_source = source
+            log.warning(
+                "the source of items has ended: this batch has %d of %d episodes, and later ones are empty. End the loop at an "
+                "empty batch, or give an endless source, such as itertools.cycle(items)",
+                num_episodes,
+                batch_size,
+            )
 
     def set_version(self, version: int) -> None:
         """See WorkflowExecutor."""
@@ -249,7 +269,10 @@ class EpisodeRunner:
 
     async def _work(self, item: Any) -> Any:
         with _no_exit("the episode"):
-            return await self._workflow(item)
+            made: Any = self._workflow(item)
+            if not inspect.isawaitable(made):
+                raise TypeError(f"the workflow {_name_of(self._workflow)} returned {made!r:.80}; {_WRITE_ASYNC}")
+            return await made
 
     def _abandon(self, work: asyncio.Future[Any]) -> None:
         work.cancel()
@@ -262,7 +285,7 @@ class EpisodeRunner:
             with _no_exit("the sampler"):
                 is_of_use = value is not None and self._sampler.keep(episode)
         except Exception as error:  # noqa: BLE001 - it is this episode's failure; too many of them are the batch's
-            log.warning("an episode failed: %s: %s", type(error).__name__, error)
+            log.warning("an episode failed (%s): %s: %s", _place_of(error), type(error).__name__, error)
             self._num_failed += 1
             self._note(error)
         else:
@@ -292,6 +315,41 @@ class EpisodeRunner:
             raise WorkflowFailuresError(
                 num_failed=len(failures), limit=self._max_failures, window=self._failure_window, last=failures[-1]
             ) from failures[-1]
+
+
+_AWAITABLE = re.compile("Any|Awaitable|Coroutine|Future|Task")
+_WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await what it waits for"
+
+
+def _require_async(workflow: Workflow) -> None:
+    """Refuse a function that is defined without ``async``. Raises: TypeError.
+
+    A lambda, a decorated function, or one whose annotation says so may return a coroutine, which its first call shows.
+    """
+    function: Any = workflow
+    while isinstance(function, functools.partial):
+        function = function.func
+    if callable(function) and not (inspect.isroutine(function) or isinstance(function, type)):
+        function = type(function).__call__
+    is_plain = inspect.isfunction(function) or inspect.ismethod(function)
+    if inspect.iscoroutinefunction(function) or (callable(function) and not is_plain):
+        return
+    returned = str(getattr(function, "__annotations__", {}).get("return", ""))
+    may_be_async = hasattr(function, "__wrapped__") or _AWAITABLE.search(returned) is not None
+    may_be_async = may_be_async or getattr(function, "__name__", "") == "<lambda>"
+    if not may_be_async or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"the workflow {_name_of(workflow)} is no async function; {_WRITE_ASYNC}")
+
+
+def _name_of(workflow: object) -> str:
+    return getattr(workflow, "__qualname__", None) or repr(workflow)
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line of the innermost frame outside of Helmsman, or of the innermost one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)] or frames
+    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}" if theirs else "no traceback"
 
 
 @contextlib.contextmanager

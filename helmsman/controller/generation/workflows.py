@@ -25,7 +25,7 @@ class WorkflowExecutor:
     more than ``max_failures`` of the last ``failure_window`` episodes have failed.
 
     Args:
-        workflow: see Workflow.
+        workflow: an ``async def``; see Workflow. TypeError for a function that is none.
         sampler: decides what is started, kept, handed over and stopped; BoundedStaleness(0) when None, which is synchronous.
         max_in_flight: episodes that run at once, at most.
         max_failures: failed episodes among the last ``failure_window``, beyond which the next batch raises.
@@ -73,8 +73,8 @@ class WorkflowExecutor:
             source: of items; drawn from when an episode starts, also while the script trains. It holds up all episodes while it
                 blocks, as the sampler does.
 
-        When the source ends, the last batch is shorter, and those after it are empty. Raises: WorkflowFailuresError, or what
-        the source or the sampler has raised.
+        When the source ends, the last batch is shorter, which is logged, and those after it are empty. Raises:
+        WorkflowFailuresError, or what the source or the sampler has raised.
         """
         return self._run(self._episodes.prepare_batch(source, batch_size))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -218,3 +219,73 @@ def test_what_makes_no_sense_is_said() -> None:
     for limit_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="episode_timeout_s"):
             EpisodeRunner(Stubborn, episode_timeout_s=limit_s)
+
+
+# --- mistakes that are named ----------------------------------------------------------------------------------------------
+
+
+@virtually
+async def test_episode_failure_log_names_file_and_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def workflow(item: int) -> int:
+        if item == 1:
+            raise KeyError("answer")
+        return item
+
+    await EpisodeRunner(workflow).prepare_batch(itertools.count(), 2)
+    (record,) = [each for each in caplog.records if "an episode failed" in each.getMessage()]
+    line = workflow.__code__.co_firstlineno + 2
+    assert record.getMessage() == f"an episode failed ({__file__}:{line} in workflow): KeyError: 'answer'"
+
+
+@virtually
+async def test_prepare_batch_exhausted_source(caplog: pytest.LogCaptureFixture) -> None:
+    async def workflow(item: int) -> int:
+        return item
+
+    runner, source = EpisodeRunner(workflow), iter(range(3))
+    sizes = []
+    for version in range(4):
+        runner.set_version(version)
+        sizes.append(len(await runner.prepare_batch(source, 2)))
+    assert sizes == [2, 1, 0, 0]
+    ended = [each.getMessage() for each in caplog.records if "the source of items has ended" in each.getMessage()]
+    assert len(ended) == 1, "it is logged once"
+    assert "this batch has 1 of 2 episodes, and later ones are empty. End the loop at an empty batch" in ended[0]
+    runner.set_version(4)
+    assert await runner.prepare_batch(iter(()), 2) == []
+    assert "this batch has 0 of 2 episodes" in caplog.records[-1].getMessage()
+
+
+def test_episode_runner_workflow_without_async() -> None:
+    def plain(item: int) -> int:
+        return item
+
+    def generator(item: int) -> Iterator[int]:
+        yield item
+
+    class NotAsync:
+        def __call__(self, item: int) -> int:
+            return item
+
+    for workflow in (plain, generator, functools.partial(plain, 1), NotAsync(), 7):
+        with pytest.raises(TypeError, match=r"the workflow .* is no async function; .* Define it with `async def`"):
+            EpisodeRunner(workflow)  # type: ignore[arg-type]
+
+
+@virtually
+async def test_episode_runner_workflows_that_return_awaitables() -> None:
+    async def workflow(item: int, more: int = 0) -> int:
+        return item + more
+
+    def annotated(item: int) -> Awaitable[int]:
+        return workflow(item)
+
+    for each in (
+        annotated,
+        lambda item: workflow(item),
+        functools.partial(workflow, more=0),
+        functools.wraps(workflow)(annotated),
+    ):
+        assert await EpisodeRunner(each).rollout_batch([1, 2]) == [1, 2]
+    with pytest.raises(TypeError, match=r"<lambda> returned 1; expected a coroutine. Define it with `async def`"):
+        await EpisodeRunner(lambda item: item).rollout_batch([1])
