@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from helmsman.api.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch as Batch
     from helmsman.api.cluster_config import ClusterConfig as ClusterConfig

@@ -22,6 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Inherited by every process that a test causes, also by those that left its process group or were adopted by init.
 os.environ[SESSION_ENV_VAR] = SESSION
 
+# Records and logs of the tests lie below TMPDIR, and not among those of the user's own runs.
+for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    os.environ.pop(_name, None)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest first, so that no process is left alone with one of them in the end."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import cloudpickle
+import msgspec
 import pytest
 
 import helmsman
+
+ROOT = Path(__file__).parent.parent
 
 PUBLIC = [
     "AxisSharding",
@@ -118,3 +125,31 @@ def test_unknown_name_is_an_attribute_error() -> None:
 def test_star_import_works_in_a_fresh_interpreter() -> None:
     code = "from helmsman import *; import helmsman; assert set(helmsman.__all__) <= set(globals())"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_version_is_written_once() -> None:
+    """pyproject.toml reads the version from the package, so an installed and a copied Helmsman agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "helmsman.api.version.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", helmsman.__version__)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["doctor", "--json"]])
+def test_command_line_runs_where_helmsman_is_not_installed(arguments: list[str], tmp_path: Path) -> None:
+    """Only PYTHONPATH leads to the sources, and no metadata of an installed package is there."""
+    for package in (msgspec, cloudpickle):
+        folder = Path(package.__file__).parent
+        (tmp_path / folder.name).symlink_to(folder)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "helmsman", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+    )
+    assert "PackageNotFoundError" not in done.stderr
+    assert done.stderr == ""
+    assert helmsman.__version__ in done.stdout

@@ -84,7 +84,8 @@ HelmsmanError
 │   ├── DeviceMismatchError               a process that does not see the devices that it was granted
 │   └── PlatformPicklingError (TypeError)
 ├── SchedulerClosedError
-└── ShutdownIncompleteError
+├── ShutdownIncompleteError
+└── UntrustedPathError (PermissionError)  a file or directory that another user can have put there
 
 To add an error: subclass the branch it belongs to, take fields as keyword-only arguments, pass the finished message and
 the fields to ``super().__init__``, put the next step for the user last, and give the test table in tests/api/test_errors.py a
@@ -1487,4 +1488,19 @@ class ShutdownIncompleteError(HelmsmanError):
             remaining=tuple(remaining),
             elapsed_s=elapsed_s,
             command=command,
+        )
+
+
+class UntrustedPathError(HelmsmanError, PermissionError):
+    """A file or directory that another user can have put there: nothing is written, read or removed through it."""
+
+    path: str
+    owner: str
+
+    def __init__(self, *, path: str, observed: str, expected: str, owner: str) -> None:
+        super().__init__(
+            f"{path} is not used: it is {observed} of {owner}, expected {expected}. Have it removed, or name another place: "
+            "log_dir for logs, else XDG_STATE_HOME, XDG_RUNTIME_DIR or TMPDIR.",
+            path=path,
+            owner=owner,
         )

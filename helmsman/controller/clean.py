@@ -1,31 +1,42 @@
-"""What runs have left behind whose controller was killed: found by their mark or tag, and removed.
+"""What runs have left behind whose controller was killed: found by their mark or tag, and removed. Old logs go, too.
 
 Every process that a run causes on a machine is the forkserver, a worker, Ray's own, or was started below one of these. It bears
 the run's id in its mark (see guardian.py) or in the environment with which it was started. A run counts as dead when its record
 is there and not locked.
 Processes of a run without a record belong to a controller on another machine, or one whose record was removed: they are
 listed, and ended only when the run is named.
+
+Only directories whose paths are made from a run's id are removed, and only real ones of this user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from helmsman.controller.runs import UP, RunRecord, forget_run, read_runs, user_dir
+from helmsman.api.environment import masked_command
+from helmsman.controller.runs import RUN_ID, UP, RunRecord, forget_run, log_dirs, read_runs
 from helmsman.rpc_server.guardian import TAG_VARIABLE, mark_of, process_table, wait_until
+from helmsman.rpc_server.safe_files import is_own_directory, remove_tree
+
+log = logging.getLogger(__name__)
+
+KEPT_RUNS = 20
+KEPT_S = 14 * 86400.0
+"""Logs in the default place are kept of this many runs at most, the newest, and for this long after their last change."""
 
 _END_S = 5.0
-_RUN_FOLDER = re.compile(r"helmsman-([0-9a-f]{10})-\w+")
+_SOCKET_FOLDER = re.compile(rf"helmsman-({RUN_ID.pattern})-\w+")
+_UP_FOLDER = re.compile(rf"hm-({RUN_ID.pattern})")
 
 
 class LeftProcess(msgspec.Struct, frozen=True):
@@ -45,47 +56,93 @@ class Leftover(msgspec.Struct, frozen=True):
 
     run_id: str
     state: str
-    """alive, dead, or unknown where there are processes and no record."""
+    """alive, dead, unknown where there are processes and no record, or ended where there are only logs."""
     record: RunRecord | None
     processes: list[LeftProcess]
     folders: list[str]
     """Sockets and the like; not the logs."""
+    logs: list[str] = []
+    """Log directories in the default place that are to be removed."""
 
 
-def leftovers(run_ids: Collection[str] = ()) -> list[Leftover]:
-    """What there is of the runs of this user on this machine, dead and alive; of ``run_ids`` alone where given."""
-    records = {record.run_id: (record, alive) for record, alive in read_runs()}
+def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()) -> list[Leftover]:
+    """What there is of the runs of this user on this machine, dead and alive.
+
+    Args:
+        run_ids: only these runs; all when empty.
+        logs: list the logs of all runs that have ended; otherwise only those that are kept no longer.
+        alive: runs that are known from elsewhere to be alive.
+
+    Returns: an entry per run.
+    """
+    records = {record.run_id: (record, lives) for record, lives in read_runs()}
     processes: dict[str, list[LeftProcess]] = {}
     for process in _marked():
         processes.setdefault(process.run_id, []).append(process)
     folders = _folders()
     found = []
     for run_id in dict.fromkeys([*records, *processes, *folders]):
-        if run_ids and run_id not in run_ids:
-            continue
-        record, alive = records.get(run_id, (None, False))
-        state = "alive" if alive else "dead" if record is not None or run_id not in processes else "unknown"
-        own = [record.log_dir] if record is not None and record.scheduler == UP and os.path.exists(record.log_dir) else []
-        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders.get(run_id, []) + own))
+        record, lives = records.get(run_id, (None, False))
+        state = "alive" if lives else "dead" if record is not None or run_id not in processes else "unknown"
+        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders.get(run_id, [])))
+    living = {*alive, *(left.run_id for left in found if left.state != "dead")}
+    removable = _removable_logs(everything=logs, living=living)
+    found = [msgspec.structs.replace(left, logs=removable.pop(left.run_id, [])) for left in found]
+    found += [Leftover(run_id, "ended", None, [], [], paths) for run_id, paths in removable.items()]
+    return [left for left in found if not run_ids or left.run_id in run_ids]
+
+
+def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, list[str]]:
+    """Default log directories by run; those that are kept no longer, or all, but none of a run that lives."""
+    oldest = time.time() - KEPT_S
+    found: dict[str, list[str]] = {}
+    for index, (run_id, path, changed) in enumerate(log_dirs()):
+        if run_id not in living and (everything or index >= KEPT_RUNS or changed < oldest):
+            found.setdefault(run_id, []).append(str(path))
     return found
+
+
+def remove_old_logs() -> None:
+    """Remove the logs that are kept no longer: of all but the newest KEPT_RUNS runs, and of those older than KEPT_S."""
+    if not _removable_logs(everything=False, living=()):
+        return  # before the process table is read, which takes longer
+    for left in leftovers():
+        if left.state == "ended":
+            for problem in remove(left):
+                log.info("old logs stay: %s", problem)
 
 
 def _folders() -> dict[str, list[str]]:
-    """This user's folders of sockets, by run. One without record and processes is nobody's: a run writes its record first."""
+    """This user's folders of sockets, and of what Ray writes under ``helmsman up``, by run. One without record and processes is
+    left over: a run writes its record first."""
     found: dict[str, list[str]] = {}
-    for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
-        match = _RUN_FOLDER.fullmatch(path.name)
-        with contextlib.suppress(OSError):
-            if match and path.stat().st_uid == os.getuid():
-                found.setdefault(match.group(1), []).append(str(path))
+    places = [(Path(tempfile.gettempdir()), _SOCKET_FOLDER), *((place, _UP_FOLDER) for place in up_places(os.environ))]
+    for place, pattern in places:
+        with contextlib.suppress(OSError):  # such as a place that does not exist
+            for path in sorted(place.iterdir()):
+                match = pattern.fullmatch(path.name)
+                if match and is_own_directory(path):
+                    found.setdefault(match[1], []).append(str(path))
     return found
 
 
-def remove(left: Leftover, *, logs: bool = False) -> list[str]:
-    """End the processes of a run and remove its folders and record; returns what could not be, a line each.
+def up_places(environ: Mapping[str, str]) -> list[Path]:
+    """Where ``helmsman up`` puts the folders of its runs: the first of these where Ray's sockets fit."""
+    named = [os.path.abspath(each) for each in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if each]
+    places = [Path(each) for each in (*named, "/tmp")]
+    # What runs on the cluster of a run has that run's folder as RAY_TMPDIR.
+    return list(dict.fromkeys(place.parent if _UP_FOLDER.fullmatch(place.name) else place for place in places))
 
-    Args:
-        logs: remove its logs, too, where they are in the default place.
+
+def up_folder(place: Path, run_id: str) -> Path:
+    """The folder of a run of ``helmsman up``."""
+    return place / f"hm-{run_id}"
+
+
+def remove(left: Leftover) -> list[str]:
+    """End the processes of a run and remove its folders, its record and the logs that it lists.
+
+    Returns: what could not be removed, a line each.
     """
     problems: list[str] = []
     targets = {process.pid: process for process in left.processes}
@@ -103,15 +160,29 @@ def remove(left: Leftover, *, logs: bool = False) -> list[str]:
         for process in targets.values()
         if _lives(process)
     ]
-    for folder in left.folders:
-        shutil.rmtree(folder, ignore_errors=True)
-        if os.path.exists(folder):
-            problems.append(f"{folder} cannot be removed; rm -r {folder}")
-    if logs and left.record is not None and Path(left.record.log_dir) == user_dir() / left.run_id:
-        shutil.rmtree(left.record.log_dir, ignore_errors=True)
-    if not problems:
+    for folder in (*left.folders, *left.logs):
+        try:
+            remove_tree(folder)
+        except FileNotFoundError:
+            continue  # removed by another process meanwhile
+        except OSError as error:
+            problems.append(f"{folder} cannot be removed: {error}")
+    if (elsewhere := _elsewhere(left)) is not None:
+        problems.append(
+            f"{elsewhere} is not removed: it lies where neither RAY_TMPDIR nor TMPDIR points, and no path from a record is "
+            f"trusted. RAY_TMPDIR={elsewhere.parent} helmsman clean --run {left.run_id} removes it"
+        )
+    if not problems and left.record is not None:
         forget_run(left.run_id)
     return problems
+
+
+def _elsewhere(left: Leftover) -> Path | None:
+    """The folder of a run of ``helmsman up`` that was started with another RAY_TMPDIR."""
+    if left.record is None or left.record.scheduler != UP:
+        return None
+    path = Path(left.record.log_dir)
+    return path if path.name == f"hm-{left.run_id}" and str(path) not in left.folders and is_own_directory(path) else None
 
 
 def _marked() -> Iterator[LeftProcess]:
@@ -123,7 +194,8 @@ def _marked() -> Iterator[LeftProcess]:
             if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
                 run_id, of = mark.run_id, f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
             if run_id and os.stat(f"/proc/{row.pid}").st_uid == os.getuid():
-                command = Path(f"/proc/{row.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                arguments = Path(f"/proc/{row.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                command = masked_command(arguments).strip()
                 yield LeftProcess(row.pid, row.started, run_id, _worker_of(of), command[:120])
 
 
@@ -181,4 +253,5 @@ def describe(left: Leftover) -> list[str]:
         f"run {left.run_id}: {left.state}{who}",
         *(f"  process {process.pid} of {process.of}: {process.command}" for process in left.processes),
         *(f"  folder {folder}" for folder in left.folders),
+        *(f"  logs {path}" for path in left.logs),
     ]

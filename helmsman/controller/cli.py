@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import logging
 import os
 import sys
@@ -16,9 +15,10 @@ import msgspec
 from helmsman.api.errors import HelmsmanError
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job
+from helmsman.api.version import __version__
 from helmsman.controller.advice import advise
 from helmsman.controller.bootstrap.up import add_command as add_up
-from helmsman.controller.clean import Leftover, age, describe, leftovers, remove
+from helmsman.controller.clean import age, describe, leftovers, remove
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.doctor import diagnose, skew_s
 from helmsman.controller.environment import forwarding_report
@@ -26,7 +26,7 @@ from helmsman.controller.jobs_file import load_cluster, load_jobs
 from helmsman.controller.node_checks import HEAD_PORTS, Observed, observe
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.resources import ACCELERATORS
-from helmsman.controller.runs import read_runs
+from helmsman.controller.runs import read_runs, refused_places
 
 OK, NO, USAGE = 0, 1, 2
 """Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="helmsman", description="Clusters, plans, environments and leftovers of Helmsman runs."
     )
-    parser.add_argument("--version", action="version", version=f"helmsman {importlib.metadata.version('helmsman')}")
+    parser.add_argument("--version", action="version", version=f"helmsman {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     plan = commands.add_parser("plan", help="where jobs would go, or what is missing; starts nothing")
@@ -87,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     runs = commands.add_parser("runs", help="the runs of this user on this machine")
     runs.set_defaults(run=_runs)
 
-    clean = commands.add_parser("clean", help="end and remove what runs have left whose controller was killed")
+    clean = commands.add_parser("clean", help="end and remove what killed runs have left, and old logs")
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     clean.add_argument("--run", action="append", default=[], dest="run_ids", metavar="ID", help="this run alone (repeatable)")
-    clean.add_argument("--logs", action="store_true", help="remove the logs of these runs, too")
+    clean.add_argument("--logs", action="store_true", help="remove the logs of all runs that have ended, too")
     clean.add_argument("--address", help="on every node of this Ray cluster instead of this machine")
     clean.set_defaults(run=_clean)
     return parser
@@ -228,26 +228,29 @@ def _runs(options: argparse.Namespace) -> int:
         state = "alive" if alive else "dead"
         rows.append((record.run_id, state, str(record.pid), since, record.scheduler, record.command[:60]))
     print(_table(rows))
-    return OK
+    refused = refused_places()
+    for _, reason in refused:
+        print(f"helmsman: {reason}", file=sys.stderr)
+    return NO if refused else OK
 
 
 def _clean(options: argparse.Namespace) -> int:
     if options.address:
         return _clean_cluster(options)
-    found = leftovers(options.run_ids)
-    return _report(_clean_here(found, options.run_ids, options.dry_run, options.logs), options)
+    return _report(_clean_here(options.run_ids, options.dry_run, options.logs), options)
 
 
 def _clean_here(
-    found: Sequence[Leftover], run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = ()
+    run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = (), alive: Sequence[str] = ()
 ) -> list[tuple[str, list[str], list[str]]]:
     """(what is done, lines about it, problems) for each run of this machine.
 
     Args:
         dead: runs whose controller is known from elsewhere to be dead.
+        alive: runs whose controller is known from elsewhere to be alive.
     """
-    told = []
-    for left in found:
+    told = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
+    for left in leftovers(run_ids, logs=logs, alive=alive):
         named = left.run_id in run_ids
         if left.state == "alive":
             if named:
@@ -259,7 +262,7 @@ def _clean_here(
         elif dry_run:
             told.append(("would be removed", describe(left), []))
         else:
-            told.append(("removed", describe(left), remove(left, logs=logs)))
+            told.append(("removed", describe(left), remove(left)))
     return told
 
 
@@ -296,14 +299,8 @@ def _clean_cluster(options: argparse.Namespace) -> int:
     found = [left for each in everywhere(leftovers, options.run_ids).values() for left in each]
     alive = {left.run_id for left in found if left.state == "alive"}
     dead = sorted({left.run_id for left in found if left.state == "dead"} - alive)
-    done = everywhere(_clean_node, options.run_ids, options.dry_run, options.logs, dead)
+    done = everywhere(_clean_here, options.run_ids, options.dry_run, options.logs, dead, sorted(alive))
     return max(_report(told, options, f"{nodes[node_id]}: ") for node_id, told in done.items())
-
-
-def _clean_node(
-    run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str]
-) -> list[tuple[str, list[str], list[str]]]:
-    return _clean_here(leftovers(run_ids), run_ids, dry_run, logs, dead)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -24,8 +25,10 @@ from helmsman.controller.loop import run_sync, submit
 from helmsman.controller.ray_forks import RayForks
 from helmsman.controller.ray_life import CORE, EmbeddedRay, newest_log, tail_without_dumps
 from helmsman.controller.ray_start import RayStart
+from helmsman.controller.runs import make_log_dir
 from helmsman.rpc_server import ray_exec
 from helmsman.rpc_server.guardian import TAG_VARIABLE, descendants, guard, process_table
+from helmsman.rpc_server.safe_files import remove_tree
 
 T = TypeVar("T")
 
@@ -253,7 +256,7 @@ _forks: list[RayForks] = []
 def _forked_workers(run_id: str, log_dir: Path, preload: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Within it, a cluster is started whose workers are forked."""
     try:
-        log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_log_dir(log_dir, run_id)
         forks = RayForks(run_id, log_dir / "ray_forkserver.log", preload)
     except OSError as error:
         log.info("Ray starts its workers by itself, as no fork server could be started: %s", error)
@@ -390,15 +393,18 @@ def current() -> EmbeddedRay | None:
     return _current
 
 
-async def end_current(limit_s: float) -> None:
-    """Disconnect this process from Ray; an embedded one ends."""
-    await (end_embedded_ray(limit_s) if _current is None else _current.end(limit_s))
+async def end_current(limit_s: float, *, keep_session: bool) -> None:
+    """Disconnect this process from Ray; an embedded one ends, as in end_embedded_ray."""
+    if _current is None:
+        await end_embedded_ray(limit_s, keep_session)
+    else:
+        await _current.end(limit_s, keep_session=keep_session)
 
 
 def forget_lost() -> None:
     """Disconnect this process from an embedded Ray that is lost, so that it can start another."""
     if _current is not None and _current.loss is not None:
-        run_sync(_current.end(_END_S))
+        run_sync(_current.end(_END_S, keep_session=True))
 
 
 def has_started_its_cluster() -> bool:
@@ -420,8 +426,20 @@ def is_own_node(node_id: str) -> bool:
     return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)
 
 
-async def end_embedded_ray(limit_s: float) -> None:
-    """Shut the embedded cluster down; its processes are killed if that takes longer than ``limit_s`` seconds."""
+def script_is_failing() -> bool:
+    """Whether an exception is on its way through this thread, or has ended the script."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
+
+
+async def end_embedded_ray(limit_s: float, keep_session: bool) -> None:
+    """Shut the embedded cluster down; its processes are killed if that takes longer than a limit.
+
+    Args:
+        limit_s: seconds for Ray to shut down in order.
+        keep_session: keep the directory of Ray's session with its logs, as for a run that fails. One that did not shut down in
+            order is kept in any case.
+    """
     import ray
     from ray._private import worker
 
@@ -431,13 +449,36 @@ async def end_embedded_ray(limit_s: float) -> None:
         _end_forks()
         return
     node: Any = worker._global_node
+    session = _own_session(node)
     try:
         await _alone(ray.shutdown, limit_s=limit_s)
     except TimeoutError:
+        keep_session = True
         log.warning("Ray did not shut down within %g s; its processes are killed", limit_s)
         if node is not None:  # private, as there is no public way to end the processes that ray.init started
             await _alone(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=5.0)
     _end_forks()
+    if session is not None and not keep_session:
+        _remove_session(session)
+
+
+def _own_session(node: Any) -> Path | None:
+    """The directory of the session that this process has started; None where it has joined another's."""
+    if node is None or not node.is_head():
+        return None
+    path = Path(node.get_session_dir_path())
+    return path if re.fullmatch(rf"session_[0-9_-]+_{os.getpid()}", path.name) else None
+
+
+def _remove_session(path: Path) -> None:
+    latest = path.parent / "session_latest"
+    with contextlib.suppress(OSError):  # Ray does not replace a link that leads nowhere, so that it would stay for ever
+        if os.readlink(latest) == str(path):
+            latest.unlink()
+    try:
+        remove_tree(path)
+    except OSError as error:
+        log.info("the directory of Ray's session stays: %s", error)
 
 
 async def _alone(function: Callable[[], None], *, limit_s: float) -> None:

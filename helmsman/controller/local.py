@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
@@ -25,6 +24,7 @@ from helmsman.controller.loop import await_all, in_thread
 from helmsman.controller.one_machine import ADDRESS, OneMachine, without_selectors
 from helmsman.controller.places import Place
 from helmsman.controller.processes import ForkServer, ForkServerGoneError
+from helmsman.controller.runs import make_log_dir
 from helmsman.controller.transport import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
 from helmsman.rpc_server.auth import connect
 from helmsman.rpc_server.codec import Payload
@@ -35,6 +35,7 @@ from helmsman.rpc_server.handles import HandleStore, SegmentStore
 from helmsman.rpc_server.messages import Reply
 from helmsman.rpc_server.oom import oom_count, oom_kills_since
 from helmsman.rpc_server.pulse import find_page, observe
+from helmsman.rpc_server.safe_files import remove_tree
 
 
 class LocalScheduler(SchedulerBase):
@@ -114,7 +115,7 @@ class LocalScheduler(SchedulerBase):
                 await self._sweep()  # it was killed, and its workers with it; new ones get another
                 self._server = None
             if self._server is None or self._run_dir is None:
-                self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_log_dir(self._log_dir, self.run_id)
                 self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run_id}-"))
                 self._server = await ForkServer.start(
                     self.run_id, self._run_dir, self._log_dir / "forkserver.log", self._preload
@@ -160,7 +161,8 @@ class LocalScheduler(SchedulerBase):
         if self._server is not None:
             await self._server.stop(self.timeouts.shutdown_s)
         if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the forkserver removes it, too
+                remove_tree(self._run_dir)
 
 
 class LocalProcess:

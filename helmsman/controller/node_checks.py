@@ -17,7 +17,9 @@ from typing import Literal
 
 import msgspec
 
+from helmsman.api.environment import masked
 from helmsman.api.errors import LauncherError
+from helmsman.api.version import __version__
 from helmsman.controller.devices import detect_devices
 from helmsman.controller.launchers import ALONE, identify_node
 from helmsman.rpc_server.segments import HAS_SEGMENTS, can_reuse
@@ -27,7 +29,7 @@ State = Literal["ok", "warn", "bad"]
 HEAD_PORTS = (6379, 6380)
 """What a head listens on unless it is told otherwise: its Ray, and its supervisor."""
 
-_PACKAGES = ("helmsman", "ray", "torch", "transformers", "vllm")
+_PACKAGES = ("ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 _FILES_WANTED = 65_536
 OBJECT_STORE_SHARE = 0.3
@@ -88,7 +90,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Of those that were tried, with the reason why they cannot be had."""
     tried_ports: Sequence[int]
     proxies: Mapping[str, str]
-    """Variables that make gRPC go by a proxy."""
+    """Variables that make gRPC go by a proxy; secrets masked."""
     no_proxy: str
     segments: Literal["reused", "fresh", "none"]
     """Whether large values travel in shared memory, and in memory that is used again."""
@@ -132,7 +134,7 @@ def observe(
         address=address_towards(head or ""),
         launcher=launcher,
         launcher_error=launcher_error,
-        versions={name: _version(name) for name in _PACKAGES},
+        versions={"helmsman": __version__, **{name: _version(name) for name in _PACKAGES}},
         python=platform.python_version(),
         kernel=f"{platform.system()} {platform.release()}",
         cpus=os.cpu_count() or 1,
@@ -149,7 +151,7 @@ def observe(
         temp_free=_space(temp_dir)[1],
         busy_ports={port: reason for port in ports if (reason := _why_busy(port))},
         tried_ports=list(ports),
-        proxies={name: value for name, value in sorted(environ.items()) if name.lower() in _PROXIES and value},
+        proxies={name: masked(name, value) for name, value in sorted(environ.items()) if name.lower() in _PROXIES and value},
         no_proxy=environ.get("no_proxy") or environ.get("NO_PROXY") or "",
         segments=("reused" if can_reuse() else "fresh") if HAS_SEGMENTS else "none",
         clock=time.time(),

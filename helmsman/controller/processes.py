@@ -18,6 +18,7 @@ from helmsman.rpc_server import guardian
 from helmsman.rpc_server.driver_watch import NO_PIDFD, pidfd_of_this_process
 from helmsman.rpc_server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
 from helmsman.rpc_server.frames import FrameReader, pack_length
+from helmsman.rpc_server.safe_files import open_log
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); run_id, *args = sys.argv[2:]; "
@@ -54,7 +55,7 @@ class ForkServer(asyncio.Protocol):
     async def start(cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
         """Start it; it answers once its modules are imported."""
         ours, theirs = socket.socketpair()
-        with theirs, pidfd_of_this_process() as driver, log_path.open("ab") as log:
+        with theirs, pidfd_of_this_process() as driver, os.fdopen(open_log(log_path, run_id), "ab") as log:
             # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its workers in order.
             arguments = [run_id, str(theirs.fileno()), str(driver), str(run_dir), ",".join(preload)]
             process = subprocess.Popen(  # noqa: ASYNC220 - a start is a few milliseconds, once in a run

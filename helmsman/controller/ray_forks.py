@@ -23,6 +23,7 @@ from helmsman.rpc_server import ray_fork_client
 from helmsman.rpc_server.driver_watch import pidfd_of_this_process
 from helmsman.rpc_server.environment import absolute_search_path
 from helmsman.rpc_server.guardian import TAG_VARIABLE
+from helmsman.rpc_server.safe_files import open_log
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class RayForks:
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
             theirs,
             pidfd_of_this_process() as driver,
-            log_path.open("ab") as output,
+            os.fdopen(open_log(log_path, run_id), "ab") as output,
         ):
             listener.bind(f"\0{self._name}")  # in the kernel's abstract namespace, where nothing has to be removed
             listener.listen(1024)  # before it serves, so that nobody is turned away who comes early

@@ -31,14 +31,15 @@ class EmbeddedRay:
     Args:
         processes: its processes by name, for those in CORE.
         logs: the folder of their logs.
-        tear_down: calls unwatch, disconnects this process from Ray and ends what is left of it; run once.
+        tear_down: calls unwatch, disconnects this process from Ray and ends what is left of it; run once. It is given a limit in
+            seconds, and whether to keep the directory of Ray's session.
     """
 
     def __init__(
         self,
         processes: Mapping[str, subprocess.Popen[bytes]],
         logs: Path,
-        tear_down: Callable[[float], Coroutine[Any, Any, None]],
+        tear_down: Callable[[float, bool], Coroutine[Any, Any, None]],
     ) -> None:
         self._logs = logs
         self._tear_down = tear_down
@@ -103,16 +104,21 @@ class EmbeddedRay:
         if self._error is not None:
             raise ClusterLostError(**self._error)
 
-    async def end(self, limit_s: float) -> None:
-        """End it, and wait for that at most ``limit_s`` seconds. Idempotent."""
-        ending = self._begin_end(limit_s)
+    async def end(self, limit_s: float, *, keep_session: bool) -> None:
+        """End it, and wait for that. Idempotent.
+
+        Args:
+            limit_s: seconds for Ray to shut down in order; this waits at most twice as long.
+            keep_session: keep the directory of its session with its logs.
+        """
+        ending = self._begin_end(limit_s, keep_session)
         await asyncio.wait([ending], timeout=2 * limit_s)
         if ending.done():
             ending.result()
 
-    def _begin_end(self, limit_s: float = 4.0) -> asyncio.Task[None]:
+    def _begin_end(self, limit_s: float = 4.0, keep_session: bool = True) -> asyncio.Task[None]:
         if self._ending is None:
-            self._ending = asyncio.get_running_loop().create_task(self._tear_down(limit_s))
+            self._ending = asyncio.get_running_loop().create_task(self._tear_down(limit_s, keep_session))
         return self._ending
 
     # --- what waits for it ------------------------------------------------------------------------------------------

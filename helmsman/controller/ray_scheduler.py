@@ -35,6 +35,7 @@ from helmsman.controller.embedded_ray import (
     forget_lost,
     is_own_node,
     outliving_the_raylet,
+    script_is_failing,
 )
 from helmsman.controller.loop import await_all
 from helmsman.controller.places import Place, in_device_order
@@ -335,11 +336,15 @@ class RayScheduler(SchedulerBase):
                     found[worker_id] = Leaving(reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s)
         return found
 
+    def close(self) -> None:
+        self._is_failing = script_is_failing()
+        super().close()
+
     async def _sweep(self) -> None:
         if self._ray is not None and self._owns_ray:
-            await self._ray.end(self.timeouts.shutdown_s / 2)
+            await self._ray.end(self.timeouts.shutdown_s / 2, keep_session=self._is_failing)
         elif self._owns_ray:
-            await end_embedded_ray(self.timeouts.shutdown_s / 2)
+            await end_embedded_ray(self.timeouts.shutdown_s / 2, self._is_failing)
 
 
 async def _kill_all(workers: Sequence[RayTransport]) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts, Worker
 from helmsman.controller.admission import busy, require_feasible
 from helmsman.controller.arguments import checked
+from helmsman.controller.clean import remove_old_logs
 from helmsman.controller.client import WorkerClient
 from helmsman.controller.cluster_snapshot import ClusterSnapshot
 from helmsman.controller.colocation import targets_first, tile
@@ -34,7 +34,7 @@ from helmsman.controller.loop import await_all, forbid_blocking, run_sync
 from helmsman.controller.places import Place
 from helmsman.controller.planner import plan_jobs
 from helmsman.controller.running import Role, by_id, not_found, rank_of, stop_roles
-from helmsman.controller.runs import RunLock, default_log_dir
+from helmsman.controller.runs import RunLock, default_log_dir, new_run_id
 from helmsman.rpc_server.messages import Verb, WorkerConfig, WorkerIdentity
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RoleBook(Scheduler):
 
     def __init__(self, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None) -> None:
         self.timeouts = timeouts or Timeouts()
-        self.run_id = uuid.uuid4().hex[:10]
+        self.run_id = new_run_id()
         self._seed = seed
         self._log_dir = Path(log_dir).absolute() if log_dir is not None else default_log_dir(self.run_id)
         self._roles: dict[str, Role] = {}
@@ -69,6 +69,7 @@ class RoleBook(Scheduler):
         _books.add(self)
         self._platform_guard = self._guard_platform()
         self._record = self._open_record()
+        remove_old_logs()
         atexit.register(self.close)
 
     # --- hooks ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from helmsman.api import errors
 from helmsman.rpc_server.codec import Payload
 from helmsman.rpc_server.frames import RequestFrame, encode_frame
 from helmsman.rpc_server.messages import ENGINE_WORK, Reply, Request, Verb, dotted
+from helmsman.rpc_server.safe_files import open_regular
 from helmsman.rpc_server.segments import ShmSegment
 from helmsman.rpc_server.wire_payload import INLINE_BYTES, to_wire
 
@@ -177,7 +178,7 @@ def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> st
     Returns: the lines; '' when the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             size = file.seek(0, 2)
             file.seek(max(start if start <= size else 0, size - 64 * 1024))
             lines = file.read().decode(errors="replace").splitlines()

@@ -10,12 +10,12 @@ it ends all workers with their families, removes the run's folder and exits. Whe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -30,6 +30,7 @@ from helmsman.rpc_server.environment import extend_search_path
 from helmsman.rpc_server.frames import FrameReader, pack_length
 from helmsman.rpc_server.local_server import listen, serve_worker
 from helmsman.rpc_server.messages import WorkerIdentity
+from helmsman.rpc_server.safe_files import open_log, remove_tree
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -63,7 +64,7 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotSpawned(msgspec.Struct, frozen=True, tag=True):
-    """The operating system refused a worker's socket or process."""
+    """A worker's log cannot be opened, or the operating system refused its socket or process."""
 
     socket_path: str
     """Of its order."""
@@ -139,11 +140,16 @@ class _ForkServer:
         gc.freeze()
         me = os.getpid()
         try:
-            with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
-                pid = os.fork()
-                if pid == 0:
-                    inherited = [self._channel.fileno(), self._wake_read, self._wake_write]
-                    _become_worker(order, listener, inherited + ([self._driver] if self._driver != NO_PIDFD else []), me)
+            log = open_log(order.identity.log_path, order.identity.run_id)  # before the fork, so that a failure is told
+            try:
+                with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
+                    pid = os.fork()
+                    if pid == 0:
+                        inherited = [self._channel.fileno(), self._wake_read, self._wake_write]
+                        inherited += [self._driver] if self._driver != NO_PIDFD else []
+                        _become_worker(order, listener, log, inherited, me)
+            finally:
+                os.close(log)
         except OSError as error:
             self._tell(NotSpawned(order.socket_path, str(error)))
             return
@@ -175,7 +181,8 @@ class _ForkServer:
             guardian.end_family(pid, tag)
         me = os.getpid()
         guardian.wait_until(lambda: not self._kill_descendants(me), 5.0)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the controller removes it, too
+            remove_tree(self._run_dir)
 
     def _kill_descendants(self, me: int) -> bool:
         while True:
@@ -207,7 +214,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int], parent: int) -> None:
+def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: list[int], parent: int) -> None:
     """The child's side of the fork; never returns."""
     code = 1
     try:
@@ -221,7 +228,7 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int], 
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if os.getppid() != parent:
             os._exit(1)  # the forkserver died before the line above
-        _redirect_output(order.identity.log_path)
+        _redirect_output(log)
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
@@ -238,11 +245,10 @@ def _become_worker(order: Spawn, listener: socket.socket, inherited: list[int], 
         os._exit(code)
 
 
-def _redirect_output(log_path: str) -> None:
-    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+def _redirect_output(log: int) -> None:
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)

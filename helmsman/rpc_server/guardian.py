@@ -265,18 +265,19 @@ def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
     """What the guardian recorded of a worker's end: {"exit_code", "exit_signal"}; None while there is nothing of this process,
     whose predecessor may have had the same log."""
     try:
-        with open(record_path(log_path)) as file:
+        with open(os.open(record_path(log_path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             record = dict(json.load(file))
     except (OSError, ValueError):
         return None
     return record if record.pop("pid", None) == pid else None
 
 
-def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, tracker_fd: int) -> None:
+def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int) -> None:
     """Wait for a process to end, record its exit status, and end its family. The guardian's whole life.
 
     Args:
         log_path: beside which its end is recorded; '' for nowhere.
+        folder: a descriptor of the log's directory, held since the worker has opened its log there.
         tracker_fd: the pipe to the tracker of shared memory, which is started when the first bytes arrive.
     """
     waiting = select.poll()
@@ -292,7 +293,7 @@ def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, tracker_fd: int)
                 _start_tracker(tracker_fd)
             os.close(tracker_fd)
     if log_path:
-        _record(worker_pid, pidfd, log_path)
+        _record(worker_pid, pidfd, log_path, folder)
     end_family(worker_pid, tag)
 
 
@@ -303,14 +304,16 @@ def _start_tracker(fd: int) -> None:
     subprocess.Popen([sys.executable, "-I", "-S", "-c", program], stdin=subprocess.DEVNULL, pass_fds=[fd])
 
 
-def _record(worker_pid: int, pidfd: int, log_path: str) -> None:
+def _record(worker_pid: int, pidfd: int, log_path: str, folder: int) -> None:
     status = exit_status_of(worker_pid, pidfd)
     code, number = split_status(status) if status is not None else (None, None)
-    temporary = f"{record_path(log_path)}.{os.getpid()}"
+    name = os.path.basename(record_path(log_path))
+    temporary = f"{name}.{os.getpid()}"
     try:
-        with open(temporary, "w") as file:
+        made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        with open(made, "w") as file:
             json.dump({"pid": worker_pid, "exit_code": code, "exit_signal": number}, file)
-        os.replace(temporary, record_path(log_path))
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError as error:  # the log folder has gone; the family must end all the same
         print(f"guardian of {worker_pid}: no record at {log_path}: {error}", file=sys.stderr)
 
@@ -354,8 +357,10 @@ if __name__ == "__main__":
         signal.signal(_number, signal.SIG_IGN)
     _set_mark(resource.RLIM_INFINITY)  # it belongs to no family, also where the worker's driver is in a worker itself
     _pidfd = os.pidfd_open(int(sys.argv[1]))  # before the worker goes on, so that its end cannot come first
+    _log_path = sys.argv[3]
+    _folder = os.open(os.path.dirname(_log_path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if _log_path else -1
     if os.fork():
         os._exit(0)  # an orphan from here on: a Ray worker that ends in order kills its direct children before it does
     _tracker_fd = os.dup(sys.stdin.fileno())
     sys.stdin.close()  # the tracker alone is to read from it
-    watch(int(sys.argv[1]), _pidfd, sys.argv[2], sys.argv[3], _tracker_fd)
+    watch(int(sys.argv[1]), _pidfd, sys.argv[2], _log_path, _folder, _tracker_fd)

@@ -10,7 +10,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,6 +28,7 @@ from helmsman.rpc_server.messages import Reply, WorkerIdentity
 from helmsman.rpc_server.observer import start_observer
 from helmsman.rpc_server.oom import OomCount, oom_count
 from helmsman.rpc_server.pulse import Pulse
+from helmsman.rpc_server.safe_files import open_log
 from helmsman.rpc_server.segments import SegmentLocation, can_attach
 from helmsman.rpc_server.threads import share_interpreter
 from helmsman.rpc_server.tls import server_tls
@@ -176,9 +176,9 @@ class RayRPCServer:
 
         Returns: bytes that earlier processes have written to its log.
         """
-        Path(identity.log_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        log = open_log(identity.log_path, identity.run_id)
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
-        log_start = _redirect_output(identity.log_path)
+        log_start = _redirect_output(log)
         faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
         share_interpreter()
         # Unique per process: the guardian must not take a successor of the same name for the family of this one.
@@ -352,15 +352,14 @@ class RayRPCServer:
         return await self._ask(message, payload)
 
 
-def _redirect_output(log_path: str) -> int:
-    """Append the output of this process to a file; returns how many bytes that had."""
-    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    log_start = os.fstat(fd).st_size
+def _redirect_output(log: int) -> int:
+    """Append the output of this process to an open file; returns how many bytes it had."""
+    log_start = os.fstat(log).st_size
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     return log_start

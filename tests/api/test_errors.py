@@ -484,6 +484,13 @@ ROWS = [
     Row(errors.PlatformPicklingError(name="cuda"), ("cuda",), "inside the worker instead"),
     Row(errors.SchedulerClosedError(operation="call_engine"), ("call_engine", "closed"), "Make a new scheduler"),
     Row(
+        errors.UntrustedPathError(
+            path="/tmp/helmsman-ada", observed="a directory", expected="a directory of ada", owner="mallory (uid 1002)"
+        ),
+        ("/tmp/helmsman-ada", "a directory of mallory (uid 1002)", "expected a directory of ada"),
+        "XDG_STATE_HOME",
+    ),
+    Row(
         errors.ShutdownIncompleteError(operation="close()", remaining=["pid 1", "pid 2"], elapsed_s=10, command="kill 1 2"),
         ("close()", "2 thing(s)", "pid 1; pid 2", "10.0 s"),
         "Remove them with: kill 1 2",

@@ -133,7 +133,7 @@ class Nodes:
         """Start a node."""
         name = f"{rank}-{len(self.started)}"
         fields: dict[str, Any] = {
-            "run_id": secrets.token_hex(6),
+            "run_id": secrets.token_hex(5),
             "count": self.count,
             "control_port": self.port if self.count > 1 else 0,
             "command": self.waiting_script(),

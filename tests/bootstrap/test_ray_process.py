@@ -29,7 +29,7 @@ MakeRay = Callable[..., RayProcess]
 
 @pytest.fixture
 def tag() -> str:
-    return f"{secrets.token_hex(6)}/up"
+    return f"{secrets.token_hex(5)}/up"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helmsman.api.environment import MASK
 from helmsman.api.errors import UnfitNodeError
 from helmsman.controller.bootstrap.settings import (
     GIB,
@@ -111,6 +112,16 @@ def test_what_is_set_is_shown_with_its_source_and_reason() -> None:
         ["your environment", "of B"],
         ["--env", "of C"],
     ]
+
+
+def test_shown_masks_secrets() -> None:
+    lines = shown([Setting("HF_TOKEN", "hunter2", "--env"), Setting("B", "http://me:hunter2@host", "--env")])
+    assert [line.split()[0] for line in lines.splitlines()] == [f"HF_TOKEN={MASK}", f"B=http://{MASK}@host"]
+
+
+def test_parse_variables_masks_the_value_of_a_wrong_name() -> None:
+    with pytest.raises(UnfitNodeError, match=re.escape("--env 'MY-TOKEN=***' is not NAME=VALUE")):
+        parse_variables(["MY-TOKEN=hunter2"])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.environment import MASK, EnvironmentVariable
+from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
@@ -93,14 +93,25 @@ def test_each_variable_is_told_with_who_set_it(
         assert found["HELMSMAN_WORKER_TAG"].source == "helmsman"
 
 
-def test_secrets_do_not_leave_the_worker(scheduler: Scheduler, role: str) -> None:
-    secrets = {"CONTRACT_TOKEN": "hunter2", "CONTRACT_URL": "http://me:hunter2@host/", "CONTRACT_API_KEY": "hunter2"}
+def test_secrets_do_not_leave_the_worker(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
+    secrets = {
+        "CONTRACT_TOKEN": "hunter2",
+        "CONTRACT_URL": "http://me:hunter2@host/",
+        "CONTRACT_API_KEY": "hunter2",
+        "CONTRACT_CREDS": "hunter2",
+        "CONTRACT_LICENCE": "hunter2",
+        "CONTRACT_PEM": "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n",
+    }
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=secrets)]))
     found = described(scheduler, worker)
     assert {name: found[name].value for name in secrets} == {
         "CONTRACT_TOKEN": MASK,
         "CONTRACT_URL": f"http://{MASK}@host/",
         "CONTRACT_API_KEY": MASK,
+        "CONTRACT_CREDS": MASK,
+        "CONTRACT_LICENCE": MASK,
+        "CONTRACT_PEM": f"{MASK}\n",
     }
     assert "hunter2" not in str(found)
     engine = Engine.create(scheduler, worker, Counter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helmsman.api.environment import MASK, EnvironmentVariable, masked
+from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable, masked, masked_command
 from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller.environment import (
     THREAD_VARIABLES,
@@ -92,6 +92,7 @@ def test_what_the_spec_says_wins_over_everything() -> None:
     [
         *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MYSQL_PWD", "db_password"),
         *("GOOGLE_APPLICATION_CREDENTIALS", "RAY_AUTH_TOKEN", "SSH_PRIVATE_KEY", "SLACK_WEBHOOK", "OPENAI_APIKEY", "X_PASSWD"),
+        *("MY_CREDS", "CREDS", "DB_PASS", "REDISCLI_AUTH", "GITHUB_PAT", "SIGNING_KEYS", "my-api-key", "SERVICE_JWT"),
     ],
 )
 def test_a_secret_is_known_by_its_name(name: str) -> None:
@@ -99,7 +100,9 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
     assert masked(name, "") == "", "that it is empty is worth knowing"
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "PWD", "NCCL_DEBUG", "PATH", "KEYBOARD", "MONKEY_ISLAND"])
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "PWD", "NCCL_DEBUG", "PATH", "KEYBOARD", "MONKEY_ISLAND", "SSH_AUTH_SOCK", "SSH_ASKPASS"]
+)
 def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
     assert masked(name, "value") == "value"
 
@@ -113,6 +116,9 @@ def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
         ("a=http://u:p@h,b=ftp://v:q@i", f"a=http://{MASK}@h,b=ftp://{MASK}@i"),
         ("authorization=Bearer abc.def", f"authorization=Bearer {MASK}"),
         ("host=db password=hunter2 port=1", f"host=db password={MASK} port=1"),
+        ('{"user": "me", "password": "hunter2"}', '{"user": "me", "password": "' + MASK + '"}'),
+        ("AccountName=x;AccountKey=abc/de==;E=1", f"AccountName=x;AccountKey={MASK};E=1"),
+        ("WANDB_API_KEY=hunter2,NCCL_DEBUG=INFO", f"WANDB_API_KEY={MASK},NCCL_DEBUG=INFO"),
         ("use hf_0123456789abcdefghij now", f"use {MASK} now"),
         ("http://host:80/path?at=me@home", "http://host:80/path?at=me@home"),
         ("expandable_segments:True,max_split_size_mb:128", "expandable_segments:True,max_split_size_mb:128"),
@@ -120,6 +126,64 @@ def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
 )
 def test_a_secret_is_known_by_its_form(value: str, shown: str) -> None:
     assert masked("SETTING", value) == shown
+
+
+COMMIT = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGh",
+        "sk-proj-4f9aK2mQ8ZxW7bT1",
+        "ghp_0123456789abcdefghijABCDEFGHIJ012345",
+        "github_pat_11ABCDEFG0123456789_abc",
+        "AKIAIOSFODNN7EXAMPLE",
+        "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.SflKxwRJSMeKKF2QT4fwpM",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nabc\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nMIIEow\ncut off",
+        "q7Zt2LmX9vKc4RwB8nYf3JdH6sGp1UaE",
+        "p3Vq8_Zk1Tn-6Yb4Wm0Rc9Xs2Hf7Lj5Gd",
+    ],
+)
+def test_masked_hides_a_value_of_the_shape_of_a_key(secret: str) -> None:
+    assert masked("SETTING", secret) == MASK
+    assert masked("SETTING", f"before {secret}") == f"before {MASK}"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        COMMIT,
+        f"{COMMIT},SOME-OTHER,{COMMIT}",
+        f"/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/{COMMIT}",
+        f"ghcr.io/org/image@sha256:{COMMIT}{COMMIT[:24]}",
+        "123e4567-e89b-12d3-a456-426614174000",
+        "/usr/local/cuda-12.4/bin:/root/token:/usr/bin",
+        "/nix/store/0c7c96gikmzv87i7lv3vq5s1cmfjd6zf-glibc-2.38/lib",
+        "DeepSeek-R1-Distill-Qwen-32B-AWQ-Int4-G128",
+        "NVIDIA_H100_80GB_HBM3_MIG_1g_10gb",
+        "FlashAttention2ForCausalLM",
+        "brand=tesla,driver>=470,driver<471",
+    ],
+)
+def test_masked_shows_paths_names_and_digests(value: str) -> None:
+    assert masked("SETTING", value) == value
+
+
+def test_masked_takes_more_names_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert masked("ACME_LICENCE", "hunter2") == "hunter2"
+    monkeypatch.setenv(MASK_VARIABLE, "acme_*, SITE")
+    assert masked("ACME_LICENCE", "hunter2") == MASK
+    assert masked("OTHER", "acme_licence=hunter2") == f"acme_licence={MASK}"
+    assert masked("SITE", "hunter2") == MASK
+    assert masked("SITES", "hunter2") == "hunter2"
+
+
+def test_masked_command_hides_the_values_of_options() -> None:
+    command = ["train.py", "--api-key", "hunter2", "--hf-token=hunter2", "--env", "MY_CREDS=hunter2", "--lr", "1e-5"]
+    assert masked_command(command) == f"train.py --api-key {MASK} --hf-token={MASK} --env MY_CREDS={MASK} --lr 1e-5"
 
 
 def test_the_report_has_every_variable_once_masked_and_with_its_rule() -> None:

@@ -118,6 +118,34 @@ def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dic
     process.communicate()
 
 
+def test_a_record_goes_to_the_directory_in_which_the_log_was_opened(tmp_path: Path) -> None:
+    """A link takes the directory's place while the worker runs."""
+    logs, victim = tmp_path / "logs", tmp_path / "victim"
+    logs.mkdir()
+    victim.mkdir()
+    log_path = str(logs / "worker.log")
+    script = (
+        "import sys; from helmsman.rpc_server.guardian import spawn_guardian; "
+        f"spawn_guardian('run/x', {log_path!r}); print('up', flush=True); sys.stdin.readline()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    logs.rename(tmp_path / "moved")
+    logs.symlink_to(victim)
+    process.communicate("\n")
+    assert guardian.wait_until(lambda: (tmp_path / "moved" / "worker.log.exit").exists(), 10.0)
+    assert list(victim.iterdir()) == []
+
+
+def test_read_record_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text('{"pid": 7, "exit_code": 0, "exit_signal": null}')
+    (tmp_path / "worker.log.exit").symlink_to(tmp_path / "elsewhere")
+    assert guardian.read_record(str(tmp_path / "worker.log"), 7) is None
+
+
 def test_statuses() -> None:
     assert guardian.split_status(9) == (None, 9)
     assert guardian.split_status(3 << 8) == (3, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import secrets
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -18,10 +17,11 @@ from helmsman.controller.embedded_ray import (
     forget_lost,
     has_started_its_cluster,
     outliving_the_raylet,
+    script_is_failing,
 )
 from helmsman.controller.loop import submit
 from helmsman.controller.resources import ACCELERATORS
-from helmsman.controller.runs import default_log_dir
+from helmsman.controller.runs import default_log_dir, new_run_id
 
 _END_S = 10.0
 
@@ -83,7 +83,7 @@ def initialize(
     forget_lost()
     address = choose_address(None)
     if address is not None:
-        run_id = secrets.token_hex(6)
+        run_id = new_run_id()
         sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
         connect(address, run_id, sizes, default_log_dir(run_id), preload)
         atexit.register(_close)
@@ -94,4 +94,4 @@ def initialize(
 
 def _close() -> None:
     atexit.unregister(_close)
-    submit(end_current(_END_S)).result()
+    submit(end_current(_END_S, keep_session=script_is_failing())).result()

@@ -12,6 +12,7 @@ import socket
 import struct
 
 from helmsman.api.errors import UnfitNodeError
+from helmsman.api.version import __version__
 from helmsman.controller.launchers import NodeIdentity
 from helmsman.controller.node_checks import address_towards
 
@@ -28,7 +29,7 @@ def versions() -> dict[str, str]:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
         raise UnfitNodeError("Ray is not installed on this node: pip install 'helmsman[ray]'") from error
-    return {"python": platform.python_version(), "ray": ray, "helmsman": importlib.metadata.version("helmsman")}
+    return {"python": platform.python_version(), "ray": ray, "helmsman": __version__}
 
 
 def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:

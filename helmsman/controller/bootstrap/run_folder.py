@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from helmsman.api.errors import UnfitNodeError
 from helmsman.controller.bootstrap.waits import Tell
-from helmsman.controller.clean import leftovers, remove
+from helmsman.controller.clean import leftovers, remove, remove_old_logs, up_folder, up_places
 from helmsman.controller.node_checks import RAY_SOCKET_BYTES, SOCKET_PATH_BYTES
-from helmsman.controller.runs import UP, RunLock, default_log_dir
+from helmsman.controller.runs import UP, RunLock, default_log_dir, make_log_dir, new_run_id
+from helmsman.rpc_server.safe_files import private_directory, remove_tree
 
 _LONGEST = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789ab")
 """Bytes of a path below which Ray's sockets still fit into the address of one."""
@@ -26,28 +25,33 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 
     Raises: UnfitNodeError where there is no place for it.
     """
-    run_id = secrets.token_hex(6)
+    run_id = new_run_id()
     with contextlib.ExitStack() as undo:
         try:
             for left in leftovers():
                 if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
                     remove(left)
-            folder = _parent(environ) / f"hm-{run_id}"
+            remove_old_logs()
+            folder = up_folder(_parent(environ), run_id)
             undo.callback(RunLock(run_id, UP, folder).release)
-            folder.mkdir(mode=0o700, parents=True)
+            with private_directory(folder.parent, folder.name):
+                undo.callback(_remove, folder)
         except OSError as error:
             raise UnfitNodeError(
                 f"there is no place for Ray's files and the record of the run: {error}. Name a folder that can be written to "
                 "by TMPDIR, and by RAY_TMPDIR if that is set"
             ) from error
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         yield run_id, folder
 
 
 def _parent(environ: Mapping[str, str]) -> Path:
     """RAY_TMPDIR or the usual place for temporary files, if Ray's sockets fit there."""
-    places = [os.path.abspath(place) for place in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if place]
-    return Path(next((place for place in places if len(os.fsencode(place)) <= _LONGEST), "/tmp"))
+    return next((place for place in up_places(environ) if len(os.fsencode(place)) <= _LONGEST), Path("/tmp"))
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # what stays is removed by the next run, or by helmsman clean
+        remove_tree(folder)
 
 
 def keep_logs(run_id: str, folder: Path, tell: Tell) -> None:
@@ -56,7 +60,7 @@ def keep_logs(run_id: str, folder: Path, tell: Tell) -> None:
     for path in [folder / "ray_start.log", *folder.glob("ray/session_2*/logs")]:
         if path.exists():
             try:
-                kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_log_dir(kept, run_id)
                 shutil.move(path, kept / path.name)
             except OSError as error:  # such as a full disk; the exit code is of the run, and not of its logs
                 tell(f"Ray's logs of this node cannot be kept in {kept}: {error}")

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from helmsman.api.environment import masked
 from helmsman.api.errors import UnfitNodeError
 from helmsman.controller.bootstrap.patient_ray import LIMIT_VARIABLE
 from helmsman.controller.node_checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
@@ -128,9 +129,10 @@ def of_address(address: str, interface: str, *, chosen: bool) -> list[Default]:
 
 
 def shown(settings: Sequence[Setting]) -> str:
-    """As a table."""
-    width = max(len(f"{each.name}={each.value}") for each in settings)
-    return "\n".join(f"  {f'{each.name}={each.value}'.ljust(width)}  {each.source:16}  {each.reason}" for each in settings)
+    """As a table, secrets masked."""
+    rows = [(f"{each.name}={masked(each.name, each.value)}", each.source, each.reason) for each in settings]
+    width = max(len(assignment) for assignment, _, _ in rows)
+    return "\n".join(f"  {assignment.ljust(width)}  {source:16}  {reason}" for assignment, source, reason in rows)
 
 
 def parse_variables(given: Iterable[str]) -> dict[str, str]:
@@ -139,7 +141,8 @@ def parse_variables(given: Iterable[str]) -> dict[str, str]:
     for each in given:
         name, equals, value = each.partition("=")
         if not equals or not name.isidentifier():
-            raise UnfitNodeError(f"--env {each!r} is not NAME=VALUE")
+            shown = f"{name}={masked(name, value)}" if equals else masked("", each)
+            raise UnfitNodeError(f"--env {shown!r} is not NAME=VALUE")
         parsed[name] = value
     return parsed
 

@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, UnfitNodeError
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.controller.bootstrap.head import Head
@@ -207,7 +208,8 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
 
 def _outline(plan: NodePlan) -> str:
     """What is set here, and what of it is the user's own, on a line."""
-    own = [f"{each.name}={each.value}" for each in (*plan.cluster_settings, *plan.node_settings) if each.source != "default"]
+    settings = (*plan.cluster_settings, *plan.node_settings)
+    own = [f"{each.name}={masked(each.name, each.value)}" for each in settings if each.source != "default"]
     kind = f"your own settings: {', '.join(own)}" if own else "default settings"
     return (
         f"address {plan.address}, {_amounts(plan)}, object store {size(plan.store_bytes)}; {kind} (--show-settings shows all)"

@@ -1,0 +1,247 @@
+"""Files and directories in places where other users may write: used only where no other user can have put them there.
+
+Three rules, each checked on a descriptor that stays open, so that nothing can be swapped in between:
+
+- Below a directory where everyone may write, symbolic links and existing files must belong to this user or to root, and
+  directories too where the sticky bit keeps users apart, as in /tmp. Elsewhere the owner of the directory has decided.
+- Helmsman's own directories are real ones of this user with mode 0700.
+- Files are regular ones, and no symbolic link in their place is ever followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from helmsman.api.errors import UntrustedPathError
+
+_SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_MOST_LINKS = 40
+
+
+@contextlib.contextmanager
+def open_directory(path: str | Path, *, create: bool = False) -> Iterator[int]:
+    """A descriptor of a directory that the user has named, to open files in it.
+
+    Args:
+        path: relative to the working directory, or absolute.
+        create: make the directories that are missing, with mode 0700.
+
+    Raises: UntrustedPathError, OSError.
+    """
+    pending = list(reversed(os.path.abspath(path).split("/")))
+    at, num_links = "/", 0
+    here = os.open("/", _SEARCH)
+    try:
+        while pending:
+            name = pending.pop()
+            if not name:
+                continue
+            whole = os.path.join(at, name)
+            entry = _entry(name, here, whole, create)
+            _require_not_planted(entry, os.fstat(here), whole)
+            if stat.S_ISLNK(entry.st_mode):
+                num_links += 1
+                if num_links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                target = os.readlink(name, dir_fd=here)
+                pending += reversed(target.split("/"))
+                if not target.startswith("/"):
+                    continue
+                at, below = "/", os.open("/", _SEARCH)
+            else:
+                at, below = whole, _open_same(name, here, whole, entry, _SEARCH)
+            os.close(here)
+            here = below
+        yield here
+    finally:
+        os.close(here)
+
+
+@contextlib.contextmanager
+def _naming(whole: str) -> Iterator[None]:
+    """Errors of the operating system have the whole path, and not only its last component."""
+    try:
+        yield
+    except UntrustedPathError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, whole) from error
+
+
+def _entry(name: str, folder: int, whole: str, create: bool) -> os.stat_result:
+    with _naming(whole):
+        try:
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            if not create:
+                raise
+        with contextlib.suppress(FileExistsError):  # made by another process meanwhile
+            os.mkdir(name, 0o700, dir_fd=folder)
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags: int) -> int:
+    """Open the directory that was looked at, and no other that has taken its name since."""
+    with _naming(whole):
+        opened = os.open(name, flags, dir_fd=folder)
+        if not os.path.samestat(os.fstat(opened), entry):
+            os.close(opened)
+            raise _untrusted(whole, entry, "a directory that no other takes the place of")
+    return opened
+
+
+@contextlib.contextmanager
+def private_directory(base: str | Path, *names: str, create: bool = True) -> Iterator[int]:
+    """A descriptor of a directory of Helmsman's own: real, of this user, with mode 0700. It can be listed.
+
+    A directory of this user that others may read is closed to them; one where others may write is refused, since they may
+    have put files there.
+
+    Args:
+        base: a directory that the user has named, such as the one for temporary files.
+        names: the directory below it; each component must be private.
+        create: make the directories that are missing.
+
+    Raises: UntrustedPathError, OSError.
+    """
+    with contextlib.ExitStack() as opened:
+        here = opened.enter_context(open_directory(base, create=create))
+        whole = os.path.abspath(base)
+        for name in names:
+            whole = os.path.join(whole, name)
+            entry = _entry(name, here, whole, create)
+            if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.geteuid() or entry.st_mode & 0o022:
+                raise _untrusted(whole, entry, f"a directory of {owner(os.geteuid())} with mode 0700")
+            here = _open_same(name, here, whole, entry, _LIST)
+            opened.callback(os.close, here)
+            if entry.st_mode & 0o077:
+                os.fchmod(here, 0o700)
+        yield here
+
+
+@contextlib.contextmanager
+def log_directory(path: str | Path, run_id: str, *, create: bool = True) -> Iterator[int]:
+    """A descriptor of a run's log directory: a private one where it bears the id of the run, else one that the user has named.
+
+    Raises: UntrustedPathError, OSError.
+    """
+    whole = Path(os.path.abspath(path))
+    own = whole.name == run_id
+    with private_directory(whole.parent, run_id, create=create) if own else open_directory(whole, create=create) as folder:
+        yield folder
+
+
+def open_log(path: str | Path, run_id: str) -> int:
+    """A descriptor by which a log file is appended to; the file has mode 0600 where it is new.
+
+    Raises: UntrustedPathError, OSError.
+    """
+    whole = os.path.abspath(path)
+    directory, name = os.path.split(whole)
+    flags = os.O_WRONLY | os.O_APPEND | _FILE
+    with log_directory(directory, run_id) as folder:
+        try:
+            with _naming(whole):
+                fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        except FileExistsError:
+            fd = _open_file(name, folder, whole, flags)
+    os.set_blocking(fd, True)
+    return fd
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor by which a regular file is read. Raises: UntrustedPathError where it is none, OSError."""
+    directory, name = os.path.split(os.path.abspath(path))
+    folder = os.open(directory, _SEARCH & ~os.O_NOFOLLOW)
+    try:
+        return _open_file(name, folder, os.path.join(directory, name), os.O_RDONLY | _FILE)
+    finally:
+        os.close(folder)
+
+
+def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
+    """(content, descriptor) of a file of this user in a directory that is open; the caller closes the descriptor.
+
+    Raises: UntrustedPathError, OSError.
+    """
+    fd = _open_file(name, folder, whole, os.O_RDONLY | _FILE)
+    entry = os.fstat(fd)
+    if entry.st_uid != os.geteuid():
+        os.close(fd)
+        raise _untrusted(whole, entry, f"a file of {owner(os.geteuid())}")
+    return os.pread(fd, entry.st_size, 0), fd
+
+
+def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
+    entry = _entry(name, folder, whole, False)
+    if stat.S_IFMT(entry.st_mode) in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK):  # which cannot be opened, or block
+        raise _untrusted(whole, entry, "a regular file")
+    with contextlib.ExitStack() as undo, _naming(whole):
+        fd = os.open(name, flags, dir_fd=folder)
+        undo.callback(os.close, fd)
+        entry, directory = os.fstat(fd), os.fstat(folder)
+        if not stat.S_ISREG(entry.st_mode):
+            raise _untrusted(whole, entry, "a regular file")
+        _require_not_planted(entry, directory, whole)
+        if entry.st_nlink > 1 and directory.st_mode & stat.S_IWOTH:
+            raise _untrusted(whole, entry, "a file without other names, as everyone may write to its directory")
+        undo.pop_all()
+    return fd
+
+
+def remove_tree(path: str | Path) -> None:
+    """Remove a directory of this user with all that is in it; symbolic links are removed and not followed.
+
+    Only for paths that are made from the id of a run, or from what this process itself has created.
+
+    Raises: UntrustedPathError where it is another user's, or no directory; OSError.
+    """
+    directory, name = os.path.split(os.path.abspath(path))
+    with open_directory(directory) as folder:
+        entry = _entry(name, folder, str(path), False)
+        if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.geteuid():
+            raise _untrusted(str(path), entry, f"a directory of {owner(os.geteuid())}")
+        shutil.rmtree(name, dir_fd=folder)
+
+
+def is_own_directory(path: str | Path) -> bool:
+    """Whether a path is a real directory of this user."""
+    try:
+        entry = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.geteuid()
+
+
+def owner(uid: int) -> str:
+    """A user for people: 'ada (uid 1000)'."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _require_not_planted(entry: os.stat_result, directory: os.stat_result, whole: str) -> None:
+    open_to_all = bool(directory.st_mode & stat.S_IWOTH)
+    if stat.S_ISDIR(entry.st_mode):
+        open_to_all = open_to_all and bool(directory.st_mode & stat.S_ISVTX)
+    if open_to_all and entry.st_uid not in (0, os.geteuid()):
+        kind = "directory" if stat.S_ISDIR(entry.st_mode) else "entry"
+        raise _untrusted(whole, entry, f"a {kind} of {owner(os.geteuid())} or root where everyone may write")
+
+
+def _untrusted(path: str, entry: os.stat_result, expected: str) -> UntrustedPathError:
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFREG: "a file", stat.S_IFLNK: "a symbolic link"}
+    observed = kinds.get(stat.S_IFMT(entry.st_mode), "a special file")
+    if not stat.S_ISLNK(entry.st_mode):
+        observed += f" with mode {stat.S_IMODE(entry.st_mode):04o}"
+    return UntrustedPathError(path=path, observed=observed, expected=expected, owner=owner(entry.st_uid))
