@@ -57,12 +57,14 @@ async def ask_health(
     observed = await _observe({worker_id: client for worker_id, client in clients.items() if client.unanswered})
     found = {worker_id: health for worker_id, health in observed.items() if _is_still_stuck(clients[worker_id], health)}
     ask([worker_id for worker_id in clients if worker_id not in found and worker_id not in exchanges])
-    await asked.wait(timeout_s=min(_PATIENCE_S, limit_s / 2))
-    observed = await _observe({worker_id: clients[worker_id] for worker_id in asked.pending})
-    for worker_id, health in observed.items():
-        if asked.pending.pop(worker_id, None) is not None:
-            exchanges[worker_id].withdraw()
-            found[worker_id] = health
+    patience_s, deadline = min(_PATIENCE_S, limit_s / 2), Deadline(limit_s)
+    while asked.pending and deadline.remaining_s > patience_s:  # again, since an observer may be starting
+        await asked.wait(timeout_s=patience_s)
+        observed = await _observe({worker_id: clients[worker_id] for worker_id in asked.pending})
+        for worker_id, health in observed.items():
+            if asked.pending.pop(worker_id, None) is not None:
+                exchanges[worker_id].withdraw()
+                found[worker_id] = health
     await asked.wait()
     found |= {worker_id: _decode_health(answer) for worker_id, answer in asked.results.items()}
     for worker_id, health in found.items():
