@@ -89,7 +89,8 @@ class RayScheduler(SchedulerBase):
             has imported them. Importing torch costs a worker more than a second otherwise. None lets Ray start its workers
             itself, as it does on any other cluster.
         direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
-            none can be had (a firewall), they go by way of Ray as without it.
+            none can be had (a firewall), they go by way of Ray as without it. Connections to other machines use TLS, unless
+            HELMSMAN_TLS=0 is set where the script runs.
 
     Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError, ClusterNotUpError (a launcher has
         started the script on several nodes, without a cluster of them); ValueError where HELMSMAN_TLS is neither 0 nor 1.

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import mmap
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -134,30 +135,34 @@ class RayTransport(ChannelTransport):
         if not key:
             return
         try:
-            with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
-                location = None if sample is None else sample.location
-                address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location, tls))
-        except errors.ProtocolError as error:  # no socket could be had there
-            log.warning("%s: no direct connection, its calls go by way of Ray: %s", self._worker_id, error)
-            return
-        if address.observer_port:
-            self._observer = functools.partial(ask_observer, (address.where[0], address.observer_port), key, tls=tls)
-        try:
-            sock = await connect(address.where, key, _CONNECT_S, tls=tls and not address.shares_memory)
+            sock, shares_memory = await self._connect(key, tls)
         except (OSError, errors.ProtocolError) as error:
             log.warning(
-                "%s: no direct connection to it (%s); its calls go by way of Ray, which takes longer",
-                *(self._worker_id, error),
+                "%s: no direct connection to it (%s); its calls go by way of Ray, which takes longer", self._worker_id, error
             )
             return
         self._channel = Channel(
             sock,
-            shares_memory=address.shares_memory,
+            shares_memory=shares_memory,
             acknowledges=True,
             on_apart=self._collect_later,
             on_lost=self._collect_all,
         )
         self._watch = asyncio.ensure_future(self._watch_end())
+
+    async def _connect(self, key: bytes, tls: bool) -> tuple[socket.socket, bool]:
+        """The direct connection, and whether it shares memory. Raises OSError, ProtocolError, TransportLostError."""
+        with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
+            location = None if sample is None else sample.location
+            address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location, tls))
+        if address.shares_memory:
+            # It may be of another user, or in another network namespace, although it can map our memory.
+            with contextlib.suppress(OSError, errors.ProtocolError):
+                return await connect(address.where, key, _CONNECT_S), True
+            address = await self._await(self._actor.open_channel.remote(key, None, tls))
+        if address.observer_port:
+            self._observer = functools.partial(ask_observer, (address.where[0], address.observer_port), key, tls=tls)
+        return await connect(address.where, key, _CONNECT_S, tls=tls), False
 
     async def observe(self, limit_s: float) -> bytes:
         if self._page is not None:

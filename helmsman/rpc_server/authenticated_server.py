@@ -159,9 +159,16 @@ class Door:
         of_host = [task for task, each in self._pending.items() if each == host]
         if len(of_host) >= MAX_PENDING_OF_HOST:
             self._evict(of_host)
-        task = self._loop.create_task(self._authenticate(Stream(peer), host))
+        stream = Stream(peer)
+        task = self._loop.create_task(self._authenticate(stream, host))
         self._pending[task] = host
-        task.add_done_callback(lambda done: self._pending.pop(done, None))
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._pending.pop(task, None)
+            if task.cancelled():  # maybe before it began
+                stream.close()
+
+        task.add_done_callback(end)
 
     def _resume(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
@@ -207,26 +214,55 @@ def _is_allowed(peer: socket.socket) -> bool:
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
-class Connection:
-    """Whole messages over an authenticated socket, for one reading thread and any number of writing ones.
+class _Tls:
+    """Blocking reads and writes of a TLS socket by two threads at a time, which OpenSSL's state of a connection does not allow.
 
-    Two threads must not use OpenSSL's state of a connection at a time. With TLS the socket stays non-blocking, and a lock
-    guards each operation; no thread holds it while it waits for the peer.
+    The socket stays non-blocking, and a lock guards each operation; no thread holds it while it waits for the peer.
     """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+
+    def recv(self, size: int) -> bytes:
+        """As socket.recv, for one thread."""
+        while True:
+            with self._lock:
+                has_more = self._socket.pending() > 0
+            if not has_more:  # an attempt to read would fail, at the price of an exception
+                self._readable.poll()
+            with self._lock, contextlib.suppress(*WOULD_BLOCK):
+                return self._socket.recv(size)
+
+    def sendall(self, data: bytes) -> None:
+        """As socket.sendall, for one thread."""
+        unsent = memoryview(data)
+        while unsent:
+            with self._lock, contextlib.suppress(*WOULD_BLOCK):
+                unsent = unsent[self._socket.send(unsent) :]
+                continue
+            self._writable.poll()
+
+
+class Connection:
+    """Whole messages over an authenticated socket, for one reading thread and any number of writing ones."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._reader = FrameReader()
         self._messages: collections.deque[bytes] = collections.deque()
         self._sending = threading.Lock()
-        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        self._tls = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else None
         if self._tls is None:
             sock.setblocking(True)
 
     def receive(self) -> bytes:
         """The next message. Raises EOFError, OSError, ProtocolError."""
         while not self._messages:
-            data = self._socket.recv(_READ_BYTES) if self._tls is None else self._receive_tls(self._tls)
+            data = (self._tls or self._socket).recv(_READ_BYTES)
             if not data:
                 raise EOFError
             self._messages.extend(self._reader.feed(data))
@@ -236,33 +272,12 @@ class Connection:
         """Send a message whole. Raises OSError, ProtocolError."""
         data = pack_length(len(message)) + message
         with self._sending:
-            if self._tls is None:
-                self._socket.sendall(data)
-            else:
-                self._send_tls(self._tls, memoryview(data))
+            (self._tls or self._socket).sendall(data)
 
     def close(self) -> None:
         """End the connection."""
         with contextlib.suppress(OSError):
             self._socket.close()
-
-    def _receive_tls(self, lock: threading.Lock) -> bytes:
-        while True:
-            with lock, contextlib.suppress(*WOULD_BLOCK):
-                return self._socket.recv(_READ_BYTES)
-            self._wait(select.POLLIN)
-
-    def _send_tls(self, lock: threading.Lock, data: memoryview) -> None:
-        while data:
-            with lock, contextlib.suppress(*WOULD_BLOCK):
-                data = data[self._socket.send(data) :]
-                continue
-            self._wait(select.POLLOUT)
-
-    def _wait(self, event: int) -> None:
-        poll = select.poll()
-        poll.register(self._socket, event)
-        poll.poll()
 
 
 class AuthenticatedServer(abc.ABC):
@@ -300,8 +315,8 @@ class AuthenticatedServer(abc.ABC):
         self._thread.join(_CLOSE_S)  # until it has written how many connections were refused
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.closing(loop):
-            loop.run_until_complete(self._accept())
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._accept())
 
     async def _accept(self) -> None:
         door = Door(self._listener, self._key, tls=self._tls, admit=self._admit, refusals=RefusalLog(_report))

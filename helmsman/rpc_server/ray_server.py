@@ -162,6 +162,7 @@ class RayRPCServer:
         extend_search_path(search_path)
         self._turn = threading.Lock()
         self._num_begun = 0
+        self._channel: channel.ChannelServer | None = None
         self._early: dict[int, Callable[[], None]] = {}
         """Engine work that arrived before its turn, by number."""
 
@@ -203,6 +204,8 @@ class RayRPCServer:
 
         Raises: OSError.
         """
+        if self._channel is not None:
+            self._channel.close()
         shares_memory = sample is not None and can_attach(sample)
         self._store.in_segments = shares_memory
         if shares_memory:
@@ -228,6 +231,7 @@ class RayRPCServer:
     @_control
     async def collect(self, request_id: int) -> tuple[Reply, Any] | None:
         """The reply to a request that came by the channel; None when it has not come, and now never will."""
+        assert self._channel is not None
         outcome = self._channel.collect(request_id)
         if outcome is None:
             return None
@@ -236,6 +240,7 @@ class RayRPCServer:
     @_control
     async def forget(self, request_ids: list[int]) -> None:
         """The controller has the replies that it collected."""
+        assert self._channel is not None
         self._channel.forget(request_ids)
 
     @_control

@@ -137,6 +137,12 @@ def test_times_that_are_none(start: Start, flag: str, value: str) -> None:
     assert f"argument {flag}: {value!r} is no number of seconds from 0 on" in told
 
 
+def test_up_tls_switch_of_another_value(start: Start) -> None:
+    code, _, told = ended(start("--", "true", HELMSMAN_TLS="off"))
+    assert code == 90
+    assert "HELMSMAN_TLS is 'off', expected 1 (TLS between machines, the default) or 0 (none)" in told
+
+
 def test_no_place_for_rays_files(start: Start) -> None:
     code, _, told = ended(start("--show-settings", RAY_TMPDIR="/dev/null/below"))
     assert code == 90

@@ -125,6 +125,23 @@ def test_channel_without_tls(scheduler: Scheduler, role: str, variant: str, monk
     assert connection.family == (socket.AF_UNIX if variant == "ray" else socket.AF_INET)
 
 
+def test_channel_falls_back_to_tls_where_unix_socket_cannot_be_reached(
+    scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where worker and script are in two network namespaces, whose abstract sockets the kernel keeps apart."""
+
+    async def refused(path: str, limit_s: float) -> None:
+        raise ConnectionRefusedError(path)
+
+    monkeypatch.setattr("helmsman.rpc_server.auth.open_unix", refused)
+    scheduler.create_workers(Job(role=role))
+    engine = Engine.create(scheduler, f"{role}/0", Counter)
+    assert isinstance(_channel(engine)._socket, ssl.SSLSocket)
+    assert [engine.call("add") for _ in range(3)] == [1, 2, 3]
+    value = torch.arange(1 << 21, dtype=torch.uint8)
+    assert torch.equal(engine.call("echo", value), value)
+
+
 def test_a_stranger_gets_nothing_and_disturbs_nobody(own: Engine) -> None:
     connection = _channel(own)._socket
     with socket.socket(connection.family, socket.SOCK_STREAM) as stranger:
