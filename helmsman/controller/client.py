@@ -55,7 +55,7 @@ class WorkerClient:
         """Engine work that is not answered, by request id."""
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
         self._ran_at_end: tuple[str, float] | None = None

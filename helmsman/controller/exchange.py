@@ -243,6 +243,7 @@ async def exchange_async(client: WorkerClient, outgoing: Outgoing, limit_s: floa
     exchange = _SlotExchange(client, outgoing, functools.partial(mailbox_of(loop).post, settle))
     run_on_loop(exchange.begin)
     lead_s = lead_of(limit_s)
+    timer: asyncio.TimerHandle
 
     def almost_late() -> None:
         nonlocal timer
