@@ -44,7 +44,7 @@ class Exchange(abc.ABC):
             self._client.in_flight[self._outgoing.request.id] = self
         try:
             self._client.transport.post(self._outgoing, self)
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+        except Exception as error:  # noqa: BLE001 - it is the answer of this request
             self.failed(error)
 
     @property
