@@ -56,7 +56,7 @@ class WorkerClient:
         """Requests that were given up and are not answered."""
         self.unanswered: set[int] = set()
         """Questions for its health that an observation has answered instead; they mark nothing."""
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
         self._ran_at_end: tuple[str, float] | None = None

@@ -44,7 +44,7 @@ class Exchange(abc.ABC):
             self._client.in_flight[self._outgoing.request.id] = self
         try:
             self._client.transport.post(self._outgoing, self)
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+        except Exception as error:  # noqa: BLE001 - it is the answer of this request
             self.failed(error)
 
     @property
@@ -249,6 +249,7 @@ async def exchange_async(client: WorkerClient, outgoing: Outgoing, limit_s: floa
     exchange = _SlotExchange(client, outgoing, functools.partial(mailbox_of(loop).post, settle))
     run_on_loop(exchange.begin)
     lead_s = lead_of(limit_s)
+    timer: asyncio.TimerHandle
 
     def almost_late() -> None:
         nonlocal timer

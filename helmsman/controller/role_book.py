@@ -367,9 +367,8 @@ class RoleBook(Scheduler):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        if self._closed:
-            return
-        forbid_blocking()  # before anything counts as closed
+        if not self._closed:
+            forbid_blocking()  # before anything counts as closed
         with self._book:
             if self._closed:
                 return

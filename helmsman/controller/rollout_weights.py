@@ -69,7 +69,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
     # --- control ----------------------------------------------------------------------------------------------------
 
     @checked
-    def update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None) -> int:
+    def update_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
 
         A worker whose update fails takes no more requests until one succeeds.
@@ -84,9 +84,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
         return run_sync(self._update_weights(weights, version, timeout))
 
     @checked
-    async def aupdate_weights(
-        self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None = None
-    ) -> int:
+    async def aupdate_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
         """As update_weights, awaited."""
         return await run_async(self._update_weights(weights, version, timeout))
 
@@ -210,7 +208,7 @@ class RolloutWeights(RolloutInstances, abc.ABC):
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
-    async def _update_weights(self, weights: ResultHandle | Mapping[str, Any], version: int, timeout: float | None) -> int:
+    async def _update_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None) -> int:
         async with self._in_turn(timeout) as left_s:
             await self._update_each(dict.fromkeys(self._living_ids(), weights), version, left_s(), kept=weights)
         return version

@@ -205,6 +205,7 @@ def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(
     try:
         futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
         assert set(WeightSync(world.trainer, world.rollout).push(timeout=1.0).failed) == {last}
+        until(lambda: not world.rollout.load().instances[world.ids[0]].num_in_flight)
         for in_flight in ("finish", "recall"):
             sync = WeightSync(world.trainer, world.rollout, in_flight=in_flight)  # type: ignore[arg-type]
             told = rf"an update of the weights with in_flight='{in_flight}' has waited 0.5 s .*: {last} has \d. \d wait"
