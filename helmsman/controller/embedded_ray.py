@@ -139,7 +139,8 @@ def _connect(
                 # A client of Ray's head that waits and cannot reach it for so long ends the process, and one that blocks in a
                 # call cannot be disconnected. The setting is for clients of the core worker, the other for those before it.
                 settings["_system_config"] = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
-                ray._raylet.Config.initialize(json.dumps({**settings["_system_config"], **RayStart.SETTINGS}).encode())
+                raylet: Any = ray._raylet
+                raylet.Config.initialize(json.dumps({**settings["_system_config"], **RayStart.SETTINGS}).encode())
                 if preload is not None and sys.platform == "linux":
                     serving = _forked_workers(run_id, log_dir, preload)
                 if start is not None:
