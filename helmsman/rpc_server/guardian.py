@@ -329,7 +329,7 @@ def spawn_guardian(tag: str, log_path: str) -> None:
     theirs, ours = os.pipe()
     guard(os.getpid(), tag, log_path, theirs)
     os.close(theirs)
-    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is None:
         tracker._fd = ours  # as a child that multiprocessing spawns gets its parent's tracker
     else:

@@ -239,7 +239,9 @@ class Driver:
 
     def left(self) -> list[str]:
         """What the run has not cleaned up yet. Logs are meant to stay; Ray keeps those of its session too."""
-        sockets = [str(path) for path in Path(self.temporary.name).rglob("*.sock") if "ray" not in path.parts]
+        walked = os.walk(self.temporary.name)  # unlike rglob, it goes on where a folder is removed meanwhile
+        paths = [Path(folder, name) for folder, _, names in walked for name in names]
+        sockets = [str(path) for path in paths if path.suffix == ".sock" and "ray" not in path.parts]
         run_dirs = [name for name in os.listdir(self.temporary.name) if _is_run_dir(name)]
         shared = [name for name in set(os.listdir("/dev/shm")) - self.before if self._is_ours(name)]
         return list(processes_with("HELMSMAN_DRIVER_MARK", self.mark)) + sockets + run_dirs + shared

@@ -21,7 +21,8 @@ from tests.controller.generation.pure_rollout import PureRollout
 NUM_CALLS = 20
 NUM_UPDATES = 6
 NUM_PARAMETERS = 1 << 19
-TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=10.0, health_s=5.0, shutdown_s=6.0)
+TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=4.0, health_s=1.0, shutdown_s=6.0)
+"""Each call to a stopped worker takes ``call_s``; a script has a call phase and six syncs."""
 SPEC = SchedulingSpec(cpu=0.1)
 WORKERS = ["train/0", "train/1"]
 
@@ -68,12 +69,13 @@ class Hiding:
         child = os.fork()
         if child == 0:
             os.setsid()
-            if os.fork() == 0:
-                os.closerange(0, 1000)
-                note(f"{self.folder}/pids", Path("/proc/self/stat").read_text().strip())
-                while True:
+            try:
+                if os.fork() == 0:
+                    os.closerange(0, 1000)
+                    note(f"{self.folder}/pids", Path("/proc/self/stat").read_text().strip())
                     time.sleep(600)
-            os._exit(0)
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
         self.memory.append(shared_memory.SharedMemory(create=True, size=4096))
         note(f"{self.folder}/memory", self.memory[-1].name)
