@@ -18,7 +18,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ KEPT_S = 14 * 86400.0
 
 _END_S = 5.0
 _SOCKET_FOLDER = re.compile(rf"helmsman-({RUN_ID.pattern})-\w+")
-_UP_FOLDER = re.compile(rf"hm-({RUN_ID.pattern})")
+_UP_FOLDER = re.compile(rf"hm-{RUN_ID.pattern}")
 
 
 class LeftProcess(msgspec.Struct, frozen=True):
@@ -84,7 +84,8 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
     for run_id in dict.fromkeys([*records, *processes, *folders]):
         record, lives = records.get(run_id, (None, False))
         state = "alive" if lives else "dead" if record is not None or run_id not in processes else "unknown"
-        found.append(Leftover(run_id, state, record, processes.get(run_id, []), folders.get(run_id, [])))
+        own = folders.get(run_id, []) + _up_folders(record)
+        found.append(Leftover(run_id, state, record, processes.get(run_id, []), own))
     living = {*alive, *(left.run_id for left in found if left.state != "dead")}
     removable = _removable_logs(everything=logs, living=living)
     found = [msgspec.structs.replace(left, logs=removable.pop(left.run_id, [])) for left in found]
@@ -107,23 +108,42 @@ def remove_old_logs() -> None:
     if not _removable_logs(everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():
-        if left.state == "ended":
-            for problem in remove(left):
-                log.info("old logs stay: %s", problem)
+        for problem in _remove_trees(left.logs):
+            log.info("old logs stay: %s", problem)
+
+
+def _remove_trees(paths: Iterable[str]) -> list[str]:
+    """Remove directories; returns what could not be removed, a line each."""
+    problems = []
+    for path in paths:
+        try:
+            remove_tree(path)
+        except FileNotFoundError:
+            continue  # removed by another process meanwhile
+        except OSError as error:
+            problems.append(f"{path} cannot be removed: {error}")
+    return problems
 
 
 def _folders() -> dict[str, list[str]]:
-    """This user's folders of sockets, and of what Ray writes under ``helmsman up``, by run. One without record and processes is
-    left over: a run writes its record first."""
+    """This user's folders of sockets, by run. One without record and processes is left over: a run writes its record first."""
     found: dict[str, list[str]] = {}
-    places = [(Path(tempfile.gettempdir()), _SOCKET_FOLDER), *((place, _UP_FOLDER) for place in up_places(os.environ))]
-    for place, pattern in places:
-        with contextlib.suppress(OSError):  # such as a place that does not exist
-            for path in sorted(place.iterdir()):
-                match = pattern.fullmatch(path.name)
-                if match and is_own_directory(path):
-                    found.setdefault(match[1], []).append(str(path))
+    for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
+        match = _SOCKET_FOLDER.fullmatch(path.name)
+        if match and is_own_directory(path):
+            found.setdefault(match[1], []).append(str(path))
     return found
+
+
+def _up_folders(record: RunRecord | None) -> list[str]:
+    """Folders for Ray's files of a ``helmsman up`` with this record.
+
+    A folder without a record stays: its run may wait for its head, with a record below another TMPDIR.
+    """
+    if record is None or record.scheduler != UP:
+        return []
+    folders = [up_folder(place, record.run_id) for place in up_places(os.environ)]
+    return [str(folder) for folder in folders if is_own_directory(folder)]
 
 
 def up_places(environ: Mapping[str, str]) -> list[Path]:
@@ -160,13 +180,7 @@ def remove(left: Leftover) -> list[str]:
         for process in targets.values()
         if _lives(process)
     ]
-    for folder in (*left.folders, *left.logs):
-        try:
-            remove_tree(folder)
-        except FileNotFoundError:
-            continue  # removed by another process meanwhile
-        except OSError as error:
-            problems.append(f"{folder} cannot be removed: {error}")
+    problems += _remove_trees([*left.folders, *left.logs])
     if (elsewhere := _elsewhere(left)) is not None:
         problems.append(
             f"{elsewhere} is not removed: it lies where neither RAY_TMPDIR nor TMPDIR points, and no path from a record is "

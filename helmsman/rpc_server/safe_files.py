@@ -129,14 +129,16 @@ def private_directory(base: str | Path, *names: str, create: bool = True) -> Ite
 
 
 @contextlib.contextmanager
-def log_directory(path: str | Path, run_id: str, *, create: bool = True) -> Iterator[int]:
-    """A descriptor of a run's log directory: a private one where it bears the id of the run, else one that the user has named.
+def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
+    """A descriptor of a run's log directory, which is made where it is missing.
+
+    One that bears the id of the run is Helmsman's own and must be private; any other was named by the user.
 
     Raises: UntrustedPathError, OSError.
     """
     whole = Path(os.path.abspath(path))
-    own = whole.name == run_id
-    with private_directory(whole.parent, run_id, create=create) if own else open_directory(whole, create=create) as folder:
+    is_own = whole.name == run_id
+    with private_directory(whole.parent, run_id) if is_own else open_directory(whole, create=True) as folder:
         yield folder
 
 

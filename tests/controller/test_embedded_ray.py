@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -143,3 +144,35 @@ def test_a_start_that_fails_once_is_repeated(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Ray did not start and is started once more: ChildProcessError: raylet" in ended.stderr
     assert len((tmp_path / "starts").read_text().splitlines()) == 2
+
+
+SESSION = """
+import os, sys
+import ray
+from helmsman import Job, initialize, make_scheduler
+with %s as cluster:
+    if hasattr(cluster, "create_workers"):
+        cluster.create_workers(Job(role="one"))
+    print(ray._private.worker._global_node.get_session_dir_path(), flush=True)
+    %s
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "end", "is_kept"),
+    [
+        ('make_scheduler("ray", num_cpus=1)', "pass", False),
+        ('make_scheduler("ray", num_cpus=1)', "sys.exit(0)", False),
+        ('make_scheduler("ray", num_cpus=1)', "raise ValueError", True),
+        ("initialize(num_cpus=1)", "pass", False),
+    ],
+)
+def test_session_of_ray_goes_with_a_run_that_does_not_fail(made: str, end: str, is_kept: bool) -> None:
+    with tempfile.TemporaryDirectory(prefix="he-") as temporary:  # short, for the sockets of Ray
+        environment = os.environ | {"RAY_AUTH_MODE": "disabled", "TMPDIR": temporary, "RAY_TMPDIR": temporary}
+        command = [sys.executable, "-c", SESSION % (made, end)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        session = Path(ended.stdout.strip())
+        assert session.parent == Path(temporary, "ray"), ended.stderr
+        assert (session / "logs").is_dir() == is_kept
+        assert os.listdir(session.parent) == ([session.name, "session_latest"] if is_kept else [])

@@ -195,11 +195,12 @@ class TestRecords:
 
 
 class TestFolders:
-    """Directories for sockets, and of ``helmsman up``, which clean finds by their names."""
+    """Directories for sockets, and of ``helmsman up``, whose names are made from the id of a run."""
 
     @pytest.mark.parametrize("name", [f"helmsman-{RUN_ID}-x1", f"hm-{RUN_ID}"])
     def test_clean_follows_no_link(self, shared: Path, precious: Path, name: str) -> None:
         (shared / name).symlink_to(precious)
+        plant_record(shared / name)
         ended = helmsman("clean")
         assert ended.returncode == 0, ended.stderr
         assert name not in ended.stdout + ended.stderr
@@ -208,6 +209,7 @@ class TestFolders:
     def test_clean_removes_ours_and_no_link_within(self, shared: Path, precious: Path, name: str) -> None:
         (shared / name).mkdir()
         (shared / name / "link").symlink_to(precious)
+        plant_record(shared / name)
         assert f"folder {shared / name}" in helmsman("clean").stdout
         assert not (shared / name).exists()
 
@@ -216,9 +218,16 @@ class TestFolders:
     @pytest.mark.parametrize("name", [f"helmsman-{RUN_ID}-x1", f"hm-{RUN_ID}"])
     def test_clean_leaves_another_users(self, shared: Path, name: str) -> None:
         (shared / name).mkdir()
+        plant_record(shared / name)
         give_to_attacker(shared / name)
         assert name not in helmsman("clean").stdout
         assert (shared / name).exists()
+
+    def test_clean_leaves_a_folder_of_up_whose_record_it_does_not_see(self, shared: Path) -> None:
+        """The run may wait for its head, without a process but its own, and have its record below another TMPDIR."""
+        (shared / f"hm-{RUN_ID}").mkdir()
+        assert helmsman("clean").returncode == 0
+        assert (shared / f"hm-{RUN_ID}").exists()
 
 
 @pytest.mark.parametrize("backend", OPTIONS)

@@ -1,0 +1,151 @@
+"""Records and logs of runs: where they lie, and how long logs are kept."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from helmsman.controller.clean import KEPT_RUNS, KEPT_S, leftovers
+from helmsman.controller.cli import main
+from helmsman.controller.inline import InlineScheduler
+from helmsman.controller.runs import RunLock, default_log_dir, make_log_dir, read_runs, refused_places, user_dir
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where all temporary files go."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+def make_logs(run_id: str, age_s: float = 0.0) -> Path:
+    """Logs of a run that has ended."""
+    path = default_log_dir(run_id)
+    make_log_dir(path, run_id)
+    (path / "a-0.log").write_text("line\n")
+    changed = time.time() - age_s
+    os.utime(path, (changed, changed))
+    return path
+
+
+def run_ids(count: int) -> list[str]:
+    """Ids of runs."""
+    return [f"{index:012x}" for index in range(count)]
+
+
+# --- places -------------------------------------------------------------------------------------------------------------
+
+
+def test_records_and_logs_lie_in_the_directories_of_the_desktop_standard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, runtime = tmp_path / "state", tmp_path / "runtime"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    logs = make_logs("0123456789ab")
+    assert logs == state / "helmsman" / socket.gethostname() / "0123456789ab"
+    assert logs.stat().st_mode & 0o777 == 0o700
+    lock = RunLock("0123456789ab", "Test", logs)
+    assert os.listdir(runtime / "helmsman" / "runs") == ["0123456789ab.json"]
+    assert ("0123456789ab", True) in [(record.run_id, alive) for record, alive in read_runs()]
+    assert not user_dir().exists()
+    lock.release()
+    assert os.listdir(runtime / "helmsman" / "runs") == []
+
+
+def test_a_record_is_found_by_a_shell_with_a_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch job has no XDG_RUNTIME_DIR, and a login on its node has."""
+    lock = RunLock("0123456789ab", "Test", tmp_path)
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    assert ("0123456789ab", True) in [(record.run_id, alive) for record, alive in read_runs()]
+    lock.release()
+
+
+@pytest.mark.parametrize("value", ["relative", "/nowhere/at/all", ""])
+def test_a_runtime_directory_that_is_none_is_passed_over(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+    lock = RunLock("0123456789ab", "Test", tmp_path)
+    assert (user_dir() / "runs" / "0123456789ab.json").exists()
+    lock.release()
+    assert refused_places() == []
+
+
+def test_a_record_shows_no_secret_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2"])
+    lock = RunLock("0123456789ab", "Test", tmp_path)
+    assert "hunter2" not in (user_dir() / "runs" / "0123456789ab.json").read_text()
+    lock.release()
+
+
+# --- retention ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_logs_are_kept_when_a_run_starts() -> None:
+    ids = run_ids(KEPT_RUNS + 3)
+    paths = [make_logs(run_id, age_s=index * 60.0) for index, run_id in enumerate(ids)]
+    InlineScheduler().close()
+    assert [path.exists() for path in paths] == [True] * KEPT_RUNS + [False] * 3
+
+
+def test_old_logs_go_when_a_run_starts() -> None:
+    new, old = make_logs("000000000001", KEPT_S - 3600.0), make_logs("000000000002", KEPT_S + 3600.0)
+    InlineScheduler().close()
+    assert (new.exists(), old.exists()) == (True, False)
+
+
+def test_logs_of_a_run_that_lives_are_kept() -> None:
+    lock = RunLock("000000000001", "Test", default_log_dir("000000000001"))
+    logs = make_logs("000000000001", KEPT_S + 3600.0)
+    InlineScheduler().close()
+    assert logs.exists()
+    lock.release()
+    InlineScheduler().close()
+    assert not logs.exists()
+
+
+def test_nothing_else_in_the_directory_goes(tmp_path: Path) -> None:
+    make_logs("000000000001", KEPT_S + 3600.0)
+    notes = user_dir() / "notes"
+    notes.mkdir()
+    (user_dir() / "000000000002").symlink_to(tmp_path)
+    (user_dir() / "000000000003").touch()
+    for path in (notes, user_dir() / "000000000003"):
+        os.utime(path, (0.0, 0.0))
+    InlineScheduler().close()
+    assert sorted(os.listdir(user_dir())) == ["000000000002", "000000000003", "notes", "runs"]
+
+
+def test_clean_reports_old_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = make_logs("000000000001", KEPT_S + 3600.0), make_logs("000000000002")
+    assert main(["clean", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert f"run 000000000001: ended: would be removed\n  logs {old}\n" in told
+    assert "000000000002" not in told
+    assert old.exists()
+    assert main(["clean"]) == 0
+    assert f"run 000000000001: ended: removed\n  logs {old}\n" in capsys.readouterr().out
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_clean_removes_the_logs_of_a_run_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = make_logs("000000000001"), make_logs("000000000002")
+    assert main(["clean", "--run", "000000000001"]) == 0
+    assert "run 000000000001: nothing of it is here" in capsys.readouterr().out
+    assert main(["clean", "--logs", "--run", "000000000001"]) == 0
+    assert f"run 000000000001: ended: removed\n  logs {one}\n" in capsys.readouterr().out
+    assert (one.exists(), other.exists()) == (False, True)
+
+
+def test_logs_of_a_run_that_is_alive_elsewhere_are_no_leftover() -> None:
+    make_logs("000000000001", KEPT_S + 3600.0)
+    assert [left.run_id for left in leftovers(["000000000001"])] == ["000000000001"]
+    assert leftovers(["000000000001"], logs=True, alive=["000000000001"]) == []
