@@ -11,6 +11,7 @@ from helmsman.api.errors import BackendNotInstalledError
 EXTRA_OF: Mapping[str, str] = MappingProxyType(
     {
         "ray": "ray",
+        "cryptography": "ray",
         "torch": "torch",
         "transformers": "torch",
         "safetensors": "torch",

@@ -31,8 +31,8 @@ class EmbeddedRay:
     Args:
         processes: its processes by name, for those in CORE.
         logs: the folder of their logs.
-        tear_down: calls unwatch, disconnects this process from Ray and ends what is left of it; run once. It is given a limit in
-            seconds, and whether to keep the directory of Ray's session.
+        tear_down: calls unwatch, disconnects this process from Ray and ends what is left of it; run once. Its arguments are a
+            limit in seconds, and whether to keep the directory of Ray's session.
     """
 
     def __init__(

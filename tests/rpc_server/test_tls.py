@@ -6,7 +6,7 @@ import ssl
 
 import pytest
 
-from helmsman.rpc_server.tls import client_context, fingerprint_of, make_certificate, server_tls, uses_tls
+from helmsman.rpc_server.tls import client_context, fingerprint_of, server_tls, uses_tls
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> ssl.SSLObject:
@@ -28,15 +28,6 @@ def test_certificate_serves_tls_13_and_has_the_fingerprint() -> None:
     connection = shake_hands(tls.context, client_context())
     assert connection.version() == "TLSv1.3"
     assert fingerprint_of(connection.getpeercert(binary_form=True)) == tls.fingerprint
-
-
-def test_certificate_is_refused_by_openssl_with_another_key(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """So OpenSSL checks the public key in each certificate that we make."""
-    (key, _), (_, certificate) = make_certificate(), make_certificate()
-    path = tmp_path / "pair.pem"
-    path.write_text(key + ssl.DER_cert_to_PEM_cert(certificate))
-    with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(path)
 
 
 def test_certificate_verifies_as_its_own_root() -> None:
