@@ -64,8 +64,8 @@ def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
             return known
         engine = f"{engine.__module__}.{engine.__qualname__}"
     module, _, name = engine.rpartition(".")
-    found = _definition(module, name)
-    return _class_arguments(*found) if found is not None and isinstance(found[1], ast.ClassDef) else None
+    place, definition = _definition(module, name) or ("", None)
+    return _class_arguments(place, definition) if isinstance(definition, ast.ClassDef) else None
 
 
 def _loss_settings(loss: LossFn | str) -> list[str] | None:

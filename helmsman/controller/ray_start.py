@@ -51,11 +51,8 @@ class RayStart:
 
         parts: Any = services
         nodes: Any = node
-        start, get_node, wait_for_port = (
-            parts.start_ray_process,
-            parts.get_node,
-            getattr(nodes, "wait_for_persisted_port", None),
-        )
+        start, get_node = parts.start_ray_process, parts.get_node
+        wait_for_port: Any = getattr(nodes, "wait_for_persisted_port", None)
         thread = threading.get_ident()
 
         def start_and_remember(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ def main() -> None:
             time.sleep(_POLL_S)
 
     services.get_node = get_node_patiently
-    scripts.main()
+    scripts.main()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
