@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -196,14 +197,14 @@ class TrainController(RoleController):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @checked
-    def save(self, path: str, timeout: float | None = None, *, background: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], timeout: float | None = None, *, background: bool = False) -> None:
         """Write all that training goes on from below ``path``, which all ranks can reach; it is there when it is complete.
 
         Args:
             background: return once the state has been copied to the hosts; it is written while training goes on. What goes
                 wrong then is raised by wait_for_save, or by the next call that comes first.
         """
-        run_sync(self._replicated("save_in_background" if background else "save", path, timeout=timeout))
+        run_sync(self._replicated("save_in_background" if background else "save", os.fspath(path), timeout=timeout))
 
     @checked
     def wait_for_save(self, timeout: float | None = None) -> None:
@@ -212,7 +213,11 @@ class TrainController(RoleController):
 
     @checked
     def export_hf(
-        self, path: str, dtype: str | None = None, max_shard_bytes: int = 5 << 30, timeout: float | None = None
+        self,
+        path: str | os.PathLike[str],
+        dtype: str | None = None,
+        max_shard_bytes: int = 5 << 30,
+        timeout: float | None = None,
     ) -> None:
         """Write weights, configuration and tokenizer as a Hugging Face folder, which gets its name when it is complete.
 
@@ -220,7 +225,7 @@ class TrainController(RoleController):
             dtype: floating-point type of what is written, such as 'bfloat16'; None leaves it as it is.
             max_shard_bytes: of one file.
         """
-        run_sync(self._replicated("export_hf", path, dtype, max_shard_bytes, timeout=timeout))
+        run_sync(self._replicated("export_hf", os.fspath(path), dtype, max_shard_bytes, timeout=timeout))
 
     @checked
     def sleep(self, timeout: float | None = None) -> None:
@@ -235,15 +240,15 @@ class TrainController(RoleController):
         run_sync(self._replicated("wake", timeout=timeout))
 
     @checked
-    def load(self, path: str, timeout: float | None = None) -> None:
+    def load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
         """Read what save wrote. Raises: CheckpointError when the engine cannot; else as call_all."""
         try:
-            run_sync(self._replicated("load", path, timeout=timeout))
+            run_sync(self._replicated("load", os.fspath(path), timeout=timeout))
         except (EngineCallError, GroupCallError) as error:
             cause = error.first if isinstance(error, GroupCallError) else error
             if not isinstance(cause, EngineCallError) or is_communication_error(cause):
                 raise
-            raise CheckpointError(role=self.role, path=path, reason=cause.remote_message) from error
+            raise CheckpointError(role=self.role, path=os.fspath(path), reason=cause.remote_message) from error
 
     def get_version(self) -> int:
         """The weight version, on which all ranks agree."""
@@ -277,7 +282,7 @@ class TrainController(RoleController):
     # --- recovery ---------------------------------------------------------------------------------------------------
 
     @checked
-    def recover(self, checkpoint: str | None = None, timeout: float | None = None) -> int:
+    def recover(self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None) -> int:
         """Build all ranks anew when some were lost, and load a checkpoint; returns the weight version.
 
         All processes of the role are ended before any is started, since the ranks that live wait in collectives for the lost

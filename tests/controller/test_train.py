@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -346,8 +347,8 @@ def test_only_the_head_of_a_model_parallel_group_is_given_the_share(scheduler: F
 def test_checkpoints_and_versions_reach_every_rank(scheduler: FakeScheduler) -> None:
     with controller(scheduler) as actor:
         actor.initialize()
-        actor.save("/checkpoints/1")
-        actor.load("/checkpoints/1")
+        actor.save(Path("/checkpoints/1"))
+        actor.load(Path("/checkpoints/1"))
         actor.set_version(7)
         assert actor.get_version() == 7
         for rank in range(2):
@@ -491,7 +492,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(scheduler: FakeScheduler) -
     with controller(scheduler, engine=CannotLoad) as actor:
         actor.initialize()
         with pytest.raises(CheckpointError, match="cannot load the checkpoint /checkpoints/1: nothing is in") as caught:
-            actor.load("/checkpoints/1")
+            actor.load(Path("/checkpoints/1"))
         assert isinstance(caught.value.__cause__, GroupCallError)
 
 
