@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -156,8 +157,8 @@ def test_a_rank_that_never_comes_is_named_on_both_sides(make_hosts: Make) -> Non
     commands = up_all(hosts, _script("wait"), "--num-nodes", "3", "--timeout", "15")
     assert _codes(commands, 60) == [91, 91]
     for command in commands:
-        assert "1 of 3 nodes are missing: rank 2, never heard of, after 15 s" in command.output
-        assert command.output.count("nodes are missing") <= 4, "a line for each change, not for each look"
+        assert re.search(r"of 3 nodes are missing: .*rank 2, never heard of, after 15 s", command.output), command.output
+        assert command.output.count("nodes are missing") <= 6, "a line for each change, not for each look"
     _nothing_left(hosts)
 
 

@@ -171,17 +171,8 @@ with initialize(num_cpus=1, preload=None) as cluster:
 """
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"},
-        {**TWO_NODES, "RAY_ADDRESS": "local"},
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"},
-    ],
-    ids=["one node", "chosen", "processes of one node"],
-)
-def test_initialize_starts_a_ray_on_one_node(environ: dict[str, str]) -> None:
-    assert run(ALONE, **environ) == [{"nodes": 1, "embedded": True, "auth": "token"}]
+def test_initialize_starts_a_ray_on_one_of_several_nodes_when_asked() -> None:
+    assert run(ALONE, **TWO_NODES, RAY_ADDRESS="local") == [{"nodes": 1, "embedded": True, "auth": "token"}]
 
 
 def test_initialize_joins_ray_address_under_a_launcher_of_several_nodes(address: str) -> None:
@@ -189,15 +180,28 @@ def test_initialize_joins_ray_address_under_a_launcher_of_several_nodes(address:
     assert (told["address"], told["embedded"]) == (address, False)
 
 
-CHOSEN = """
+CHOOSE = """
 from helmsman.controller.ray_address import choose_address
-tell(address=choose_address("local"))
+tell(address=choose_address(None if {is_default} else "local"))
 """
 
 
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"},
+    ],
+    ids=["one node", "processes of one node"],
+)
+def test_choose_address_is_local_on_one_node(environ: dict[str, str]) -> None:
+    assert run(CHOOSE.format(is_default=True), **environ) == [{"address": "local"}]
+
+
 def test_choose_address_logs_a_local_one_on_several_nodes() -> None:
+    script = PROLOGUE + CHOOSE.format(is_default=False)
     done = subprocess.run(
-        [sys.executable, "-c", PROLOGUE + CHOSEN], env=environment(**TWO_NODES), capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], env=environment(**TWO_NODES), capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout) == {"address": "local"}
     for fact in ("Ray starts on this node alone", "RANK=1, WORLD_SIZE=2, MASTER_ADDR=10.0.0.7"):

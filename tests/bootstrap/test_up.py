@@ -24,7 +24,7 @@ from helmsman.controller.node_checks import address_towards
 from tests.bootstrap.hosts import why_not_here
 from tests.contract.helpers import ROOT, wait_until
 
-NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 24
+NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 12
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -291,7 +292,7 @@ class CountingRolloutThatStops(CountingRollout):
         super().__init__()
         if os.path.exists(path):
             os.remove(path)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: another thread may take it late
 
 
 class SlowRollout(CountingRollout):

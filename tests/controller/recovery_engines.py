@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def meet_fault(folder: str, moment: str) -> None:
         if kind == HOLD:
             hold_interpreter(str(planned.with_name(HELD)))
             continue
-        os.kill(os.getpid(), SIGNALS[kind])
+        # To this thread: another that takes SIGSTOP may be scheduled late, and this one would finish the step meanwhile.
+        signal.pthread_kill(threading.get_ident(), SIGNALS[kind])
 
 
 def sft_with_faults(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Rollout(HFRolloutEngine):
             self._memory = _inode_of(next(iter(weights.tensors.values())))
         fault, self._fault = self._fault, 0
         if fault:
-            os.kill(os.getpid(), fault)
+            signal.pthread_kill(threading.get_ident(), fault)  # at once: another thread may take it late
         return await super().update_weights(weights, version)
 
 

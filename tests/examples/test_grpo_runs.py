@@ -32,13 +32,22 @@ SMALL = [
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.fixture
-def sums(tmp_path: Path) -> Path:
+GREEDY = ("--scheduler", "local", "--steps", "8", "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sums of two digits: a new model gets some right by chance, so there are rewards to learn from at once."""
-    path = tmp_path / "sums.jsonl"
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)}) for a in range(10) for b in range(10)]
     path.write_text("\n".join(lines))
     return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Records of a synchronous run in which nothing happens."""
+    return run(sums, tmp_path_factory.mktemp("unbroken"), *GREEDY)
 
 
 def command(data: Path, out: Path, *flags: str) -> list[str]:
@@ -165,13 +174,16 @@ def test_a_drill_does_not_change_what_is_trained(sums: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("flags", [(), ("--async", "--staleness", "0")])
-def test_train_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_train_workers_that_die_do_not_end_the_run(
+    sums: Path, tmp_path: Path, unbroken: list[dict[str, Any]], flags: tuple[str, ...]
+) -> None:
     """One is killed in each phase; every step is recorded once, in order, and does what it does in a run without a loss."""
-    common = ("--scheduler", "local", "--steps", "8", "--temperature", "0", "--save-every", "5", *flags)
-    expected = run(sums, tmp_path / "unbroken", *common)
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(sums, out, *common, "--train-workers", "2"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(sums, out, *GREEDY, "--save-every", "5", *flags, "--train-workers", "2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     killed: list[int] = []
     try:
@@ -191,18 +203,16 @@ def test_train_workers_that_die_do_not_end_the_run(sums: Path, tmp_path: Path, f
     versions = [record["weight_version"] for record in found]
     assert versions == sorted(set(versions))
     assert versions[-1] > 20, "the versions of the steps that were lost are not given again"
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(found, unbroken, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-4), (ours, theirs)
 
 
-def test_an_asynchronous_run_draws_the_same_tasks(sums: Path, tmp_path: Path) -> None:
-    flags = ("--scheduler", "local", "--steps", "4", "--temperature", "0")
-    waiting = run(sums, tmp_path / "sync", *flags)
-    ahead = run(sums, tmp_path / "async", *flags, "--staleness", "0")
+def test_an_asynchronous_run_draws_the_same_tasks(sums: Path, tmp_path: Path, unbroken: list[dict[str, Any]]) -> None:
+    ahead = run(sums, tmp_path / "async", *GREEDY, "--staleness", "0")
     keys = ("loss", "reward", "accuracy")
     assert [[record[key] for key in keys] for record in ahead] == [
         pytest.approx([record[key] for key in keys], abs=2e-4, nan_ok=True) if record["phase"] != "eval" else [None] * 3
-        for record in waiting
+        for record in unbroken
     ]
 
 

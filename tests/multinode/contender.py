@@ -20,7 +20,7 @@ from helmsman.controller.loop import submit
 from helmsman.controller.placement_group import admit
 from helmsman.controller.ray_scheduler import RayScheduler
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 
 
 async def admit_and_free(prefix: str, jobs: Sequence[Job]) -> str:

@@ -50,7 +50,7 @@ def test_auto_means_the_one_cluster_of_this_machine(nodes: Nodes) -> None:
     try:
         with pytest.raises(errors.AmbiguousAddressError) as caught:
             choose_address("auto")
-        assert sorted(caught.value.candidates) == sorted([nodes.address, second.address])
+        assert {nodes.address, second.address} <= set(caught.value.candidates), "other Rays may have started meanwhile"
         assert "RAY_ADDRESS" in str(caught.value)
     finally:
         second.shutdown()

@@ -18,7 +18,7 @@ from tests.controller.recovery_engines import plan_fault
 from tests.engines.models import QWEN2, random_tokens
 from tests.multinode.conftest import Nodes, gpu_node
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_an_actor_is_lost_and_then_a_node(nodes: Nodes, run: RayScheduler, tmp_p
         "tests.controller.recovery_engines.FaultyTrainEngine",
         Job(role="train", replicas=2, tasks=[spec]),
         (str(faults),),
-        {"model": QWEN2, "lr": 1e-2, "rendezvous_timeout_s": 60},
+        {"model": QWEN2, "lr": 1e-2, "rendezvous_timeout_s": 180},
     )
     places: list[list[str]] = []
     losses: dict[int, list[float]] = {}
@@ -50,7 +50,7 @@ def test_an_actor_is_lost_and_then_a_node(nodes: Nodes, run: RayScheduler, tmp_p
         node = next(each for each in nodes.cluster.worker_nodes if each.node_id == trainer.workers[1].node_id)
 
         def remove() -> None:
-            wait_until(lambda: not list(faults.iterdir()), "the step has come there", limit_s=60.0)
+            wait_until(lambda: not list(faults.iterdir()), "the step has come there", limit_s=240.0)
             nodes.cluster.remove_node(node, allow_graceful=False)
 
         removals.append(threading.Thread(target=remove))
@@ -70,7 +70,7 @@ def test_an_actor_is_lost_and_then_a_node(nodes: Nodes, run: RayScheduler, tmp_p
 
     with trainer:
         trainer.initialize()
-        policy = RecoveryPolicy(checkpoints=tmp_path / "checkpoints", save_every=2, pause_s=0.1, dead_s=120.0)
+        policy = RecoveryPolicy(checkpoints=tmp_path / "checkpoints", save_every=2, pause_s=0.1, dead_s=240.0)
         RecoverableTraining(trainer, policy, step, on_begin=on_begin).run(1, 5)
         removals[0].join()
         first, after_actor, after_node = places

@@ -23,10 +23,12 @@ from helmsman.controller.loop import submit
 from helmsman.controller.ray_scheduler import RayScheduler
 from tests.contract import engines
 from tests.contract.helpers import Engine, wait_until
-from tests.multinode.conftest import Nodes, gpu_node
+from tests.multinode.conftest import TIMEOUTS, Nodes, gpu_node
+from tests.multinode.contender import LIMIT_S as CONTENDER_LIMIT_S
 from tests.multinode.contender import admit_and_free
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
+NUM_ROUNDS = int(os.environ.get("HELMSMAN_SOAK_ROUNDS", "20"))
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +126,16 @@ def test_a_start_that_waits_says_so_and_takes_what_is_freed(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.create_workers, _job("waits", 2, 8))
         told = wait_until(lambda: [record for record in caplog.records if "still waiting" in record.message], "it says so")
-        for fact in ("'waits'", "of at most 90 s", "requested 16 GPU", "free now 0 GPU", f"{holder.run_id}/holder"):
+        for fact in (
+            "'waits'",
+            f"of at most {TIMEOUTS.start_s:g} s",
+            "requested 16 GPU",
+            "free now 0 GPU",
+            f"{holder.run_id}/holder",
+        ):
             assert fact in told[0].getMessage()
         holder.delete_workers()
-        assert waiting.result(60) == ["waits/0", "waits/1"]
+        assert waiting.result(TIMEOUTS.start_s) == ["waits/0", "waits/1"]
 
 
 def test_two_runs_with_the_same_role_names_never_meet(make_run: Callable[..., RayScheduler]) -> None:
@@ -210,8 +218,8 @@ def test_sixty_four_groups_at_once(make_run: Callable[..., RayScheduler]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, run: RayScheduler) -> None:
+@pytest.mark.timeout(300 + 10 * NUM_ROUNDS)
+def test_rounds_of_two_controllers_that_contend(nodes: Nodes, run: RayScheduler) -> None:
     """Each round two processes admit jobs of a random shape at once, up to all 64 devices each; groups without workers."""
     random_ = random.Random(20)
     outcomes: Counter[str] = Counter()
@@ -226,20 +234,20 @@ def test_two_hundred_rounds_of_two_controllers_that_contend(nodes: Nodes, run: R
     try:
         assert json.loads(other.stdout.readline()) == "ready"
         free = nodes.free()
-        for _ in range(200):
+        for _ in range(NUM_ROUNDS):
             ours, theirs = _random_jobs(random_), _random_jobs(random_)
             other.stdin.write(msgspec.json.encode(theirs).decode() + "\n")
             other.stdin.flush()
-            outcomes[submit(admit_and_free(run._prefix, ours)).result(60)] += 1
+            outcomes[submit(admit_and_free(run._prefix, ours)).result(2 * CONTENDER_LIMIT_S)] += 1
             outcomes[json.loads(other.stdout.readline())] += 1
             assert _groups() == []
         other.stdin.close()
-        assert other.wait(30) == 0
+        assert other.wait(60) == 0
     finally:
         other.kill()
         other.wait()
     wait_until(lambda: nodes.free() == free, "everything is free again")
-    assert outcomes == {"placed": 400}
+    assert outcomes == {"placed": 2 * NUM_ROUNDS}
 
 
 def _random_jobs(random_: random.Random) -> list[Job]:
