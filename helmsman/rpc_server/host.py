@@ -7,8 +7,10 @@ import hashlib
 import importlib
 import inspect
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -75,6 +77,7 @@ class EngineHost:
         self._faults = Faults()
         self._num_calls = 0
         self._is_closed = False
+        self._pid = os.getpid()
         if pulse is not None:
             pulse.start(lambda: msgspec.msgpack.encode(self._activity()))
 
@@ -317,6 +320,21 @@ class EngineHost:
             return work()
         except BaseException as error:
             raise remote_error(self.identity, request, error) from error
+        finally:
+            self._end_forked_child(request)
+
+    def _end_forked_child(self, request: Request) -> None:
+        """End this process if a method of an engine has forked it and has returned or raised in the child as well.
+
+        The child has copies of the queued calls and of the connections: it would execute calls a second time, and answer them.
+        """
+        if os.getpid() != self._pid:
+            name = dotted(request.engine_name or self.identity.worker_id, request.method or request.verb.value)
+            print(f"helmsman: {name} forked this process and did not end it with os._exit(); it ends here", file=sys.stderr)
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _import(self, name: str, path: str) -> Any:
         module_name, _, attribute = path.replace(":", ".").rpartition(".")
@@ -367,7 +385,10 @@ class EngineHost:
                 reply(Reply(request.id, False), encode(error))
                 return
             try:
-                result = await method(*args, **kwargs)
+                try:
+                    result = await method(*args, **kwargs)
+                finally:
+                    self._end_forked_child(request)
             except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
                 if self._is_closed:
                     return  # this is no answer of the engine's: its caller learns of the worker's end

@@ -394,6 +394,28 @@ class Family:
         os.waitpid(child, 0)
 
 
+class Forking:
+    """Forks its worker in a method, and lets the child leave the method as the parent does, or by an error."""
+
+    def fork(self, raises: bool) -> int:
+        """Returns the child's pid, or 0 in the child."""
+        child = os.fork()
+        if child == 0 and raises:
+            raise ValueError("in the child")
+        return child
+
+    async def afork(self, raises: bool) -> int:
+        """Fork it on the loop's thread."""
+        return self.fork(raises)
+
+    def note(self, path: str, number: int) -> int:
+        """Append a line to a file."""
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(fd, f"{number}\n".encode())
+        os.close(fd)
+        return number
+
+
 class Driving:
     """An engine that is the driver of a run of its own, with a Family."""
 

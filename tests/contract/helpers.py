@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ import pytest
 
 from helmsman.api.scheduler import Scheduler
 from helmsman.controller.loop import submit
+from helmsman.rpc_server import guardian
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0
@@ -233,8 +235,7 @@ class Driver:
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if left:
-            for pid in processes_with("HELMSMAN_DRIVER_MARK", self.mark).values():
-                os.kill(pid, signal.SIGKILL)
+            self._kill_all()
             pytest.fail(f"left behind {limit_s:g} s after the driver's end: {left}\n{self.errors()}", pytrace=False)
 
     def left(self) -> list[str]:
@@ -257,10 +258,17 @@ class Driver:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
-        for pid in processes_with("HELMSMAN_DRIVER_MARK", self.mark).values():
+        self._kill_all()
+        self.temporary.cleanup()
+
+    def _kill_all(self) -> None:
+        pids = processes_with("HELMSMAN_DRIVER_MARK", self.mark).values()
+        runs = {mark.run_id for pid in pids if (mark := guardian.mark_of(pid)) is not None}
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.temporary.cleanup()
+        for run_id in runs:  # those that hide have an empty environment, and their guardians were killed just now
+            guardian.end_all(functools.partial(guardian.run_members, run_id))
 
 
 def _is_run_dir(name: str) -> bool:

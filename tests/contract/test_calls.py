@@ -16,8 +16,8 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller.factory import make_scheduler
 from helmsman.controller.loop import submit
 from tests.contract.conftest import OPTIONS
-from tests.contract.engines import Counter
-from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held
+from tests.contract.engines import Counter, Forking
+from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held, is_running, wait_until
 
 pytestmark = pytest.mark.also_apart
 
@@ -181,6 +181,23 @@ def test_use_after_close(backend: str, tmp_path: Path, operation: str) -> None:
     with pytest.raises(errors.SchedulerClosedError, match="is closed"):
         uses[operation]()
     scheduler.delete_workers()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("method", ["fork", "afork"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_child_that_an_engine_forks_executes_no_calls(
+    scheduler: Scheduler, shared_workers: list[str], tmp_path: Path, method: str, raises: bool
+) -> None:
+    engine = Engine.create(scheduler, shared_workers[0], Forking, f"forking-{method}-{raises}")
+    path = tmp_path / "executed"
+    forked = engine.begin(method, raises)
+    answers = [engine.begin("note", str(path), number) for number in range(10)]  # they are queued when the worker is forked
+    child = forked.result(LIMIT_S)
+    assert child > 0
+    assert [answer.result(LIMIT_S) for answer in answers] == list(range(10))
+    wait_until(lambda: not is_running(child), "the child has exited")
+    assert sorted(map(int, path.read_text().split())) == list(range(10))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
