@@ -175,4 +175,4 @@ def test_session_of_ray_goes_with_a_run_that_does_not_fail(made: str, end: str, 
         session = Path(ended.stdout.strip())
         assert session.parent == Path(temporary, "ray"), ended.stderr
         assert (session / "logs").is_dir() == is_kept
-        assert os.listdir(session.parent) == ([session.name, "session_latest"] if is_kept else [])
+        assert sorted(os.listdir(session.parent)) == ([session.name, "session_latest"] if is_kept else [])
