@@ -67,6 +67,7 @@ class RayStart:
             return self._wait("raylet has not registered", lambda: get_node(*args, **kwargs))
 
         def wait_for_published_port(*args: Any, timeout_ms: int, **kwargs: Any) -> Any:
+            assert wait_for_port is not None
             if threading.get_ident() != thread or not timeout_ms:
                 return wait_for_port(*args, timeout_ms=timeout_ms, **kwargs)
             look = 1000 * _LOOK_S
