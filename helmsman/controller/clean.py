@@ -196,7 +196,8 @@ def _elsewhere(left: Leftover) -> Path | None:
     if left.record is None or left.record.scheduler != UP:
         return None
     path = Path(left.record.log_dir)
-    return path if path.name == f"hm-{left.run_id}" and str(path) not in left.folders and is_own_directory(path) else None
+    is_left = path == up_folder(path.parent, left.run_id) and str(path) not in left.folders and is_own_directory(path)
+    return path if is_left else None
 
 
 def _marked() -> Iterator[LeftProcess]:

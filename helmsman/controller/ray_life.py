@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError
-from helmsman.controller.transport import describe_exit, tail_of
+from helmsman.controller.transport import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server.oom import oom_count, oom_kills_since
 
 T = TypeVar("T")
@@ -75,8 +75,7 @@ class EmbeddedRay:
         self._stop_watching()
         with contextlib.suppress(subprocess.TimeoutExpired):  # another thread reaps it just now
             process.wait(_REAP_S)
-        status = process.returncode
-        code, number = (None, None) if status is None else (status, None) if status >= 0 else (None, -status)
+        code, number = split_returncode(process.returncode)
         log_path = newest_log(self._logs, name)
         how = describe_exit(code, number, oom_kills_since(self._oom))
         self._error = {

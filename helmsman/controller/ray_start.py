@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.ray_life import CORE
-from helmsman.controller.transport import describe_exit
+from helmsman.controller.transport import describe_exit, split_returncode
 
 _LOOK_S = 1
 """How long each of Ray's own waits may take; its processes are looked at in between."""
@@ -97,5 +97,4 @@ class RayStart:
         for name, process in self._started.items():
             status = process.poll()
             if status is not None:
-                how = describe_exit(status, None) if status >= 0 else describe_exit(None, -status)
-                raise ChildProcessError(f"{name} (pid {process.pid}) {how}")
+                raise ChildProcessError(f"{name} (pid {process.pid}) {describe_exit(*split_returncode(status))}")
