@@ -8,9 +8,10 @@
     HMAC of "listener", or zeros to refuse     ------->
 
 Both HMACs cover the two nonces and the fingerprint of the TLS certificate that the end presented or received. So a relay that
-terminates TLS with a certificate of its own fails, although no one knows the listener's certificate beforehand. Each HMAC covers its role,
-too, so that no connector's answer serves as a listener's answer to another connector. Each end accepts only the mode that it is
-set to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before the handshake is done.
+terminates TLS with a certificate of its own fails, although no one knows the listener's certificate beforehand. Each HMAC
+covers its role, too, so that no connector's answer serves as a listener's answer to another connector. Each end accepts only
+the mode that it is set to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before
+the handshake is done.
 """
 
 from __future__ import annotations
