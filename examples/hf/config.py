@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Setting
 
 
 def _origin(text: str, path: str | Path, overrides: Sequence[tuple[str, str]]) -> str:
-    """The flag that gave the key at the start of a message; else the file, with the flags that the message speaks of."""
+    """The flag that set the key at the start of a message; else the file, with the flags that the message mentions."""
     words = re.findall(r"[\w.]+", text)
     for name, _ in reversed(overrides):
         if f"{words[0]}.".startswith(f"{name}.") or (name.startswith(f"{words[0]}.") and name.rpartition(".")[2] in words):

@@ -27,7 +27,7 @@ whether the prediction *of* token t counts, and ``logprobs[t]`` is the log-proba
 
 
 class SampleShare(list[Sample]):
-    """Samples of one rank, with the numbers that they have in the batch of the caller, by which messages name them.
+    """Samples of one rank with their indices in the caller's batch, which error messages use.
 
     Args:
         samples: The share.
@@ -40,7 +40,7 @@ class SampleShare(list[Sample]):
 
 
 def sample_numbers(samples: Sequence[Sample]) -> Sequence[int]:
-    """Index of each sample in the batch of the caller; the position in ``samples`` where these are no share of a batch."""
+    """Index of each sample in the caller's batch; its position in ``samples`` unless these are a SampleShare."""
     return samples.numbers if isinstance(samples, SampleShare) else range(len(samples))
 
 

@@ -60,19 +60,19 @@ _ASSIGNED = re.compile(
 _WORD = re.compile(r"[A-Za-z0-9+/_-]{24,}={0,2}")
 _HEXADECIMAL = re.compile(r"[0-9a-fA-F]*")
 _FEWEST_RANDOM = 20
-"""Characters from which on a word can be random enough to be a key."""
+"""Fewest characters of a word that counts as random."""
 _CHANGES = 0.45
-"""Share of neighbouring characters that differ in kind (capital, small, digit) from which on a word counts as random. It is
-0.62 in random ones on average, and below 0.4 where people chose the names."""
+"""Least share of neighbouring characters that differ in kind (capital, small, digit) in a word that counts as random. It is
+0.62 in random words on average, and below 0.4 in names that people chose."""
 
 
 def masked(name: str, value: str) -> str:
-    """The value of a variable as it may be shown: without what its name or its form tells to be a secret.
+    """The value of a variable without its secrets, which are found by name and by shape.
 
-    A value whose name speaks of a secret, or is on the list in HELMSMAN_MASK, is masked as a whole; in others only the parts
-    that look like one are: tokens with the prefixes of known services, JSON web tokens, private keys, passwords in URLs,
-    'name=value' with such a name, and long random words. Hexadecimal ones stay, since commits and digests are shown so. An
-    empty value is shown as it is, since that a token is empty is what one may be looking for.
+    A value whose name is that of a secret, or is on the list in HELMSMAN_MASK, is masked as a whole. In others only the parts
+    that look like a secret are masked: tokens with the prefixes of known services, JSON web tokens, private keys, passwords in
+    URLs, 'name=value' with such a name, and long random words. Hexadecimal words stay, since commits and digests look so. An
+    empty value stays, since an empty token may be the fault that the user looks for.
 
     Args:
         name: of the variable; '' for a text without one.
@@ -89,7 +89,7 @@ def masked(name: str, value: str) -> str:
 
 
 def masked_command(arguments: Sequence[str]) -> str:
-    """A command line as it may be shown: ``--api-key VALUE`` and ``--api-key=VALUE`` are masked as variables are."""
+    """A command line without its secrets: ``--api-key VALUE`` and ``--api-key=VALUE`` are masked as variables are."""
     options = ["", *(each if each.startswith("-") and "=" not in each else "" for each in arguments)]
     return " ".join(masked(option, each) for option, each in zip(options, arguments, strict=False))
 
@@ -103,7 +103,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _is_random(word: str) -> bool:
-    """Whether a word looks like a key: long, of all three kinds of characters, in no order that a name would have."""
+    """Whether a word looks like a key: long, of all three kinds of characters, which alternate more often than in names."""
     parts = [part for part in re.split(r"[+/_=-]+", word) if not _HEXADECIMAL.fullmatch(part)]
     kinds = [[_kind(character) for character in part] for part in parts]
     if sum(map(len, kinds)) < _FEWEST_RANDOM or len(set().union(*kinds)) < 3:

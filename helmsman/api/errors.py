@@ -639,7 +639,7 @@ class WorkerFailedError(CallError):
     log_path: str
     log_tail: str
     aftermath: str
-    """Sentences on the other workers and the next step, where a whole cluster was lost; else ''."""
+    """Sentences about the other workers and the next step if a whole cluster was lost; else ''."""
 
     def __init__(
         self,
@@ -771,7 +771,7 @@ class EngineCallError(_RemoteError):
 
 
 class ExceptionNotSerializableError(EngineCallError):
-    """As EngineCallError, for an exception that cannot be pickled, or is too large: its type, message and traceback arrive."""
+    """An engine method raised an exception that cannot be pickled, or is too large: type, message and traceback arrive."""
 
     _what = "{operation} (with an exception that {reason}, so __cause__ is not set)"
 
@@ -1492,7 +1492,7 @@ class ShutdownIncompleteError(HelmsmanError):
 
 
 class UntrustedPathError(HelmsmanError, PermissionError):
-    """A file or directory that another user can have put there: nothing is written, read or removed through it."""
+    """A file or directory that another user may have planted; nothing was written, read or removed through it."""
 
     path: str
     owner: str

@@ -259,8 +259,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     stuck_s: float | None = None
     """Seconds since its interpreter last ran Python, where it did not answer itself; None where it did."""
     process_state: ProcessState | None = None
-    """Where it did not answer itself. running: a thread of it computes; sleeping: all wait; disk: it waits for a disk or for
-    swapped memory; stopped: by a signal or a debugger."""
+    """State of a worker that did not answer itself. running: a thread of it computes; sleeping: all wait; disk: it waits for a
+    disk or for swapped memory; stopped: by a signal or a debugger."""
 
     @property
     def answered(self) -> bool:
@@ -269,7 +269,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_busy(self) -> bool:
-        """Whether it did not answer itself, yet makes progress as far as the kernel can see."""
+        """Whether the worker did not answer itself, and the kernel shows that it makes progress."""
         return self.process_state in ("running", "disk")
 
 
@@ -617,7 +617,7 @@ class Scheduler(abc.ABC):
         """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
 
     def _advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
-        """Have the WorkerFailedErrors of a role end with this sentence; '' for the scheduler's own. For controllers."""
+        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 _MIN_PART = 3
-"""Letters of a name that is suggested because one of the two is a part of the other."""
+"""Fewest letters of a name that is suggested as a part of another name."""
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
@@ -23,7 +23,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist: the nearest known name, or all of them where none is near."""
+    """End of a message about an unknown name: the nearest known name, or all known names if none is near."""
     names = list(known)
     near = nearest(name, names, 1)
     return f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
@@ -35,7 +35,7 @@ def _initials(name: str) -> str:
 
 
 class Suggesting(msgspec.StructMeta):
-    """Metaclass of structs that scripts make: an unknown field is refused with the nearest one."""
+    """Metaclass of structs that scripts create: the error for an unknown field suggests the nearest field."""
 
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 

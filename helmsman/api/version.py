@@ -1,3 +1,3 @@
-"""The version of Helmsman: the one place where it is written; pyproject.toml reads it from here."""
+"""The version of Helmsman, which pyproject.toml reads from here."""
 
 __version__ = "0.1.0"

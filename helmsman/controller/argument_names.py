@@ -21,7 +21,7 @@ from helmsman.api.suggestions import did_you_mean
 
 _LOSSES = "helmsman.engines.losses"
 _MAX_HOPS = 8
-"""Imports that are followed to the definition of a name."""
+"""Most imports that are followed to the definition of a name."""
 
 _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
@@ -82,7 +82,7 @@ def _loss_settings(loss: LossFn | str) -> list[str] | None:
 
 
 def _signature_names(function: Any, num_given: int) -> list[str] | None:
-    """Names of the parameters after the first ones; None where any name is taken, or nothing is known."""
+    """Names of the parameters after the first ``num_given``; None where any name is accepted, or the signature is not known."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -96,8 +96,8 @@ def _signature_names(function: Any, num_given: int) -> list[str] | None:
 
 
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
-    """Of a class whose constructor names them, or makes a struct of them (``convert(fields, Config)``, ``Config(**fields)``);
-    None for others."""
+    """Arguments of a class whose constructor names them, or makes a struct of them (``convert(fields, Config)``,
+    ``Config(**fields)``); None for other classes."""
     function = next((each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if function is None or definition.keywords or definition.decorator_list:
         return None

@@ -57,7 +57,7 @@ def refusal(method: str, argument: str, value: object, expected: str, hint: str 
         expected: its annotation.
         hint: a further sentence, without its full stop.
 
-    Returns: a TypeError that says all of it.
+    Returns: a TypeError with these facts in its message.
     """
     observed = f"{reprlib.repr(value)} (of type {type(value).__qualname__})"
     step = f" {hint}." if hint else ""
@@ -137,7 +137,7 @@ class _Names(dict[str, Any]):
 
 
 def _test_of(annotation: Any, depth: int = 1) -> Test | None:
-    """Whether a value is what an annotation says; None where it says nothing that could be tested."""
+    """A test of values against an annotation; None for an annotation that allows no test."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any or annotation is object or isinstance(annotation, TypeVar):
         return None
@@ -149,7 +149,7 @@ def _test_of(annotation: Any, depth: int = 1) -> Test | None:
         tests = [_test_of(each, depth) for each in arguments]
         known = [test for test in tests if test is not None]
         return None if len(known) < len(tests) else lambda value: any(test(value) for test in known)
-    if origin is Literal:  # which of the values there are is for the method to say
+    if origin is Literal:  # the method itself checks the value
         return _test_of(type(arguments[0]))
     if annotation in _SCALARS:
         return _SCALARS[annotation]
@@ -164,7 +164,7 @@ def _test_of(annotation: Any, depth: int = 1) -> Test | None:
 
 
 def _item_test(annotation: Any, depth: int) -> Test | None:
-    """Of the items of a container, where one look at each is enough: prompts, say, have many items of their own."""
+    """The test of a container's items; None unless they are of a plain class: a prompt has many items of its own."""
     is_class = isinstance(annotation, type) and get_origin(annotation) is None
     return _test_of(annotation, depth - 1) if depth and is_class else None
 
@@ -182,7 +182,7 @@ _SCALARS: dict[Any, Test] = {int: _is_integer, float: _is_number}
 
 
 _PLAIN_COLLECTIONS = (list, tuple, range, set, frozenset)
-"""Those whose items cost nothing to look at."""
+"""Collections whose items are checked, as that costs little."""
 
 
 def _has_class_named(name: str, value: Any) -> bool:
@@ -190,7 +190,7 @@ def _has_class_named(name: str, value: Any) -> bool:
 
 
 def _is_collection(is_ordered: bool, may_be_text: bool, item_test: Test | None, value: Any) -> bool:
-    """Anything that has a length and, if it is ordered, items by number, as arrays and data sets have."""
+    """Whether a value has a length, or, if it is to be ordered, items by number, as arrays and data sets have."""
     if isinstance(value, (str, bytes, bytearray)):
         return may_be_text and isinstance(value, str)
     if isinstance(value, Mapping) or not hasattr(value, "__len__" if not is_ordered else "__getitem__"):

@@ -1,10 +1,9 @@
-"""What runs have left behind whose controller was killed: found by their mark or tag, and removed. Old logs go, too.
+"""Finds and removes processes and folders of runs whose controller was killed, by their mark or tag, and old logs.
 
 Every process that a run causes on a machine is the forkserver, a worker, Ray's own, or was started below one of these. It bears
 the run's id in its mark (see guardian.py) or in the environment with which it was started. A run counts as dead when its record
-is there and not locked.
-Processes of a run without a record belong to a controller on another machine, or one whose record was removed: they are
-listed, and ended only when the run is named.
+exists and is not locked. Processes of a run without a record belong to a controller on another machine, or to one whose record
+was removed: they are listed, and ended only when the run is named.
 
 Only directories whose paths are made from a run's id are removed, and only real ones of this user.
 """
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 KEPT_RUNS = 20
 KEPT_S = 14 * 86400.0
-"""Logs in the default place are kept of this many runs at most, the newest, and for this long after their last change."""
+"""Retention rule of logs in the default place: the newest KEPT_RUNS runs, for KEPT_S seconds after their last change."""
 
 _END_S = 5.0
 _SOCKET_FOLDER = re.compile(rf"helmsman-({RUN_ID.pattern})-\w+")
@@ -66,7 +65,7 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()) -> list[Leftover]:
-    """What there is of the runs of this user on this machine, dead and alive.
+    """List the processes, folders and removable logs of this user's runs on this machine, dead and alive.
 
     Args:
         run_ids: only these runs; all when empty.
@@ -94,7 +93,7 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
 
 
 def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, list[str]]:
-    """Default log directories by run; those that are kept no longer, or all, but none of a run that lives."""
+    """Default log directories by run: those that the retention rule drops, or all; none of a run that is alive."""
     oldest = time.time() - KEPT_S
     found: dict[str, list[str]] = {}
     for index, (run_id, path, changed) in enumerate(log_dirs()):
@@ -104,7 +103,7 @@ def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, l
 
 
 def remove_old_logs() -> None:
-    """Remove the logs that are kept no longer: of all but the newest KEPT_RUNS runs, and of those older than KEPT_S."""
+    """Remove the logs that the retention rule drops: those of older runs than the newest KEPT_RUNS, or older than KEPT_S."""
     if not _removable_logs(everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():
@@ -196,7 +195,8 @@ def _elsewhere(left: Leftover) -> Path | None:
     if left.record is None or left.record.scheduler != UP:
         return None
     path = Path(left.record.log_dir)
-    return path if path.name == f"hm-{left.run_id}" and str(path) not in left.folders and is_own_directory(path) else None
+    is_left = path == up_folder(path.parent, left.run_id) and str(path) not in left.folders and is_own_directory(path)
+    return path if is_left else None
 
 
 def _marked() -> Iterator[LeftProcess]:

@@ -55,7 +55,7 @@ class WorkerClient:
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
         self.unanswered: set[int] = set()
-        """Questions for its health that an observation has answered instead; they mark nothing."""
+        """Requests for its health that an observation has replaced; they do not make the worker MARKED."""
         self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
@@ -92,7 +92,7 @@ class WorkerClient:
         return self._ending is None and not self._stopped
 
     def note(self, health: WorkerHealth) -> None:
-        """Take its health in."""
+        """Store the worker's latest health."""
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
 
     @property
@@ -103,7 +103,7 @@ class WorkerClient:
         return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
-        """What is known of the worker, with its health where that is known."""
+        """The worker's status, with its health where that is known."""
         return WorkerStatus(
             worker_id=self.worker_id,
             state=self.state,
@@ -219,7 +219,7 @@ class WorkerClient:
                 oldest = min(self.in_flight.values(), key=lambda call: call.started, default=None)
                 self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
             ending = await self.transport.ending()
-            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it has ended before it was told
+            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
                 ending = msgspec.structs.replace(ending, cause=self._killed_because)
             self._ending = ending
         running, running_s = self._ran_at_end or ("", 0.0)

@@ -41,7 +41,7 @@ _END_S = 3.0
 """How long Ray may then take to shut down."""
 _NEVER_S = 365 * 86_400
 _ATTEMPTS = 2
-"""Starts of Ray until it is given up. A busy machine has made its processes miss limits that cannot be changed."""
+"""Most attempts to start Ray. On a busy machine its processes may miss limits that cannot be changed."""
 
 
 def choose_authentication() -> None:
@@ -92,9 +92,9 @@ def connect(
         preload: modules that the workers of our own are forked with; None lets Ray start each by itself.
         start_s: seconds that our own may take to start.
 
-    Returns: Our own; None for another.
+    Returns: The embedded Ray; None for another cluster.
 
-    Raises: RayStartError for one of our own; what ray.init raises of a cluster that is there.
+    Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
     """
     global _current
 
@@ -195,7 +195,7 @@ def _watched() -> EmbeddedRay:
 
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
-    """What can be told of a start that failed, as long as its processes are there.
+    """The error of a failed start; called while its processes still exist.
 
     Args:
         error: of ray.init.
@@ -367,10 +367,10 @@ def _begun(ray: EmbeddedRay | None, function: Callable[..., T], *arguments: Any)
         ray.hold(call)
 
     def work() -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was lost meanwhile
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # Ray was lost meanwhile
             try:
                 result = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+            except BaseException as error:  # noqa: BLE001 - passed on to the caller, which awaits it
                 call.set_exception(error)
             else:
                 call.set_result(result)
@@ -386,7 +386,7 @@ async def answered(answer: Awaitable[T]) -> T:
 
 
 _current: EmbeddedRay | None = None
-"""The embedded Ray that this process has started last, of which it has one at a time."""
+"""The embedded Ray that this process started last; a process has one at a time."""
 
 
 def current() -> EmbeddedRay | None:
@@ -473,7 +473,7 @@ def _own_session(node: Any) -> Path | None:
 
 def _remove_session(path: Path) -> None:
     latest = path.parent / "session_latest"
-    with contextlib.suppress(OSError):  # Ray does not replace a link that leads nowhere, so that it would stay for ever
+    with contextlib.suppress(OSError):  # Ray never replaces a dangling link
         if os.readlink(latest) == str(path):
             latest.unlink()
     try:
@@ -483,7 +483,7 @@ def _remove_session(path: Path) -> None:
 
 
 async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
-    """As bounded, of a call that ends Ray, and has to run where it is lost."""
+    """Run a call that ends Ray in a daemon thread, as bounded does; it also runs when the embedded Ray is lost."""
     if not threading.main_thread().is_alive():
         function()
         return

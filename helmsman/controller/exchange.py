@@ -33,9 +33,9 @@ class Exchange(abc.ABC):
         self._outgoing = outgoing
         self._given_up = False
         self._is_lost = False
-        """Whether the worker has ended; how it ended is being found out."""
+        """Whether the worker has ended while its exit status is still being looked up."""
         self._seen: CallState | None = None
-        """Where the worker said that the call is, shortly before the limit."""
+        """State of the call as the worker reported it shortly before the limit."""
         self.started = time.monotonic() if started is None else started
 
     def begin(self) -> None:
@@ -91,12 +91,12 @@ class Exchange(abc.ABC):
             self._client.in_background(self._inquire(lead_s))
 
     async def _inquire(self, lead_s: float) -> None:
-        with contextlib.suppress(errors.CallError):  # it does not answer, and the error will say so
+        with contextlib.suppress(errors.CallError):  # no answer: the error is raised without the line
             self._seen = await self._client.control(Verb.INSPECT, self._outgoing.request.id, limit_s=max(lead_s, 0.001))
 
     def give_up(self, limit_s: float, source: str) -> None:
-        """It is late. Its reply has still to be taken and its memory given back, so it stays with the transport, and the
-        worker is marked until then. A worker that has ended is another error, which is on its way."""
+        """Fail a late call. Its request stays with the transport, since the reply still has to be taken and its
+        memory freed, and the worker is MARKED until then. A worker that has ended raises another error, which is pending."""
         if self._is_lost:
             return
         self._given_up = True
@@ -104,7 +104,7 @@ class Exchange(abc.ABC):
         self._client.in_background(self._told_late(limit_s, source))
 
     def withdraw(self) -> None:
-        """Its answer is not needed any more: a question for health, whose worker was observed instead."""
+        """Drop a request for health whose worker was observed instead."""
         self._given_up = True
         self._client.unanswered.add(self._outgoing.request.id)
 
@@ -188,7 +188,7 @@ class _SlotExchange(Exchange):
         self.is_abandoned = True
 
     def late(self, limit_s: float, source: str) -> None:
-        """The caller's time is over; on the event loop."""
+        """End the call at its limit; on the event loop."""
         if self.payload is None and self.error is None and not self.is_abandoned:
             self.give_up(limit_s, source)
 

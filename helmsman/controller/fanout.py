@@ -33,7 +33,7 @@ class Member(Protocol):
         """Nobody waits for it any more."""
 
     def inquire(self, lead_s: float) -> None:
-        """It will be late in ``lead_s`` seconds."""
+        """Ask the worker for the state of the operation, which will be late in ``lead_s`` seconds."""
 
     def give_up(self, limit_s: float, source: str) -> None:
         """It is late."""

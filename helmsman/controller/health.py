@@ -21,10 +21,10 @@ from helmsman.rpc_server.pulse import Seen, read
 _PATIENCE_S = 0.5
 """A worker that has not answered for so long is observed from outside."""
 _OBSERVED_WITHIN_S = 0.4
-"""With ``_PATIENCE_S``, less than the second within which health is known."""
+"""Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is known."""
 _ASK_EVERY_S = 0.25
 _MAX_UNANSWERED = 4
-"""Questions to one worker that runs Python and yet does not answer, as it waits in an engine's ``failure``."""
+"""Most unanswered questions to a worker that runs Python, such as one that waits in an engine's ``failure``."""
 _STATES: Mapping[str, ProcessState] = {"R": "running", "D": "disk", "T": "stopped", "t": "stopped"}
 
 _decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
@@ -42,7 +42,7 @@ async def ask_health(
         limit_s: seconds for a worker that cannot be observed, as ``source`` says.
         source: the name of that limit, for errors.
     Returns:
-        The health of those that answered or could be observed, and why there is none of the others.
+        The health of those that answered or could be observed, and the error of each of the others.
     """
     asked = Fanout(limit_s, source)
     question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
@@ -73,7 +73,7 @@ async def ask_health(
 
 
 def _is_still_stuck(client: WorkerClient, observed: WorkerHealth) -> bool:
-    """Whether asking again is in vain: the worker has not answered an earlier question, and could not do so now."""
+    """Whether a further question is pointless: an earlier one is unanswered, and the worker still cannot answer."""
     num_unanswered = len(client.unanswered)
     is_alive = (observed.stuck_s or 0.0) < _PATIENCE_S and num_unanswered < _MAX_UNANSWERED
     return num_unanswered > 0 and not is_alive
@@ -130,13 +130,13 @@ async def require_answer(scheduler: Scheduler, worker_id: str, limit_s: float, *
     while True:
         is_last = deadline.passed
         try:
-            # A limit of its own for the last time.
+            # The last question has a limit of its own, since the deadline has passed.
             own_limit_s = min(limit_s, scheduler.timeouts.health_s) if is_last else deadline.remaining_s
             health = await scheduler.check_health(worker_id, max(own_limit_s, 0.001))
         except errors.CallTimeoutError:
             if is_last:
                 raise
-            continue  # it can not be observed
+            continue  # it cannot be observed
         if health.answered or (or_busy and health.is_busy):
             return health
         if is_last:

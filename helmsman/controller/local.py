@@ -166,7 +166,7 @@ class LocalScheduler(SchedulerBase):
 
 
 class LocalProcess:
-    """A worker's process, as far as its end is concerned; its log begins at byte ``log_start`` of the file."""
+    """The end of a worker's process; its log begins at byte ``log_start`` of the file."""
 
     def __init__(self, server: ForkServer, pid: int, tag: str, log_path: str, log_start: int) -> None:
         self.pid = pid

@@ -33,9 +33,9 @@ _PACKAGES = ("ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 _FILES_WANTED = 65_536
 OBJECT_STORE_SHARE = 0.3
-"""Of the available memory, for Ray's object store; Ray's own rule."""
+"""Share of the available memory that Ray's object store takes; Ray's own rule."""
 STORE_LEAST = 80 << 20
-"""Bytes that Ray's object store needs to start, and a little."""
+"""Smallest size of Ray's object store in bytes, with a reserve."""
 MEMORY_BESIDE_STORE = 450 << 20
 """Bytes for Ray's own processes (330 MiB on a head) and the 100 MB for workers without which Ray does not start."""
 _TEMP_FREE_WANTED = 10 << 30
@@ -75,7 +75,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     memory: int
     """Of the machine, or what the control group or Slurm allows."""
     memory_available: int
-    """What programs can still take of it: what is free, and what the system gives back on demand."""
+    """Bytes that programs can still take: free memory, and memory that the system frees on demand."""
     shm_total: int
     shm_free: int
     open_files: int
@@ -393,7 +393,7 @@ class MemoryGroup(msgspec.Struct, frozen=True):
 
     limit: int
     used: int
-    """Without files that the kernel holds in memory, which it gives up on demand; Ray counts in the same way."""
+    """Bytes in use, without cached files, which the kernel frees on demand; Ray counts in the same way."""
 
 
 def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[MemoryGroup]:

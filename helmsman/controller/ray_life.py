@@ -1,4 +1,4 @@
-"""The embedded Ray of this process: watched from its start, so that all that waits for it fails as soon as it has ended."""
+"""The embedded Ray of this process: watched from its start, so that every wait for it fails as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError
-from helmsman.controller.transport import describe_exit, tail_of
+from helmsman.controller.transport import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server.oom import oom_count, oom_kills_since
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CORE = ("gcs_server", "raylet")
-"""The processes without which a Ray is none."""
+"""The processes without which Ray cannot run."""
 _REAP_S = 1.0
 
 
@@ -50,7 +50,7 @@ class EmbeddedRay:
         self._waiting: set[asyncio.Future[Any]] = set()
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._pidfds: dict[int, str] = {}
-        if hasattr(os, "pidfd_open"):  # elsewhere than on Linux, Ray's own errors tell
+        if hasattr(os, "pidfd_open"):  # on other systems than Linux, only Ray's own errors report its end
             for name, process in processes.items():
                 self._watch(name, process)
 
@@ -62,7 +62,7 @@ class EmbeddedRay:
         asyncio.get_running_loop().add_reader(pidfd, self._has_ended, name, process)
 
     async def unwatch(self) -> None:
-        """Take the end of its processes as intended from here on."""
+        """Stop watching its processes, since they are about to be ended."""
         self._stop_watching()
 
     def _stop_watching(self) -> None:
@@ -75,8 +75,7 @@ class EmbeddedRay:
         self._stop_watching()
         with contextlib.suppress(subprocess.TimeoutExpired):  # another thread reaps it just now
             process.wait(_REAP_S)
-        status = process.returncode
-        code, number = (None, None) if status is None else (status, None) if status >= 0 else (None, -status)
+        code, number = split_returncode(process.returncode)
         log_path = newest_log(self._logs, name)
         how = describe_exit(code, number, oom_kills_since(self._oom))
         self._error = {

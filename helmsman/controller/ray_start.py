@@ -1,4 +1,4 @@
-"""Limits of a start of an embedded Ray: our own instead of Ray's, and none for a process that has exited already."""
+"""Limits of a start of an embedded Ray: Helmsman's instead of Ray's, and an error at once when a process has exited."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 from helmsman.controller.deadline import Deadline
 from helmsman.controller.ray_life import CORE
-from helmsman.controller.transport import describe_exit
+from helmsman.controller.transport import describe_exit, split_returncode
 
 _LOOK_S = 1
-"""How long each of Ray's own waits may take; its processes are looked at in between."""
+"""Seconds that each of Ray's own waits may take; its processes are checked in between."""
 _PAUSE_S = 0.05
 
 
@@ -28,7 +28,7 @@ class RayStart:
     """
 
     SETTINGS: ClassVar[Mapping[str, Any]] = {"raylet_start_wait_time_s": _LOOK_S}
-    """Settings of Ray's that this process needs meanwhile."""
+    """Ray's settings that this process needs during the start."""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
@@ -36,7 +36,7 @@ class RayStart:
 
     @property
     def blamed(self) -> str:
-        """The process whose log tells why it failed: the first that has exited, else the last that was started."""
+        """The process whose log has the reason of a failure: the first that has exited, else the last that was started."""
         exited = [name for name, process in self._started.items() if process.poll() is not None]
         return (exited or list(self._started)[::-1] or [CORE[0]])[0]
 
@@ -44,8 +44,8 @@ class RayStart:
     def watching(self) -> Iterator[None]:
         """Within it, a ray.init of this thread waits as long as the deadline allows, and fails when a process has exited.
 
-        What it fails with is a TimeoutError or a ChildProcessError. How Ray waits is private to it; where that does not look as
-        expected, Ray's own limits hold.
+        It fails with a TimeoutError or a ChildProcessError. The waits of Ray are private to it; where they differ from the
+        expected ones, Ray's own limits apply.
         """
         from ray._private import node, services
 
@@ -97,5 +97,4 @@ class RayStart:
         for name, process in self._started.items():
             status = process.poll()
             if status is not None:
-                how = describe_exit(status, None) if status >= 0 else describe_exit(None, -status)
-                raise ChildProcessError(f"{name} (pid {process.pid}) {how}")
+                raise ChildProcessError(f"{name} (pid {process.pid}) {describe_exit(*split_returncode(status))}")

@@ -93,7 +93,7 @@ class RayTransport(ChannelTransport):
         self._worker_id = "a worker that starts"
         self.log_path = ""
         self.log_start = 0
-        """Bytes of earlier processes at the beginning of the log."""
+        """Bytes that earlier processes wrote to the log."""
         self._pid = 0
         self._oom: OomCount | None = None
         self._reason: BaseException | None = None

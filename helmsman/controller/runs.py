@@ -1,9 +1,9 @@
 """The runs of this machine: a record for each, which tells whether its controller lives, and directories for logs.
 
 A record is a file that its controller keeps locked. The kernel gives the lock back however the controller ends, and a forked
-child of it gives its copy up at once, so a record that is not locked is that of a controller that ended without closing.
+child of it closes its copy at once, so a record that is not locked belongs to a controller that ended without closing.
 
-Records and logs lie in directories of this user alone. What is read from a record is shown; it never says what is removed.
+Records and logs lie in directories of this user alone. The content of a record is only shown: no path in it is ever removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RECORD_NAME = re.compile(rf"({RUN_ID.pattern})\.json")
 
 
 def new_run_id() -> str:
-    """A random id of 40 bits, which is what the mark of a run's processes has room for (guardian.py)."""
+    """A random id of 40 bits, the room for it in the mark of a run's processes (guardian.py)."""
     return secrets.token_hex(5)
 
 
@@ -79,7 +79,7 @@ def user_dir() -> Path:
 
 
 def log_places() -> list[Place]:
-    """Where logs lie that are given no other place: first the one for new runs, then others that earlier runs may have used.
+    """Directories of the logs of runs without a log_dir: first that for new runs, then others that earlier runs may have used.
 
     Hosts may share XDG_STATE_HOME, so each has a directory of its own there.
     """
@@ -89,7 +89,7 @@ def log_places() -> list[Place]:
 
 
 def _record_places() -> list[Place]:
-    """As log_places, for records. Those of a session that has XDG_RUNTIME_DIR are found by one that has not."""
+    """Directories of records, in the order of log_places. A session without XDG_RUNTIME_DIR finds those of one that has it."""
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     usual = f"/run/user/{os.getuid()}"
     places = [
@@ -107,7 +107,7 @@ def default_log_dir(run_id: str) -> Path:
 
 
 def make_log_dir(path: Path, run_id: str) -> None:
-    """Make a run's log directory, or see that the one that is there is safe to use.
+    """Make a run's log directory, or check that an existing one is safe to use.
 
     Args:
         path: default_log_dir of the run, or a directory that the user has named.

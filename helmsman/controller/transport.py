@@ -136,6 +136,13 @@ class Turn:
             self.num_claims -= 1
 
 
+def split_returncode(status: int | None) -> tuple[int | None, int | None]:
+    """(exit code, signal) of a subprocess.Popen.returncode; both are None where it is None."""
+    if status is None:
+        return None, None
+    return (status, None) if status >= 0 else (None, -status)
+
+
 def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
     """How a process ended, as part of a sentence.
 

@@ -109,7 +109,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 _LENGTH_INCLUDED = ("longrope", "su", "llama3")
-"""Scaled rotary embeddings of whose models max_position_embeddings is the scaled length already."""
+"""Kinds of rotary scaling for which max_position_embeddings already is the scaled length."""
 
 
 def max_positions(config: Any) -> int | None:

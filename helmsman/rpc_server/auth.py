@@ -1,4 +1,4 @@
-"""The handshake that opens every connection of ours: mutual HMAC authentication, inside TLS between machines.
+"""The handshake that opens every connection of Helmsman: mutual HMAC authentication, inside TLS between machines.
 
     listener                                              connector
     "helmsman plain\\n" or "helmsman tls  \\n"   ------->
@@ -7,10 +7,11 @@
                                                <-------   nonce, HMAC of "connector"
     HMAC of "listener", or zeros to refuse     ------->
 
-Both HMACs cover the two nonces and the fingerprint of the TLS certificate as that end has seen it. So a relay that terminates
-TLS with a certificate of its own fails, although no one knows the listener's certificate beforehand. Each HMAC covers its role,
-too, so that no connector's answer serves as a listener's answer to another connector. Each end accepts only the mode that it is
-set to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before the handshake is done.
+Both HMACs cover the two nonces and the fingerprint of the TLS certificate that the end presented or received. So a relay that
+terminates TLS with a certificate of its own fails, although no one knows the listener's certificate beforehand. Each HMAC
+covers its role, too, so that no connector's answer serves as a listener's answer to another connector. Each end accepts only
+the mode that it is set to: altering the greeting breaks the connection and does not downgrade it. Nothing is decoded before
+the handshake is done.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ async def authenticate_listener(stream: Stream, key: bytes, *, tls: bool, limit_
         limit_s: for the whole handshake.
         where: the listener's address, for messages.
 
-    Raises: ProtocolError; caused by TimeoutError, EOFError or ConnectionError where the listener was silent or closed.
+    Raises: ProtocolError, whose cause is a TimeoutError, EOFError or ConnectionError where the listener was silent or closed.
     """
     try:
         async with asyncio.timeout(limit_s):

@@ -30,7 +30,7 @@ BACKLOG = 1024
 MAX_PENDING = 256
 """Handshakes that may be pending at a time."""
 MAX_PENDING_OF_HOST = 64
-"""The same of one peer address."""
+"""Handshakes of one peer address that may be pending at a time."""
 REPORT_INTERVAL_S = 60.0
 
 _ACCEPT_PAUSE_S = 0.1
@@ -54,7 +54,7 @@ class RefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, what: str, host: str) -> None:
-        """Count one; ``what`` is a sentence about a process on ``host``, without its subject."""
+        """Count a refused connection; ``what`` is the predicate of a sentence whose subject is a process on ``host``."""
         if self._timer is None:
             self._report(f"a process on {host} {what}")
             self._start_interval()
@@ -80,7 +80,7 @@ class RefusalLog:
         self._counts.clear()
 
     def close(self) -> None:
-        """Report the rest. Idempotent."""
+        """Report the connections that are counted and not reported yet. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -117,7 +117,7 @@ class Door:
         self._admit = admit
         self._refusals = refusals
         self._pending: dict[asyncio.Task[None], str] = {}
-        """Peer address by handshake; the one whose last step is the longest ago comes first."""
+        """Peer address by handshake, ordered by the time of the last step, oldest first."""
         self._loop = asyncio.get_running_loop()
         self._pause: asyncio.TimerHandle | None = None
         listener.setblocking(False)
@@ -207,7 +207,7 @@ class Door:
 
 
 def _is_allowed(peer: socket.socket) -> bool:
-    """Whether the peer may try: on a Unix socket it must be of this user."""
+    """Whether the peer may authenticate itself: on a Unix socket it must be a process of this user."""
     if peer.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return True  # without SO_PEERCRED the socket's folder, which only its owner may enter, is the guard
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -215,9 +215,10 @@ def _is_allowed(peer: socket.socket) -> bool:
 
 
 class _Tls:
-    """Blocking reads and writes of a TLS socket by two threads at a time, which OpenSSL's state of a connection does not allow.
+    """Blocking reads and writes of a TLS socket by two threads at a time.
 
-    The socket stays non-blocking, and a lock guards each operation; no thread holds it while it waits for the peer.
+    OpenSSL does not allow two threads in one connection. The socket stays non-blocking, and a lock guards each operation; no
+    thread holds the lock while it waits for the peer.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -228,7 +229,7 @@ class _Tls:
         self._writable.register(sock, select.POLLOUT)
 
     def recv(self, size: int) -> bytes:
-        """As socket.recv, for one thread."""
+        """Read at most ``size`` bytes, for one thread; b'' at the end of the connection."""
         while True:
             with self._lock:
                 has_more = self._socket.pending() > 0
@@ -238,7 +239,7 @@ class _Tls:
                 return self._socket.recv(size)
 
     def sendall(self, data: bytes) -> None:
-        """As socket.sendall, for one thread."""
+        """Send all of ``data``, for one thread."""
         unsent = memoryview(data)
         while unsent:
             with self._lock, contextlib.suppress(*WOULD_BLOCK):

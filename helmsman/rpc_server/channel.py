@@ -32,7 +32,7 @@ CHANNEL_BYTES = 1 << 20
 """Payloads below this travel by a channel between machines; larger ones through Ray's object store."""
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding a message may raise."""
+"""Exceptions that decoding a message may raise."""
 
 Answer = tuple[Reply, Any]
 """A reply, and its payload or what ``keep_apart`` made of it."""
@@ -78,7 +78,7 @@ class Arrival(NamedTuple):
     in_order: bool
     """Whether it is engine work, which begins in the order of the numbers."""
     answer: Callable[[ReplyFn], None]
-    """Answers it, by way of a host where it could be understood."""
+    """Answers the request: by the host where it could be decoded, else by an error."""
 
 
 def understood(host: EngineHost, number: int, frame: RequestFrame, beside: Payload | None = None) -> Arrival:
@@ -144,10 +144,10 @@ class ChannelServer(AuthenticatedServer):
         host: answers the requests.
         shares_memory: whether the controller is on this machine, so that large buffers need not go over the socket.
         tls: the certificate for connections from other machines; None for plain ones.
-        in_turn: runs what begins engine work, given with its number, in the order of these; at once when None, as requests
-            arrive.
-        keep_apart: where the connection may be lost without the worker's end, what keeps a payload that the channel cannot
-            carry, until the controller asks for it by another way.
+        in_turn: (number, function); calls the functions that begin engine work in the order of their numbers. None: they are
+            called as requests arrive.
+        keep_apart: keeps a payload that the channel cannot carry until the controller asks for it by another way. None where
+            the connection lasts as long as the worker.
     """
 
     def __init__(

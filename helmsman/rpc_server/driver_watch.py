@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from helmsman.rpc_server.guardian import Mark, bear_mark, end_all, run_members
 
 NO_PIDFD = -1
-"""Stands for the driver's pidfd where the system has none."""
+"""Number that replaces the driver's pidfd on a system without pidfds."""
 
 _GRACE_S = 3.0
 """How long a forkserver may take to end its workers itself."""

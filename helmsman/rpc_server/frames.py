@@ -1,6 +1,6 @@
 """Requests and replies as messages, and messages on a socket.
 
-A message is what ``multiprocessing.connection`` reads and writes: its length, then its bytes. A request begins with a
+A message has the format of ``multiprocessing.connection``: its length, then its bytes. A request begins with a
 number of 8 bytes and is otherwise the same for all workers that are asked the same, so it is made once.
 """
 
@@ -46,7 +46,7 @@ _LENGTH_AND_NUMBER = struct.Struct("!iq")
 
 
 def pack_length(size: int) -> bytes:
-    """The prefix that ``Connection.recv_bytes`` expects."""
+    """The length before a message of this size. Raises ProtocolError for one that is too large."""
     _require_size(size)
     return _LENGTH.pack(size)
 
@@ -86,7 +86,7 @@ class Salvaged(NamedTuple):
     number: int
     request_id: int
     in_order: bool
-    """Whether it is engine work, for whose number later ones wait."""
+    """Whether the request is engine work, whose number later requests wait for."""
 
 
 def salvage_request(message: bytes) -> Salvaged | None:

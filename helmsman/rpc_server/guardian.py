@@ -169,8 +169,8 @@ def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
     """Kill the processes that ``find`` returns until it returns none.
 
-    Processes that clean up after others have a moment to do so: Python's trackers of shared memory, and the forkserver and
-    watcher of a run within the family. They exit when the processes that they watch have.
+    Processes that clean up after others get up to a second for it: Python's trackers of shared memory, and the forkserver and
+    watcher of a run within the family. They exit once the processes that they watch have exited.
 
     Returns:
         The pids that are left after ``limit_s`` seconds.
@@ -319,7 +319,7 @@ def _record(worker_pid: int, pidfd: int, log_path: str, folder: int) -> None:
 
 
 def spawn_guardian(tag: str, log_path: str) -> None:
-    """Start a guardian for this process, and mark this process; the guardian outlives it by the moment it needs.
+    """Mark this process, and start a guardian for it, which exits after it.
 
     The guardian starts this process's tracker of shared memory. Ray kills the children of a worker that exits in order, and
     thus a tracker that the worker itself has started, before it has removed the names of the worker's segments.

@@ -1,4 +1,4 @@
-"""Counts of the processes that the kernel's OOM killer has ended, by which an end by SIGKILL is told from others."""
+"""Counts of the processes that the kernel's OOM killer has ended, which distinguish its SIGKILL from others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MACHINE = "/proc/vmstat"
 
 
 class OomCount(msgspec.Struct, frozen=True):
-    """How many processes the OOM killer had ended at some time, of a cgroup or of the whole machine."""
+    """Number of processes that the OOM killer had ended at one time, in a cgroup or on the whole machine."""
 
     path: str
     """File of the count, readable by any process of the same machine."""

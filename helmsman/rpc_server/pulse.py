@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 BEAT_S = 0.2
-"""Between two beats. With them, an interpreter that was stuck for a second is told from one that is slow."""
+"""Seconds between two beats: short enough to distinguish an interpreter that is stuck for a second from a slow one."""
 
 PAGE_BYTES = 8192
 _BEAT = struct.Struct("=dB")
@@ -70,7 +70,7 @@ class Pulse:
 
     def __init__(self, tag: str) -> None:
         self.fd = -1
-        """Of the page; -1 on a system where nobody else could read it."""
+        """Descriptor of the page; -1 on a system where no other process could read it."""
         if hasattr(os, "memfd_create"):
             self.fd = os.memfd_create(_NAME + tag, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, PAGE_BYTES)
@@ -78,15 +78,15 @@ class Pulse:
         self._page = mmap.mmap(self.fd, PAGE_BYTES)
         self._slot = 0
         self.thread_call = CallRecord(self._page, _THREAD_AT)
-        """Of the engine thread."""
+        """The call on the engine thread."""
         self.loop_call = CallRecord(self._page, _LOOP_AT)
-        """Of the event loop: the call that began last, whether or not it has ended."""
+        """The call on the event loop that began last, whether or not it has ended."""
 
     def start(self, describe: Callable[[], bytes]) -> None:
         """Beat on a thread of its own until this process ends.
 
         Args:
-            describe: what the worker says of itself; kept where it fits into 3.8 kB.
+            describe: returns the worker's description of itself, which is kept if it fits into 3.8 kB.
         Raises:
             RuntimeError: No thread can be started.
         """
@@ -110,7 +110,7 @@ class Pulse:
 
 
 class Call(NamedTuple):
-    """A call as the page has it."""
+    """A call that is noted in a page."""
 
     name: str
     """'engine.method'; '' for none."""
@@ -119,20 +119,20 @@ class Call(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What an observation says."""
+    """The content of an observation."""
 
     stuck_s: float
     """Seconds since the last beat."""
     state: str
-    """As the kernel has it: R, S, D, T, ..."""
+    """State of the process in /proc: R, S, D, T, ..."""
     cpu_s: float
     rss_bytes: int
     description: bytes
-    """As of the last beat."""
+    """The worker's description of itself at the last beat."""
     thread_call: Call | None
-    """Of the engine thread; None where it cannot be read."""
+    """The call on the engine thread; None where it cannot be read."""
     loop_call: Call | None
-    """The one that began last on the event loop."""
+    """The call that began last on the event loop; None where it cannot be read."""
 
 
 def find_page(pid: int, tag: str) -> mmap.mmap | None:
@@ -193,12 +193,12 @@ def _state_of_threads(pid: int) -> bytes:
 
 
 def _yields(folder: str, thread: str) -> bytes:
-    """How often a thread gave its processor up by itself."""
+    """Number of times that a thread has yielded its processor voluntarily."""
     return _field(f"{folder}/{thread}/status", b"\nvoluntary_ctxt_switches:")
 
 
 def _field(path: str, name: bytes) -> bytes:
-    """The word after the last ``name`` in a file of /proc; b'' when it has gone."""
+    """The word after the last ``name`` in a file of /proc; b'' when the file has gone."""
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(name)[2].split(None, 1)[0]
@@ -207,7 +207,7 @@ def _field(path: str, name: bytes) -> bytes:
 
 
 def read(observation: bytes) -> Seen | None:
-    """Understand an observation; None for none."""
+    """Decode an observation; None for an empty one."""
     if len(observation) != _KERNEL.size + PAGE_BYTES:
         return None
     now, cpu_s, rss_bytes, state = _KERNEL.unpack_from(observation)

@@ -126,7 +126,7 @@ class Greeting(msgspec.Struct, frozen=True):
     node_id: str
     granted: Granted
     oom: OomCount | None
-    """Processes that the OOM killer has ended around it so far."""
+    """OOM kills in the worker's cgroup so far; None where they are not known."""
 
 
 def granted_here() -> Granted:
@@ -173,7 +173,7 @@ class RayRPCServer:
 
     @_control
     async def adopt(self, identity: WorkerIdentity) -> int:
-        """Become this worker. Only now, since ranks are given in the order of devices, which Ray decides.
+        """Become this worker. This follows the start, since ranks are given in the order of devices, which Ray decides.
 
         Returns: bytes that earlier processes have written to its log.
         """

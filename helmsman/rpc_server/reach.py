@@ -1,6 +1,6 @@
 """Whether one worker can be reached by others at an address and port, tried before a process group relies on it.
 
-The listener sends a proof, so that a stranger who answers there is not taken for it.
+The listener sends a proof, so that another program at its address is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 
 _CLOSE_S = 0.5
 _MAX_OPEN = 256
-"""Peers that are kept open for them to close first; of more, the oldest is closed."""
+"""Connections that stay open until the peer closes them; beyond this number the oldest is closed."""
 
 
 class Listener:

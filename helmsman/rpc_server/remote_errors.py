@@ -13,12 +13,12 @@ from helmsman.rpc_server.messages import Request, Verb, WorkerIdentity
 
 _OWN_PACKAGE = __name__.rpartition(".")[0]
 MAX_TEXT_CHARS = 64 * 1024
-"""Longest text of an exception that is sent."""
+"""Longest text of an exception that is sent; longer ones are truncated."""
 MAX_PICKLE_BYTES = 64 * 1024
-"""Largest pickled exception that is sent."""
+"""Largest pickled exception that is sent; of a larger one only type, message and traceback are."""
 _MAX_TRACEBACK_CHARS = 20_000
 _MAX_LINE_CHARS = 8_000
-"""Of a frame, or of a message, so that a long one leaves room for the frames before it."""
+"""Longest frame or message in a traceback, so that a long one leaves room for the frames before it."""
 
 
 def remote_error(identity: WorkerIdentity, request: Request, error: BaseException) -> errors.HelmsmanError:

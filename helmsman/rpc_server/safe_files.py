@@ -68,7 +68,7 @@ def open_directory(path: str | Path, *, create: bool = False) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _naming(whole: str) -> Iterator[None]:
-    """Errors of the operating system have the whole path, and not only its last component."""
+    """Give errors of the operating system the whole path instead of its last component."""
     try:
         yield
     except UntrustedPathError:
@@ -90,7 +90,7 @@ def _entry(name: str, folder: int, whole: str, create: bool) -> os.stat_result:
 
 
 def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags: int) -> int:
-    """Open the directory that was looked at, and no other that has taken its name since."""
+    """Open the directory that ``entry`` describes; refuse another one that has taken its name since."""
     with _naming(whole):
         opened = os.open(name, flags, dir_fd=folder)
         if not os.path.samestat(os.fstat(opened), entry):
@@ -185,7 +185,7 @@ def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
 
 def _open_file(name: str, folder: int, whole: str, flags: int) -> int:
     entry = _entry(name, folder, whole, False)
-    if stat.S_IFMT(entry.st_mode) in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK):  # which cannot be opened, or block
+    if stat.S_IFMT(entry.st_mode) in (stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK):  # opening these fails or blocks
         raise _untrusted(whole, entry, "a regular file")
     with contextlib.ExitStack() as undo, _naming(whole):
         fd = os.open(name, flags, dir_fd=folder)
@@ -225,7 +225,7 @@ def is_own_directory(path: str | Path) -> bool:
 
 
 def owner(uid: int) -> str:
-    """A user for people: 'ada (uid 1000)'."""
+    """Name of a user for messages: 'ada (uid 1000)'."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:

@@ -16,7 +16,7 @@ from typing import Any
 
 _BACKLOG_FULL_PAUSE_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
-"""What fits into a socket address everywhere (104 bytes with its end on macOS, 108 on Linux)."""
+"""Longest path in a socket address on every system (104 bytes with the final zero on macOS, 108 on Linux)."""
 
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Raised by a non-blocking socket, plain or TLS, that has to wait for its peer."""
@@ -54,7 +54,7 @@ class Stream:
         return taken
 
     def write(self, data: bytes) -> None:
-        """Send without waiting. A connection that is lost meanwhile is closed, which the reader gets to know."""
+        """Send without waiting. If the connection is lost meanwhile, the stream closes, and its reader raises."""
         if not self.is_open:
             return
         had_unsent = bool(self._unsent)
@@ -134,7 +134,7 @@ class Stream:
 
     @contextlib.contextmanager
     def _waiter(self) -> Iterator[asyncio.Future[None]]:
-        """A future that close() settles, too."""
+        """A future that close() settles as well."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
@@ -195,7 +195,7 @@ async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
 
 @contextlib.contextmanager
 def fitting_path(path: str) -> Iterator[str]:
-    """A path to the same socket that fits into an address, for the time of a bind or connect: a TMPDIR may be long."""
+    """A path to the same socket that fits into an address while the context is open; TMPDIR may be too long for one."""
     if path.startswith("\0") or len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES or not os.path.isdir("/proc/self/fd"):
         yield path
         return

@@ -151,7 +151,7 @@ class EngineThread:
 
     def is_waiting(self, request_id: object) -> bool:
         """Whether work is queued and has not begun."""
-        with self._lock:  # between the two there is a moment in which it neither waits nor runs
+        with self._lock:  # held while work goes from waiting to running
             return request_id in self._waiting
 
     @property

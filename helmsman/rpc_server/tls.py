@@ -1,7 +1,7 @@
 """TLS 1.3 for connections between machines: the switch, the contexts, and a self-signed certificate for each listener.
 
-Nobody verifies the certificate's signature or names. Each end mixes the certificate's fingerprint into its HMAC (auth.py), so a
-relay that terminates TLS with a certificate of its own fails the proof.
+Neither end verifies the certificate's signature or names. Each end mixes the certificate's fingerprint into its HMAC (auth.py),
+so a relay that terminates TLS with a certificate of its own fails the authentication.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 from helmsman.api.extras import needed_by
 
 TLS_VARIABLE = "HELMSMAN_TLS"
-"""'0' switches TLS off, for trusted networks; connections are still authenticated. '1' is the default."""
+"""Environment variable: '0' switches TLS off, for trusted networks; connections are still authenticated. '1' is the default."""
 
 _VALID_FROM, _VALID_UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
-"""No clock decides over a certificate that lives as long as its process."""
+"""The certificate is used for as long as its process lives, whatever the clocks of the machines."""
 
 
 class ServerTls(NamedTuple):
-    """The listening end of TLS."""
+    """Context and certificate of a listener that uses TLS."""
 
     context: ssl.SSLContext
     fingerprint: bytes

@@ -1,7 +1,7 @@
-"""The connections between the head's supervisor and those of the other nodes: authenticated, framed, and heard of every second.
+"""Authenticated, framed connections between the head's supervisor and those of the other nodes, with a heartbeat each second.
 
-They say what Ray does not: who is missing, that a run has ended and how, why a node leaves. Nothing is decoded before the peer
-has proved that it has the run's secret.
+They carry facts that Ray does not: the missing nodes, the end of a run and its exit code, the reason why a node leaves. Nothing
+is decoded before the peer has authenticated itself by the run's secret.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How long supervisors wait for each other, in seconds."""
 
     connect_s: float = 2.0
-    """For a head to answer, and as long again for its proof."""
+    """For a head to answer, and as long again for the authentication."""
     beat_s: float = 1.0
     """Between two signs of life."""
     silent_s: float = 12.0
@@ -192,7 +192,7 @@ class Link:
 
 
 def proof_key(secret: str, run: str) -> bytes:
-    """Key of the mutual proof. Without a secret it only keeps different jobs apart."""
+    """Key of the mutual authentication. Without a secret it only keeps different jobs apart."""
     return hmac.new(secret.encode(), f"helmsman up {run}".encode(), hashlib.sha256).digest()
 
 
@@ -202,11 +202,11 @@ async def connect(host: str, port: int, key: bytes, patience: Patience, *, tls: 
     Args:
         host: name or address.
         key: from proof_key.
-        patience: bounds connecting, and the proof.
+        patience: bounds connecting, and the authentication.
         tls: whether this node uses TLS; the head must do the same.
 
-    Raises: OSError (nobody answers), LinkLostError (somebody does, and then falls silent or closes, as a head does that is
-        overloaded or ends), ProtocolError (it is not the head of this run).
+    Raises: OSError (no one listens), LinkLostError (the head accepts, and then is silent or closes, as when it is overloaded or
+        ends), ProtocolError (it is not the head of this run).
     """
     stream = await _open(host, port, patience.connect_s)
     try:

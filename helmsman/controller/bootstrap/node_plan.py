@@ -72,7 +72,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
     ray_start_s: float = 60.0
-    """That Ray may take to start (--start-timeout); it takes seconds, but on a node that does too much at once."""
+    """Seconds that Ray may take to start (--start-timeout). It takes a few, and more on an overloaded node."""
     patience: Patience = Patience()
 
     @property

@@ -15,7 +15,7 @@ _POLL_S = 0.2
 
 
 def main() -> None:
-    """Entry point."""
+    """Run ``ray`` with this process's arguments and a longer wait for the raylet."""
     from ray._private import services as rays
     from ray.scripts import scripts
 

@@ -28,7 +28,7 @@ _END_S = 2.0
 _WATCHED = ("raylet", "gcs_server")
 _LOOK_S = 1.0
 _LOGS = ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
-"""Of Ray's processes, in the order in which they start."""
+"""Logs of Ray's processes, in the order in which they start."""
 _IS_NEWS = re.compile(r"\[?[-\d]+ [\d:,]+[ \t]+([WECF] \d|WARNING|ERROR|CRITICAL)")
 _NEWS = 3
 """How many lines of each log are shown."""
@@ -95,7 +95,7 @@ class RayProcess:
                     "--start-timeout",
                     log=self._log(),
                 )
-            if time.monotonic() - looked_at > _LOOK_S:  # Ray itself waits for a raylet that has ended
+            if time.monotonic() - looked_at > _LOOK_S:  # Ray itself goes on waiting for a raylet that has exited
                 self._watch_members()
                 looked_at = time.monotonic()
             await asyncio.sleep(_POLL_S)

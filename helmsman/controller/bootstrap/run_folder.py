@@ -15,7 +15,7 @@ from helmsman.controller.node_checks import RAY_SOCKET_BYTES, SOCKET_PATH_BYTES
 from helmsman.controller.runs import UP, RunLock, default_log_dir, make_log_dir, new_run_id
 from helmsman.rpc_server.safe_files import private_directory, remove_tree
 
-_LONGEST = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789ab")
+_LONGEST = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
 """Bytes of a path below which Ray's sockets still fit into the address of one."""
 
 

@@ -34,7 +34,7 @@ from helmsman.controller.bootstrap.waits import StoppedError, Tell, first, stop_
 from helmsman.controller.devices import detect_devices
 from helmsman.controller.launchers import NodeIdentity, identify_node
 from helmsman.controller.node_checks import HEAD_PORTS, cpus_allowed, memory_available, size
-from helmsman.rpc_server.tls import uses_tls
+from helmsman.rpc_server.tls import TLS_VARIABLE, uses_tls
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
 
@@ -47,7 +47,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         usage="%(prog)s [options] -- program [argument ...]",
         description="Give it to every node of a job. Rank 0 starts a Ray cluster, waits for all nodes and runs the program; "
         "the others join, and leave when the program has ended. Rank, number of nodes and head come from the launcher's "
-        "variables (Slurm, Kubernetes, Beaker, SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or from flags.",
+        "variables (Slurm, Kubernetes, Beaker, SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or from flags. "
+        f"The nodes' supervisors use TLS; {TLS_VARIABLE}=0 on all nodes switches it off.",
     )
     up.add_argument("--node-rank", type=int, metavar="R", help="rank of this node, 0 for the head")
     up.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are")
@@ -67,7 +68,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     up.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
     up.add_argument(
-        "--start-timeout", type=_seconds, default=60.0, metavar="S", help="what Ray may take to start on a node (default 60)"
+        "--start-timeout", type=_seconds, default=60.0, metavar="S", help="seconds for Ray to start on a node (default 60)"
     )
     up.add_argument(
         "--grace", type=_seconds, default=5.0, metavar="S", help="what the program has to end when it is told to (default 5)"

@@ -112,7 +112,7 @@ class SupervisionPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_on
     """A probe that is not answered for so long makes it suspect. Probes are answered beside a running call, so a busy instance
     is not suspected."""
     dead_s: float = 60.0
-    """For so long, dead; a busy one is not."""
+    """An instance that has not answered for so long is dead, unless it is busy."""
     busy_s: float = 1800.0
     """An instance that answers no probe but is seen to compute, since C code holds its interpreter's lock, is suspect and
     keeps its requests. It is dead after so long without an answer; ``dead_s`` where that is longer."""

@@ -33,8 +33,8 @@ class Supervisor:
         rebuild: ends what is left of an instance, builds it anew, and brings it the weights that are served; raises when it
             cannot. Returns whether it has the weights, or has to wait for the next update.
         leaving: which instances are about to go, and why, as part of a sentence. Such a one is drained, with its requests
-            continued elsewhere, and then built anew, which is to happen at another place. Where that is not so, and the same is
-            said of it again, it serves on.
+            continued elsewhere, and then rebuilt, if possible at another place. An instance that is rebuilt at the same place,
+            and reported as leaving again, goes on serving.
     """
 
     def __init__(
