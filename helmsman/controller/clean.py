@@ -25,7 +25,7 @@ import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.controller.runs import RUN_ID, UP, RunRecord, forget_run, log_dirs, read_runs
-from helmsman.rpc_server.guardian import TAG_VARIABLE, mark_of, process_table, wait_until
+from helmsman.rpc_server.guardian import TAG_VARIABLE, mark_of, process_table, uid_of, wait_until
 from helmsman.rpc_server.safe_files import is_own_directory, remove_tree
 
 log = logging.getLogger(__name__)
@@ -201,24 +201,26 @@ def _elsewhere(left: Leftover) -> Path | None:
 
 def _marked() -> Iterator[LeftProcess]:
     for row in process_table().values():
-        if row.state == "Z" or row.pid == os.getpid():
+        # Other users choose their marks and environments; nothing of theirs is looked at.
+        if row.state == "Z" or row.pid == os.getpid() or uid_of(row.pid) != os.getuid():
             continue
-        with contextlib.suppress(OSError):  # it has gone meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has gone meanwhile
             run_id, _, of = _tag_of(row.pid).partition("/")
             if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
                 run_id, of = mark.run_id, f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
-            if run_id and os.stat(f"/proc/{row.pid}").st_uid == os.getuid():
+            if run_id:
                 arguments = Path(f"/proc/{row.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 command = masked_command(arguments).strip()
                 yield LeftProcess(row.pid, row.started, run_id, _worker_of(of), command[:120])
 
 
 def _tag_of(pid: int) -> str:
-    """The tag in the environment of a process; '' without one."""
+    """The tag in the environment of a process; '' without one, or where the kernel keeps the environment from this user."""
     name = f"{TAG_VARIABLE}=".encode()
-    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if entry.startswith(name):
-            return entry[len(name) :].decode()
+    with contextlib.suppress(PermissionError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(name):
+                return entry[len(name) :].decode(errors="replace")
     return ""
 
 
