@@ -75,11 +75,12 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
 
     Returns: an entry per run.
     """
-    records = {record.run_id: (record, lives) for record, lives in read_runs()}
+    # Records are read last: a run writes its record before all else, so that of each run that is seen here is seen, too.
+    folders, log_folders = _folders(), log_dirs()
     processes: dict[str, list[LeftProcess]] = {}
     for process in _marked():
         processes.setdefault(process.run_id, []).append(process)
-    folders = _folders()
+    records = {record.run_id: (record, lives) for record, lives in read_runs()}
     found = []
     for run_id in dict.fromkeys([*records, *processes, *folders]):
         record, lives = records.get(run_id, (None, False))
@@ -87,17 +88,19 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
         own = folders.get(run_id, []) + _up_folders(record)
         found.append(Leftover(run_id, state, record, processes.get(run_id, []), own))
     living = {*alive, *(left.run_id for left in found if left.state != "dead")}
-    removable = _removable_logs(everything=logs, living=living)
+    removable = _removable_logs(log_folders, everything=logs, living=living)
     found = [msgspec.structs.replace(left, logs=removable.pop(left.run_id, [])) for left in found]
     found += [Leftover(run_id, "ended", None, [], [], paths) for run_id, paths in removable.items()]
     return [left for left in found if not run_ids or left.run_id in run_ids]
 
 
-def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, list[str]]:
+def _removable_logs(
+    log_folders: Iterable[tuple[str, Path, float]], *, everything: bool, living: Collection[str]
+) -> dict[str, list[str]]:
     """Default log directories by run; those that are kept no longer, or all, but none of a run that lives."""
     oldest = time.time() - KEPT_S
     found: dict[str, list[str]] = {}
-    for index, (run_id, path, changed) in enumerate(log_dirs()):
+    for index, (run_id, path, changed) in enumerate(log_folders):
         if run_id not in living and (everything or index >= KEPT_RUNS or changed < oldest):
             found.setdefault(run_id, []).append(str(path))
     return found
@@ -105,7 +108,7 @@ def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, l
 
 def remove_old_logs() -> None:
     """Remove the logs that are kept no longer: of all but the newest KEPT_RUNS runs, and of those older than KEPT_S."""
-    if not _removable_logs(everything=False, living=()):
+    if not _removable_logs(log_dirs(), everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():
         for problem in _remove_trees(left.logs):
