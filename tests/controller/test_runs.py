@@ -152,7 +152,8 @@ def test_logs_of_a_run_that_is_alive_elsewhere_are_no_leftover() -> None:
 
 
 def test_a_run_that_starts_while_leftovers_are_sought_is_alive(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_id, started, listdir = "00ff00ff00", [], os.listdir
+    run_id, listdir = "00ff00ff00", os.listdir
+    started: list[RunLock] = []
 
     def start_meanwhile(path: object = ".") -> list[str]:
         if path == "/proc" and not started:
