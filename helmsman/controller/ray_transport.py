@@ -43,7 +43,9 @@ _RAY_CALL_S = 2.0
 _DEATH_S = 3.0
 """Longest wait for Ray to know that an actor which it was told to kill is dead."""
 _REMAINS_S = 1.5
-"""Longest wait for what a guardian records; milliseconds, but Ray's workers run at low priority, and it with them."""
+"""Longest wait for a guardian's record of a worker's end. The record takes milliseconds on an idle machine."""
+_READ_REMAINS_S = 5.0
+"""Longest wait for a task that reads the record on another node, where Ray may have to start a process for it."""
 _PUT_IN_THREAD_BYTES = 1 << 20
 _CONNECT_S = 3.0
 """How long connecting and proving may take before calls go by way of Ray instead."""
@@ -313,7 +315,7 @@ class RayTransport(ChannelTransport):
         there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))
         reference = there.remote(self.log_path, self._pid, self.log_start, self._oom)
         try:
-            async with asyncio.timeout(_REMAINS_S):
+            async with asyncio.timeout(_READ_REMAINS_S):
                 remains: _Remains = await reference
                 return remains
         except (TimeoutError, ray.exceptions.RayError) as error:

@@ -39,8 +39,8 @@ def test_logs_are_kept(temporary: Path) -> None:
     logs.mkdir(parents=True)
     (logs / "raylet.out").write_text("why")
     told: list[str] = []
-    keep_logs("0123456789ab", folder, told.append)
-    kept = default_log_dir("0123456789ab")
+    keep_logs("0123456789", folder, told.append)
+    kept = default_log_dir("0123456789")
     assert (kept / "logs" / "raylet.out").read_text() == "why"
     assert told == [f"Ray's logs of this node are kept in {kept}"]
 
@@ -51,7 +51,7 @@ def test_logs_that_cannot_be_kept_are_told_of(temporary: Path) -> None:
     (folder / "ray_start.log").touch()
     user_dir().touch()  # a file, where a folder should be
     told: list[str] = []
-    keep_logs("0123456789ab", folder, told.append)
+    keep_logs("0123456789", folder, told.append)
     (line,) = told
     assert "cannot be kept in" in line
 

@@ -37,7 +37,7 @@ def make_logs(run_id: str, age_s: float = 0.0) -> Path:
 
 def run_ids(count: int) -> list[str]:
     """Ids of runs."""
-    return [f"{index:012x}" for index in range(count)]
+    return [f"{index:010x}" for index in range(count)]
 
 
 # --- places -------------------------------------------------------------------------------------------------------------
@@ -50,12 +50,12 @@ def test_records_and_logs_lie_in_the_directories_of_the_desktop_standard(
     runtime.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    logs = make_logs("0123456789ab")
-    assert logs == state / "helmsman" / socket.gethostname() / "0123456789ab"
+    logs = make_logs("0123456789")
+    assert logs == state / "helmsman" / socket.gethostname() / "0123456789"
     assert logs.stat().st_mode & 0o777 == 0o700
-    lock = RunLock("0123456789ab", "Test", logs)
-    assert os.listdir(runtime / "helmsman" / "runs") == ["0123456789ab.json"]
-    assert ("0123456789ab", True) in [(record.run_id, alive) for record, alive in read_runs()]
+    lock = RunLock("0123456789", "Test", logs)
+    assert os.listdir(runtime / "helmsman" / "runs") == ["0123456789.json"]
+    assert ("0123456789", True) in [(record.run_id, alive) for record, alive in read_runs()]
     assert not user_dir().exists()
     lock.release()
     assert os.listdir(runtime / "helmsman" / "runs") == []
@@ -63,26 +63,26 @@ def test_records_and_logs_lie_in_the_directories_of_the_desktop_standard(
 
 def test_a_record_is_found_by_a_shell_with_a_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch job has no XDG_RUNTIME_DIR, and a login on its node has."""
-    lock = RunLock("0123456789ab", "Test", tmp_path)
+    lock = RunLock("0123456789", "Test", tmp_path)
     (tmp_path / "runtime").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
-    assert ("0123456789ab", True) in [(record.run_id, alive) for record, alive in read_runs()]
+    assert ("0123456789", True) in [(record.run_id, alive) for record, alive in read_runs()]
     lock.release()
 
 
 @pytest.mark.parametrize("value", ["relative", "/nowhere/at/all", ""])
 def test_a_runtime_directory_that_is_none_is_passed_over(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", value)
-    lock = RunLock("0123456789ab", "Test", tmp_path)
-    assert (user_dir() / "runs" / "0123456789ab.json").exists()
+    lock = RunLock("0123456789", "Test", tmp_path)
+    assert (user_dir() / "runs" / "0123456789.json").exists()
     lock.release()
     assert refused_places() == []
 
 
 def test_a_record_shows_no_secret_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2"])
-    lock = RunLock("0123456789ab", "Test", tmp_path)
-    assert "hunter2" not in (user_dir() / "runs" / "0123456789ab.json").read_text()
+    lock = RunLock("0123456789", "Test", tmp_path)
+    assert "hunter2" not in (user_dir() / "runs" / "0123456789.json").read_text()
     lock.release()
 
 
@@ -97,14 +97,14 @@ def test_the_newest_logs_are_kept_when_a_run_starts() -> None:
 
 
 def test_old_logs_go_when_a_run_starts() -> None:
-    new, old = make_logs("000000000001", KEPT_S - 3600.0), make_logs("000000000002", KEPT_S + 3600.0)
+    new, old = make_logs("0000000001", KEPT_S - 3600.0), make_logs("0000000002", KEPT_S + 3600.0)
     InlineScheduler().close()
     assert (new.exists(), old.exists()) == (True, False)
 
 
 def test_logs_of_a_run_that_lives_are_kept() -> None:
-    lock = RunLock("000000000001", "Test", default_log_dir("000000000001"))
-    logs = make_logs("000000000001", KEPT_S + 3600.0)
+    lock = RunLock("0000000001", "Test", default_log_dir("0000000001"))
+    logs = make_logs("0000000001", KEPT_S + 3600.0)
     InlineScheduler().close()
     assert logs.exists()
     lock.release()
@@ -113,42 +113,42 @@ def test_logs_of_a_run_that_lives_are_kept() -> None:
 
 
 def test_nothing_else_in_the_directory_goes(tmp_path: Path) -> None:
-    make_logs("000000000001", KEPT_S + 3600.0)
+    make_logs("0000000001", KEPT_S + 3600.0)
     notes = user_dir() / "notes"
     notes.mkdir()
-    (user_dir() / "000000000002").symlink_to(tmp_path)
-    (user_dir() / "000000000003").touch()
-    for path in (notes, user_dir() / "000000000003"):
+    (user_dir() / "0000000002").symlink_to(tmp_path)
+    (user_dir() / "0000000003").touch()
+    for path in (notes, user_dir() / "0000000003"):
         os.utime(path, (0.0, 0.0))
     InlineScheduler().close()
-    assert sorted(os.listdir(user_dir())) == ["000000000002", "000000000003", "notes", "runs"]
+    assert sorted(os.listdir(user_dir())) == ["0000000002", "0000000003", "notes", "runs"]
 
 
 def test_clean_reports_old_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = make_logs("000000000001", KEPT_S + 3600.0), make_logs("000000000002")
+    old, new = make_logs("0000000001", KEPT_S + 3600.0), make_logs("0000000002")
     assert main(["clean", "--dry-run"]) == 0
     told = capsys.readouterr().out
-    assert f"run 000000000001: ended: would be removed\n  logs {old}\n" in told
-    assert "000000000002" not in told
+    assert f"run 0000000001: ended: would be removed\n  logs {old}\n" in told
+    assert "0000000002" not in told
     assert old.exists()
     assert main(["clean"]) == 0
-    assert f"run 000000000001: ended: removed\n  logs {old}\n" in capsys.readouterr().out
+    assert f"run 0000000001: ended: removed\n  logs {old}\n" in capsys.readouterr().out
     assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_clean_removes_the_logs_of_a_run_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = make_logs("000000000001"), make_logs("000000000002")
-    assert main(["clean", "--run", "000000000001"]) == 0
-    assert "run 000000000001: nothing of it is here" in capsys.readouterr().out
-    assert main(["clean", "--logs", "--run", "000000000001"]) == 0
-    assert f"run 000000000001: ended: removed\n  logs {one}\n" in capsys.readouterr().out
+    one, other = make_logs("0000000001"), make_logs("0000000002")
+    assert main(["clean", "--run", "0000000001"]) == 0
+    assert "run 0000000001: nothing of it is here" in capsys.readouterr().out
+    assert main(["clean", "--logs", "--run", "0000000001"]) == 0
+    assert f"run 0000000001: ended: removed\n  logs {one}\n" in capsys.readouterr().out
     assert (one.exists(), other.exists()) == (False, True)
 
 
 def test_logs_of_a_run_that_is_alive_elsewhere_are_no_leftover() -> None:
-    make_logs("000000000001", KEPT_S + 3600.0)
-    assert [left.run_id for left in leftovers(["000000000001"])] == ["000000000001"]
-    assert leftovers(["000000000001"], logs=True, alive=["000000000001"]) == []
+    make_logs("0000000001", KEPT_S + 3600.0)
+    assert [left.run_id for left in leftovers(["0000000001"])] == ["0000000001"]
+    assert leftovers(["0000000001"], logs=True, alive=["0000000001"]) == []
 
 
 def test_a_run_that_starts_while_leftovers_are_sought_is_alive(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

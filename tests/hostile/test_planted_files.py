@@ -22,7 +22,7 @@ from helmsman.controller.runs import UP, RunLock, RunRecord, default_log_dir, re
 from tests.contract.helpers import ROOT
 
 ATTACKER = 65_534
-RUN_ID = "0123456789ab"
+RUN_ID = "0123456789"
 OPTIONS: dict[str, dict[str, Any]] = {"local": {"preload": ()}, "ray": {"address": "local", "num_cpus": 2, "preload": None}}
 
 as_another_user = [
@@ -156,7 +156,7 @@ class TestRecords:
         assert helmsman("clean", "--run", RUN_ID).returncode == 0
         assert not folder.exists()
 
-    @pytest.mark.parametrize("run_id", ["..", "../..", "", "0123456789AB", "fedcba987654"])
+    @pytest.mark.parametrize("run_id", ["..", "../..", "", "01234567AB", "fedcba9876"])
     def test_a_record_must_bear_the_id_of_its_run(self, precious: Path, run_id: str) -> None:
         plant_record(precious, run_id=run_id)
         assert read_runs() == [] or all(record.run_id != run_id for record, _ in read_runs())
@@ -177,13 +177,13 @@ class TestRecords:
         plant_record(precious)
         user_dir().chmod(0o777)
         with pytest.raises(UntrustedPathError, match="is not used: it is a directory with mode 0777"):
-            RunLock("fedcba987654", "Test", precious)
+            RunLock("fedcba9876", "Test", precious)
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
     def test_a_directory_that_others_may_read_is_closed_to_them(self, precious: Path) -> None:
         plant_record(precious)
         user_dir().chmod(0o755)
-        RunLock("fedcba987654", "Test", precious).release()
+        RunLock("fedcba9876", "Test", precious).release()
         assert user_dir().stat().st_mode & 0o777 == 0o700
 
     def test_a_link_in_the_place_of_our_directory_is_refused(self, precious: Path) -> None:

@@ -19,7 +19,7 @@ from helmsman.rpc_server.safe_files import (
 )
 
 OTHER = 65_534
-RUN_ID = "0123456789ab"
+RUN_ID = "0123456789"
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
@@ -14,11 +15,12 @@ from typing import NoReturn
 
 import pytest
 
-from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server import proof, reach
+from helmsman.rpc_server import reach
+from helmsman.rpc_server.auth import connect
+from helmsman.rpc_server.channel import ChannelServer
 from helmsman.rpc_server.handles import SegmentStore
 from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.local_server import LocalServer, listen
+from helmsman.rpc_server.local_server import listen
 from helmsman.rpc_server.messages import WorkerIdentity
 from helmsman.rpc_server.threads import EngineLoop
 
@@ -116,14 +118,15 @@ def test_server_accepts_again_after_a_failed_start(
 ) -> None:
     path = str(tmp_path / "worker.sock")
     host = EngineHost(WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0), SegmentStore(), seeding=False)
-    server = LocalServer(host, listen(path), KEY)
+    server = ChannelServer(listen(path), KEY, host, shares_memory=True)
     server.start()
     try:
         refuse_threads()
-        with pytest.raises((OSError, ProtocolError)):
-            proof.connect(path, KEY, LIMIT_S)
+        with asyncio.run(connect(path, KEY, LIMIT_S)) as lost:
+            lost.settimeout(LIMIT_S)
+            assert lost.recv(1) == b""
         monkeypatch.undo()
-        proof.connect(path, KEY, LIMIT_S).close()
+        asyncio.run(connect(path, KEY, LIMIT_S)).close()
         assert "no thread can be started for it (can't start new thread)" in capfd.readouterr().err
     finally:
         server.close()
