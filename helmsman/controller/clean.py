@@ -24,7 +24,7 @@ import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.controller.runs import RUN_ID, UP, RunRecord, forget_run, log_dirs, read_runs
-from helmsman.rpc_server.guardian import TAG_VARIABLE, mark_of, process_table, wait_until
+from helmsman.rpc_server.guardian import TAG_VARIABLE, mark_of, process_table, uid_of, wait_until
 from helmsman.rpc_server.safe_files import is_own_directory, remove_tree
 
 log = logging.getLogger(__name__)
@@ -74,11 +74,12 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
 
     Returns: an entry per run.
     """
-    records = {record.run_id: (record, lives) for record, lives in read_runs()}
+    # Records are read last: a run writes its record before all else, so that of each run that is seen here is seen, too.
+    folders, log_folders = _folders(), log_dirs()
     processes: dict[str, list[LeftProcess]] = {}
     for process in _marked():
         processes.setdefault(process.run_id, []).append(process)
-    folders = _folders()
+    records = {record.run_id: (record, lives) for record, lives in read_runs()}
     found = []
     for run_id in dict.fromkeys([*records, *processes, *folders]):
         record, lives = records.get(run_id, (None, False))
@@ -86,17 +87,19 @@ def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Colle
         own = folders.get(run_id, []) + _up_folders(record)
         found.append(Leftover(run_id, state, record, processes.get(run_id, []), own))
     living = {*alive, *(left.run_id for left in found if left.state != "dead")}
-    removable = _removable_logs(everything=logs, living=living)
+    removable = _removable_logs(log_folders, everything=logs, living=living)
     found = [msgspec.structs.replace(left, logs=removable.pop(left.run_id, [])) for left in found]
     found += [Leftover(run_id, "ended", None, [], [], paths) for run_id, paths in removable.items()]
     return [left for left in found if not run_ids or left.run_id in run_ids]
 
 
-def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, list[str]]:
+def _removable_logs(
+    log_folders: Iterable[tuple[str, Path, float]], *, everything: bool, living: Collection[str]
+) -> dict[str, list[str]]:
     """Default log directories by run: those that the retention rule drops, or all; none of a run that is alive."""
     oldest = time.time() - KEPT_S
     found: dict[str, list[str]] = {}
-    for index, (run_id, path, changed) in enumerate(log_dirs()):
+    for index, (run_id, path, changed) in enumerate(log_folders):
         if run_id not in living and (everything or index >= KEPT_RUNS or changed < oldest):
             found.setdefault(run_id, []).append(str(path))
     return found
@@ -104,7 +107,7 @@ def _removable_logs(*, everything: bool, living: Collection[str]) -> dict[str, l
 
 def remove_old_logs() -> None:
     """Remove the logs that the retention rule drops: those of older runs than the newest KEPT_RUNS, or older than KEPT_S."""
-    if not _removable_logs(everything=False, living=()):
+    if not _removable_logs(log_dirs(), everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():
         for problem in _remove_trees(left.logs):
@@ -201,24 +204,26 @@ def _elsewhere(left: Leftover) -> Path | None:
 
 def _marked() -> Iterator[LeftProcess]:
     for row in process_table().values():
-        if row.state == "Z" or row.pid == os.getpid():
+        # Other users choose their marks and environments; nothing of theirs is looked at.
+        if row.state == "Z" or row.pid == os.getpid() or uid_of(row.pid) != os.getuid():
             continue
-        with contextlib.suppress(OSError):  # it has gone meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has gone meanwhile
             run_id, _, of = _tag_of(row.pid).partition("/")
             if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
                 run_id, of = mark.run_id, f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
-            if run_id and os.stat(f"/proc/{row.pid}").st_uid == os.getuid():
+            if run_id:
                 arguments = Path(f"/proc/{row.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 command = masked_command(arguments).strip()
                 yield LeftProcess(row.pid, row.started, run_id, _worker_of(of), command[:120])
 
 
 def _tag_of(pid: int) -> str:
-    """The tag in the environment of a process; '' without one."""
+    """The tag in the environment of a process; '' without one, or where the kernel keeps the environment from this user."""
     name = f"{TAG_VARIABLE}=".encode()
-    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if entry.startswith(name):
-            return entry[len(name) :].decode()
+    with contextlib.suppress(PermissionError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(name):
+                return entry[len(name) :].decode(errors="replace")
     return ""
 
 

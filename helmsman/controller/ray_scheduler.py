@@ -119,7 +119,7 @@ class RayScheduler(SchedulerBase):
         self._owns_ray = address is not None
         self._ray: EmbeddedRay | None = None
         self._prefix = f"helmsman/{self.run_id}"
-        self._key = secrets.token_bytes(32) if direct_calls else b""
+        self._direct_calls = direct_calls
         self._tls = tls
         try:
             if address is not None:
@@ -250,7 +250,9 @@ class RayScheduler(SchedulerBase):
 
         async def adopt(index: int, worker: RayTransport, greeting: Greeting, place: Place) -> WorkerClient:
             identity = self._identity(job, index, place.node)
-            await self._answer(job, index, worker, worker.adopt(identity, self._key, tls=self._tls), deadline)
+            # A key for each worker: a relay in the network cannot lead its connection to another worker of the run.
+            key = secrets.token_bytes(32) if self._direct_calls else b""
+            await self._answer(job, index, worker, worker.adopt(identity, key, tls=self._tls), deadline)
             client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
             client.environment = visibility(place.kind, place.devices)
             if place.instance_devices:

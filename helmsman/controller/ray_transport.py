@@ -124,7 +124,7 @@ class RayTransport(ChannelTransport):
 
         Args:
             identity: the worker's.
-            key: of the run; without one there is no direct channel.
+            key: for connections to this worker alone; without one there is no direct channel.
             tls: whether a channel between machines uses TLS.
 
         Raises: TransportLostError.

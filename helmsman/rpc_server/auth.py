@@ -63,6 +63,8 @@ async def authenticate_connector(
         is_known = hmac.compare_digest(mac, _mac(key, b"connector", signed))
         stream.write(_mac(key, b"listener", signed) if is_known else _REFUSED)
         await stream.drain()
+        if not stream.is_open:
+            raise ConnectionAbortedError("the peer has closed the connection before it had its answer")
     except (EOFError, OSError) as error:
         raise ProtocolError("did not prove that it belongs to this run") from error
     if not is_known:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from helmsman.rpc_server.guardian import Mark, bear_mark, end_all, run_members
+from helmsman.rpc_server.guardian import Mark, bear_mark, descendants, end_all, process_table, run_members
 
 NO_PIDFD = -1
 """Number that replaces the driver's pidfd on a system without pidfds."""
@@ -49,14 +49,14 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
     bear_mark(Mark(run_id, 0))
     if driver == NO_PIDFD:
         return 0
-    server = os.pidfd_open(os.getpid())
+    server, starter = os.pidfd_open(os.getpid()), os.getppid()
     pid = os.fork()
     if pid:
         os.close(server)
         return pid
     code = 1
     try:
-        _watch(driver, server, run_id, folder, channel)
+        _watch(driver, server, starter, run_id, folder, channel)
         code = 0
     except BaseException:  # noqa: BLE001 - the process's outermost frame: it ends here in any case
         sys.excepthook(*sys.exc_info())
@@ -64,7 +64,7 @@ def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None
         os._exit(code)
 
 
-def _watch(driver: int, server: int, run_id: str, folder: str, channel: int | None) -> None:
+def _watch(driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None) -> None:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -84,14 +84,33 @@ def _watch(driver: int, server: int, run_id: str, folder: str, channel: int | No
     exit_.register(server, select.POLLIN)
     if not exit_.poll(_GRACE_S * 1000):
         signal.pidfd_send_signal(server, signal.SIGKILL)
-    end_all(lambda: run_members(run_id))
+
+    def left() -> set[int]:
+        members = run_members(run_id)
+        return members if channel is not None or _has_ended(driver) else members - _successors(starter, run_id)
+
+    end_all(left)
     if folder:
         _remove(folder)
 
 
+def _has_ended(pidfd: int) -> bool:
+    look = select.poll()
+    look.register(pidfd, select.POLLIN)
+    return bool(look.poll(0))
+
+
+def _successors(starter: int, run_id: str) -> set[int]:
+    """The forkserver by which a living driver has replaced the one that ended, and all that it has started."""
+    table, members = process_table(), run_members(run_id)
+    servers = {pid for pid in members if pid in table and table[pid].parent == starter}
+    return servers.union(*(descendants(pid, table) for pid in servers))
+
+
 def _remove(folder: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # the forkserver has removed it
-        for name in os.listdir(folder):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for name in os.listdir(opened):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(folder, name))
+                os.unlink(name, dir_fd=opened)
         os.rmdir(folder)

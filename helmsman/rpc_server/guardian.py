@@ -82,6 +82,21 @@ def mark_of(pid: int) -> Mark | None:
     return Mark(f"{run:010x}", worker)
 
 
+def uid_of(pid: int) -> int | None:
+    """The real user id of a process; None where it has exited. The owner of its /proc entry may be root's instead."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            words = file.read().partition(b"\nUid:")[2].split(None, 1)
+    except OSError:
+        return None
+    return int(words[0]) if words else None
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether this process may end another one. Any user can copy a mark, which everyone can read."""
+    return os.geteuid() in (0, uid_of(pid))
+
+
 def process_table() -> dict[int, Process]:
     """All processes that can be seen; empty where there is no /proc."""
     table = {}
@@ -142,14 +157,20 @@ def family(worker_pid: int, tag: str) -> set[int]:
     mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
 
     def belongs(row: Process) -> bool:
-        return worker_pid in (row.group, row.session) or mark_of(row.pid) == mark or _has_tag(row.pid, entry)
+        is_marked = mark_of(row.pid) == mark or worker_pid in (row.group, row.session)
+        return (is_marked and _is_ours(row.pid)) or _has_tag(row.pid, entry)
 
     return _with_descendants(belongs, worker_pid)
 
 
 def run_members(run_id: str) -> set[int]:
     """Pids of the running processes that bear the mark of a run, and their descendants, without the caller."""
-    return _with_descendants(lambda row: (mark := mark_of(row.pid)) is not None and mark.run_id == run_id)
+
+    def belongs(row: Process) -> bool:
+        mark = mark_of(row.pid)
+        return mark is not None and mark.run_id == run_id and _is_ours(row.pid)
+
+    return _with_descendants(belongs)
 
 
 def _with_descendants(belongs: Callable[[Process], bool], root: int | None = None) -> set[int]:
@@ -266,10 +287,12 @@ def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
     whose predecessor may have had the same log."""
     try:
         with open(os.open(record_path(log_path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
-            record = dict(json.load(file))
-    except (OSError, ValueError):
+            record = json.load(file)
+    except (OSError, ValueError, RecursionError):
         return None
-    return record if record.pop("pid", None) == pid else None
+    if not isinstance(record, dict) or record.pop("pid", None) != pid or record.keys() != {"exit_code", "exit_signal"}:
+        return None  # of another process, or planted where everyone may write
+    return record
 
 
 def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int) -> None:

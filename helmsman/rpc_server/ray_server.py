@@ -198,7 +198,7 @@ class RayRPCServer:
         address.
 
         Args:
-            key: of the run.
+            key: for connections to this worker alone.
             sample: a segment of the controller, to see whether it can be mapped here.
             tls: whether a connection between machines uses TLS.
 

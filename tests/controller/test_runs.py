@@ -149,3 +149,21 @@ def test_logs_of_a_run_that_is_alive_elsewhere_are_no_leftover() -> None:
     make_logs("0000000001", KEPT_S + 3600.0)
     assert [left.run_id for left in leftovers(["0000000001"])] == ["0000000001"]
     assert leftovers(["0000000001"], logs=True, alive=["0000000001"]) == []
+
+
+def test_a_run_that_starts_while_leftovers_are_sought_is_alive(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id, listdir = "00ff00ff00", os.listdir
+    started: list[RunLock] = []
+
+    def start_meanwhile(path: object = ".") -> list[str]:
+        if path == "/proc" and not started:
+            logs = default_log_dir(run_id)
+            started.append(RunLock(run_id, "Test", logs))
+            make_log_dir(logs, run_id)
+            (temporary / f"helmsman-{run_id}-x1").mkdir()
+        return listdir(path)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "listdir", start_meanwhile)
+    (left,) = leftovers([run_id], logs=True)
+    assert (left.state, left.folders, left.logs) == ("alive", [], [])
+    started[0].release()

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
+import socket
 
+import pytest
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server.auth import authenticate_connector
 from helmsman.rpc_server.authenticated_server import RefusalLog
+from helmsman.rpc_server.stream import Stream
 
 TOKEN, PROOF = "is not taken: it has another token", "is not taken: it did not prove that it belongs to this run"
 
@@ -45,3 +52,14 @@ async def test_refusal_log_reports_at_once_after_quiet_interval() -> None:
         for _ in range(3):  # turns of the loop, in which the interval ends
             await asyncio.sleep(0)
     log.close()
+
+
+async def test_connector_that_closes_before_its_answer_is_not_admitted() -> None:
+    ours, theirs = socket.socketpair()
+    listening = asyncio.ensure_future(authenticate_connector(Stream(ours), b"key"))
+    peer = Stream(theirs)
+    nonce = (await peer.read(len(b"helmsman plain\n") + 32))[-32:]
+    peer.write(bytes(32) + hmac.digest(b"key", b"connector" + nonce + bytes(32), "sha256"))
+    peer.close()
+    with pytest.raises(ProtocolError, match="did not prove that it belongs to this run"):
+        await listening

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helmsman.controller.clean import leftovers
 from helmsman.rpc_server import guardian
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="families are found through /proc")
@@ -63,9 +64,11 @@ def test_a_family_is_known_by_each_of_its_marks(start: Callable[..., subprocess.
     assert _is_running(others.pid), "the mark is another worker's"
 
 
-def _bearing(run_id: str, worker_pid: int) -> str:
-    """A script that bears a mark and stays."""
-    return f"from helmsman.rpc_server.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {STAY}"
+def _bearing(run_id: str, worker_pid: int, *, uid: int | None = None) -> str:
+    """A script that bears a mark, as another user where one is given, and stays."""
+    # The owner of its entry in /proc is root then: PR_SET_DUMPABLE.
+    become = "" if uid is None else f"import ctypes, os; os.setuid({uid}); ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); "
+    return f"from helmsman.rpc_server.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {become}{STAY}"
 
 
 def test_mark_survives_session_environment_and_descriptors(start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -172,3 +175,63 @@ def test_names_of_shared_memory_go_with_the_family(start: Callable[..., subproce
     worker.wait()
     assert guardian.end_family(worker.pid, "no tag") == set()
     assert not Path("/dev/shm", made.read_text()).exists()
+
+
+OTHER_USERS = (65_533, 65_534)
+
+as_other_users = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users"),
+]
+
+
+class TestOtherUsers:
+    """A mark can be read by every user, who can give it to processes of his own."""
+
+    pytestmark = as_other_users
+
+    def test_a_family_has_no_process_of_another_user(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        worker, attacker = OTHER_USERS
+        copied = start(_bearing("0123456789", 4194303, uid=attacker), start_new_session=True)
+        hidden = start(_bearing("0123456789", 4194303, uid=worker), start_new_session=True)
+        found = _as_user(worker, lambda: guardian.family(4194303, "0123456789/a") | guardian.run_members("0123456789"))
+        assert found == str({hidden.pid})
+        assert _as_user(worker, lambda: guardian.end_family(4194303, "0123456789/a", limit_s=1.0)) == "set()"
+        assert _is_running(copied.pid)
+        assert not _is_running(hidden.pid)
+
+    def test_clean_passes_over_the_processes_of_another_user(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        stay = "os.execve('/bin/sh', ['sh', '-c', 'echo up; exec sleep 600'], {b'HELMSMAN_WORKER_TAG': b'\\xff'})"
+        start(f"import os; os.setuid({OTHER_USERS[1]}); {stay}")
+        start(_bearing("0123456789", 0, uid=OTHER_USERS[1]))
+        assert [left for left in leftovers() if left.run_id in ("0123456789", "\ufffd")] == []
+
+    def test_clean_finds_a_process_whose_environment_cannot_be_read(self, start: Callable[..., subprocess.Popen[str]]) -> None:
+        hidden = start(_bearing("0123456789", 0, uid=OTHER_USERS[0]))
+        found = _as_user(OTHER_USERS[0], lambda: [each.pid for left in leftovers(["0123456789"]) for each in left.processes])
+        assert found == str([hidden.pid])
+
+
+@pytest.mark.parametrize(
+    "content", ["[7]", "7", '{"pid": 7}', "[" * 100_000, '{"pid": 8, "exit_code": 0, "exit_signal": null}']
+)
+def test_read_record_takes_no_other_content(content: str, tmp_path: Path) -> None:
+    Path(guardian.record_path(str(tmp_path / "a.log"))).write_text(content)
+    assert guardian.read_record(str(tmp_path / "a.log"), 7) is None
+
+
+def _as_user(uid: int, function: Callable[[], object]) -> str:
+    """Call a function as another user; returns its result as text."""
+    theirs, ours = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(uid)
+            os.write(ours, str(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(ours)
+    with open(theirs) as file:
+        result = file.read()
+    os.waitpid(pid, 0)
+    return result
