@@ -21,6 +21,8 @@ from helmsman.api.errors import InvalidSpecError
 from helmsman.api.suggestions import did_you_mean
 
 _LOSSES = "helmsman.engines.losses"
+_NUM_GIVEN = 2
+"""Arguments that our engines give a loss by position, the outputs and the batch, which are not suggested."""
 _MAX_HOPS = 8
 """Imports that are followed to the definition of a name."""
 
@@ -56,12 +58,12 @@ def require_loss_settings(loss: LossFn | str, settings: Mapping[str, Any] | None
     for name in settings or ():
         if known is not None and name not in known:
             shown = loss if isinstance(loss, str) else getattr(loss, "__name__", repr(loss))
-            raise ValueError(f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known)}")
+            raise ValueError(f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known[_NUM_GIVEN:])}")
 
 
 def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
     if isinstance(engine, type):
-        if (known := _signature_names(engine, 0)) is not None:
+        if (known := _signature_names(engine)) is not None:
             return known
         engine = f"{engine.__module__}.{engine.__qualname__}"
     module, _, name = engine.rpartition(".")
@@ -70,9 +72,9 @@ def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
 
 
 def _loss_settings(loss: LossFn | str) -> list[str] | None:
-    """Names of the arguments after the outputs and the batch."""
+    """Names of all arguments. How many of them an engine gives by position is its own choice."""
     if not isinstance(loss, str):
-        return _signature_names(loss, 2)
+        return _signature_names(loss)
     module, _, name = loss.rpartition(".")
     if not module:
         module, name = _LOSSES, _short_names().get(loss, "")
@@ -81,11 +83,11 @@ def _loss_settings(loss: LossFn | str) -> list[str] | None:
         return None
     function = found[1]
     wrappers = [each for each in function.decorator_list if not ast.unparse(each).startswith("loss_traits(")]
-    return None if function.args.kwarg is not None or wrappers else _parameters(function)[2:]
+    return None if function.args.kwarg is not None or wrappers else _parameters(function)
 
 
-def _signature_names(function: Any, num_given: int) -> list[str] | None:
-    """Names of the parameters after the first ones; None where any name is taken, or nothing is known.
+def _signature_names(function: Any) -> list[str] | None:
+    """Names of the parameters; None where any name is taken, or nothing is known.
 
     Those of a decorator's own function count, since it may take more than the function that it wraps.
     """
@@ -95,7 +97,7 @@ def _signature_names(function: Any, num_given: int) -> list[str] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return [each.name for each in parameters[num_given:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
 
 
 # --- sources ------------------------------------------------------------------------------------------------------------
