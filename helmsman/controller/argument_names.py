@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Mapping
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,8 @@ from helmsman.api.errors import InvalidSpecError
 from helmsman.api.suggestions import did_you_mean
 
 _LOSSES = "helmsman.engines.losses"
+_NUM_GIVEN = 2
+"""Arguments that our engines give a loss by position, the outputs and the batch, which are not suggested."""
 _MAX_HOPS = 8
 """Most imports that are followed to the definition of a name."""
 
@@ -55,12 +58,12 @@ def require_loss_settings(loss: LossFn | str, settings: Mapping[str, Any] | None
     for name in settings or ():
         if known is not None and name not in known:
             shown = loss if isinstance(loss, str) else getattr(loss, "__name__", repr(loss))
-            raise ValueError(f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known)}")
+            raise ValueError(f"loss {shown!r} has no setting {name!r}; {did_you_mean(name, known[_NUM_GIVEN:])}")
 
 
 def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
     if isinstance(engine, type):
-        if (known := _signature_names(engine, 0)) is not None:
+        if (known := _signature_names(engine)) is not None:
             return known
         engine = f"{engine.__module__}.{engine.__qualname__}"
     module, _, name = engine.rpartition(".")
@@ -69,27 +72,32 @@ def _engine_arguments(engine: str | type[Any]) -> list[str] | None:
 
 
 def _loss_settings(loss: LossFn | str) -> list[str] | None:
-    """Names of the arguments after the outputs and the batch."""
+    """Names of all arguments. How many of them an engine gives by position is its own choice."""
     if not isinstance(loss, str):
-        return _signature_names(loss, 2)
+        return _signature_names(loss)
     module, _, name = loss.rpartition(".")
     if not module:
         module, name = _LOSSES, _short_names().get(loss, "")
     found = _definition(module, name)
-    if found is None or not isinstance(found[1], ast.FunctionDef) or found[1].args.kwarg is not None:
+    if found is None or not isinstance(found[1], ast.FunctionDef):
         return None
-    return _parameters(found[1])[2:]
+    function = found[1]
+    wrappers = [each for each in function.decorator_list if not ast.unparse(each).startswith("loss_traits(")]
+    return None if function.args.kwarg is not None or wrappers else _parameters(function)
 
 
-def _signature_names(function: Any, num_given: int) -> list[str] | None:
-    """Names of the parameters after the first ``num_given``; None where any name is accepted, or the signature is not known."""
+def _signature_names(function: Any) -> list[str] | None:
+    """Names of the parameters; None where any name is taken, or nothing is known.
+
+    Those of a decorator's own function count, since it may take more than the function that it wraps.
+    """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return [each.name for each in parameters[num_given:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
 
 
 # --- sources ------------------------------------------------------------------------------------------------------------
@@ -99,7 +107,7 @@ def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
     """Arguments of a class whose constructor names them, or makes a struct of them (``convert(fields, Config)``,
     ``Config(**fields)``); None for other classes."""
     function = next((each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
-    if function is None or definition.keywords or definition.decorator_list:
+    if function is None or definition.keywords or definition.decorator_list or function.decorator_list:
         return None
     named = _parameters(function)[1:]
     if function.args.kwarg is None:
@@ -113,21 +121,23 @@ def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
 
 
 def _has_own_fields_only(definition: ast.ClassDef) -> bool:
-    return len(definition.bases) == 1 and ast.unparse(definition.bases[0]).rpartition(".")[2] == "Struct"
+    is_struct = len(definition.bases) == 1 and ast.unparse(definition.bases[0]).rpartition(".")[2] == "Struct"
+    return is_struct and all(keyword.arg not in (None, "rename") for keyword in definition.keywords)
 
 
 def _made_of(function: ast.FunctionDef, name: str) -> str:
-    """The class that a function makes of its further named arguments; '' where it does something else with them."""
+    """The class that a function makes of its further named arguments; '' where it does something else, or more, with them."""
+    made: list[str] = []
     for node in ast.walk(function):
+        if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == name:  # it may take one out
+            return ""
         if not isinstance(node, ast.Call):
             continue
         if ast.unparse(node.func) == "msgspec.convert" and len(node.args) == 2 and ast.unparse(node.args[0]) == name:
-            return node.args[1].id if isinstance(node.args[1], ast.Name) else ""
-        if isinstance(node.func, ast.Name) and any(
-            each.arg is None and ast.unparse(each.value) == name for each in node.keywords
-        ):
-            return node.func.id
-    return ""
+            made.append(node.args[1].id if isinstance(node.args[1], ast.Name) else "")
+        if any(each.arg is None and ast.unparse(each.value) == name for each in node.keywords):
+            made.append(node.func.id if isinstance(node.func, ast.Name) else "")
+    return made[0] if len(made) == 1 else ""
 
 
 def _parameters(function: ast.FunctionDef) -> list[str]:
@@ -162,10 +172,10 @@ def _definition(module: str, name: str) -> tuple[str, _Definition] | None:
 
 def _source(module: str) -> ast.Module | None:
     """The parsed source of a module, which is not imported; None where it is not found."""
-    path = _path_of(module)
     try:
+        path = _path_of(module)
         return _parsed(path, os.stat(path).st_mtime_ns) if path is not None else None
-    except (OSError, SyntaxError, ValueError):
+    except (ImportError, OSError, SyntaxError, ValueError):
         return None
 
 
@@ -179,12 +189,17 @@ def _path_of(module: str) -> str | None:
     if module in sys.modules:
         path = getattr(sys.modules[module], "__file__", None)
     else:
-        folders: Any = None
-        path = None
-        parts = module.split(".")
-        for depth in range(1, len(parts) + 1):
-            spec = PathFinder.find_spec(".".join(parts[:depth]), folders)
-            if spec is None:
-                return None
-            folders, path = spec.submodule_search_locations or [], spec.origin
+        spec = _spec_of(module)
+        path = spec.origin if spec is not None else None
     return path if path is not None and path.endswith(".py") else None
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is, found without an import of its packages; a finder of an editable install knows only the outermost."""
+    package = module.rpartition(".")[0]
+    if not package:
+        return importlib.util.find_spec(module)
+    if package in sys.modules:
+        return PathFinder.find_spec(module, getattr(sys.modules[package], "__path__", []))
+    parent = _spec_of(package)
+    return PathFinder.find_spec(module, parent.submodule_search_locations or []) if parent is not None else None

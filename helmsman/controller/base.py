@@ -204,7 +204,7 @@ class SchedulerBase(ElasticRoles):
         if timeout is None:
             return self.timeouts.call_s, "Timeouts.call_s"
         require_seconds(caller, timeout)
-        return timeout, "the call's timeout argument"
+        return float(timeout), "the call's timeout argument"  # NumPy's own are no numbers to a lock
 
     def _packed_call(
         self,

@@ -56,6 +56,9 @@ class WorkerClient:
         """Requests that were given up and are not answered."""
         self.unanswered: set[int] = set()
         """Requests for its health that an observation has replaced; they do not make the worker MARKED."""
+        self._to_locate: list[int] = []
+        self._locating: asyncio.Task[dict[int, CallState]] | None = None
+        """The question about all of ``_to_locate``, until it is sent."""
         self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
@@ -161,6 +164,30 @@ class WorkerClient:
     async def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
             await self.control(Verb.RELEASE, handle.id)
+
+    async def locate(self, request_id: int, limit_s: float) -> CallState | None:
+        """Ask the worker where a call is; calls that are asked about together share one question.
+
+        Args:
+            request_id: of the call.
+            limit_s: seconds for the answer.
+
+        Returns: the answer; None when there is none in time.
+        """
+        self._to_locate.append(request_id)
+        if self._locating is None:
+            self._locating = asyncio.ensure_future(self._locate_all(limit_s))
+        found = await asyncio.shield(self._locating)
+        return found.get(request_id)
+
+    async def _locate_all(self, limit_s: float) -> dict[int, CallState]:
+        await asyncio.sleep(0)  # the calls that become late at the same time add theirs
+        request_ids, self._to_locate, self._locating = self._to_locate, [], None
+        try:
+            found: dict[int, CallState] = await self.control(Verb.INSPECT, request_ids, limit_s=limit_s)
+        except errors.CallError:  # no answer: the errors of the calls are raised without the line
+            return {}
+        return found
 
     async def timed_out(
         self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None

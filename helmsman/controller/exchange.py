@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import functools
 import pickle
 import threading
@@ -17,7 +16,7 @@ from helmsman.controller.fanout import Fanout, lead_of
 from helmsman.controller.loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller.transport import Outgoing, TransportLostError
 from helmsman.rpc_server.codec import Payload, decode
-from helmsman.rpc_server.messages import CallState, Reply, Verb, dotted
+from helmsman.rpc_server.messages import CallState, Reply, dotted
 
 if TYPE_CHECKING:
     from helmsman.controller.client import WorkerClient
@@ -91,8 +90,7 @@ class Exchange(abc.ABC):
             self._client.in_background(self._inquire(lead_s))
 
     async def _inquire(self, lead_s: float) -> None:
-        with contextlib.suppress(errors.CallError):  # no answer: the error is raised without the line
-            self._seen = await self._client.control(Verb.INSPECT, self._outgoing.request.id, limit_s=max(lead_s, 0.001))
+        self._seen = await self._client.locate(self._outgoing.request.id, max(lead_s, 0.001))
 
     def give_up(self, limit_s: float, source: str) -> None:
         """Fail a late call. Its request stays with the transport, since the reply still has to be taken and its

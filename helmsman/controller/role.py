@@ -11,6 +11,7 @@ from typing import Any, Self
 from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
 from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
 from helmsman.controller.argument_names import require_engine_arguments
+from helmsman.controller.arguments import refusal
 from helmsman.controller.base import Call
 from helmsman.controller.group import call_all, gather_all
 from helmsman.controller.loop import forbid_blocking, run_sync
@@ -42,9 +43,11 @@ class RoleController:
             job: role, replicas and what each worker needs.
             engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
             engine_name: its name in each worker; the worker's id when None.
-        Raises: JobError, also for an argument that the engine is known not to take.
+        Raises: JobError, also for an argument that the engine is known not to take; TypeError for an engine of another type.
         """
         job.validate()
+        if not isinstance(engine, (str, type)):
+            raise refusal(type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
         require_engine_arguments(job.role, engine, engine_kwargs or {})
         self.scheduler = scheduler
         self.job = job

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -247,7 +247,7 @@ class EngineHost:
     def _cancel(self, request_id: object) -> CallState:
         if self.engine_thread.withdraw(request_id):
             return self._on_engine_thread("withdrawn")
-        seen = self._inspect(request_id)
+        seen = self._inspect([request_id])[request_id]
         if seen.state == "ended":
             self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
             if len(self._cancelled) > _REMEMBERED:
@@ -263,18 +263,23 @@ class EngineHost:
             running_s=time.monotonic() - running.since if running else None,
         )
 
-    def _inspect(self, request_id: object) -> CallState:
-        if self.engine_thread.is_waiting(request_id):
-            return self._on_engine_thread("waiting")
-        running = self.engine_thread.running
-        now = time.monotonic()
-        if running and running.request_id == request_id:
-            return self._on_engine_thread("running")
-        for call in list(self._loop.running.values()):
-            if call.request_id == request_id and call.task is not None:
-                stack = inspection.task_stack(call.task)
-                return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
-        return CallState(state="ended")
+    def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
+        engine_thread = self._on_engine_thread("running")
+        running, now = self.engine_thread.running, time.monotonic()
+        tasks = {call.request_id: call for call in list(self._loop.running.values())}
+
+        def state_of(request_id: object) -> CallState:
+            if self.engine_thread.is_waiting(request_id):
+                return msgspec.structs.replace(engine_thread, state="waiting")
+            if running and running.request_id == request_id:
+                return engine_thread
+            call = tasks.get(request_id)
+            if call is None or call.task is None:
+                return CallState(state="ended")
+            stack = inspection.task_stack(call.task)
+            return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
+
+        return {request_id: state_of(request_id) for request_id in request_ids}
 
     # --- engines ----------------------------------------------------------------------------------------------------
 

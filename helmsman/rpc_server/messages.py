@@ -37,7 +37,7 @@ class Verb(StrEnum):
     CALL = "call"
     """(args, kwargs) -> the method's result."""
     INSPECT = "inspect"
-    """(request id) -> CallState. Reports the state of a call, and changes nothing."""
+    """([request id, ...]) -> {request id: CallState}. Reports the states of calls, and changes nothing."""
     CANCEL = "cancel"
     """(request id) -> CallState. Withdraws a call that has not begun; one that has begun goes on."""
     RELEASE = "release"

@@ -10,9 +10,10 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helmsman.api import errors
@@ -297,3 +298,8 @@ def test_a_limit_that_is_no_number_is_refused_before_anything_is_sent(engine: En
     with pytest.raises(ValueError, match="timeout=nan is not a number of seconds"):
         engine.call("add", timeout=float("nan"))
     assert engine.call("add") == 1
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.float64])
+def test_timeout_of_numpy(engine: Engine, number: Callable[[float], Any]) -> None:
+    assert engine.call("add", 0, timeout=number(LIMIT_S)) == asyncio.run(engine.acall("add", 0, timeout=number(LIMIT_S)))

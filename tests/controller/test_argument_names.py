@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import helmsman
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.scheduler import Job
 from helmsman.controller.argument_names import require_engine_arguments, require_loss_settings
@@ -41,6 +43,7 @@ def test_engine_argument_unknown(engine: Any, arguments: dict[str, Any], expecte
 
 SOURCE = """
 import functools
+import msgspec
 from helmsman.engines.train import FSDPTrainEngine
 from helmsman.engines.train_config import TrainConfig
 
@@ -55,18 +58,79 @@ class Wrapped:
     def __init__(self, config: TrainConfig, **kwargs):
         self.kwargs = kwargs
 
+class Settings(msgspec.Struct):
+    lr: float = 0.1
+
+class Renamed(msgspec.Struct, rename="camel"):
+    learning_rate: float = 0.1
+
+class Popping:
+    def __init__(self, **settings):
+        self.more = settings.pop("whatever_it_is")
+        self.settings = Settings(**settings)
+
+class PassingToo(FSDPTrainEngine):
+    def __init__(self, **settings):
+        self.settings = Settings(**settings) if "lr" in settings else None
+        super().__init__(**settings)
+
+class Renaming:
+    def __init__(self, **settings):
+        self.settings = msgspec.convert(settings, Renamed)
+
+def scaled(function):
+    @functools.wraps(function)
+    def wrapper(*args, whatever_it_is=1, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+class Decorated:
+    @scaled
+    def __init__(self, own=1): ...
+
+@scaled
+def decorated(outputs, batch, *, strength=1.0): ...
 def loss(outputs, batch, *, strength=1.0): ...
 def anything(outputs, batch, **settings): ...
 """
 
 
-@pytest.mark.parametrize("name", ["Passing", "Inheriting", "Wrapped", "NotThere"])
+@pytest.mark.parametrize("name", ["Passing", "Inheriting", "Wrapped", "NotThere", "Popping", "PassingToo", "Decorated"])
 def test_engine_arguments_that_the_source_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / "own_engines.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     require_engine_arguments("actor", f"own_engines.{name}", {"whatever_it_is": 1})
     require_engine_arguments("actor", "no_such_package.module.Engine", {"whatever_it_is": 1})
+    require_engine_arguments("actor", "own_engines.Renaming", {"learningRate": 1.0})
     assert "own_engines" not in sys.modules
+
+
+def test_decorated_names_are_the_decorators() -> None:
+    def scaled(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*args: Any, scale: float = 1.0, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class Decorated:
+        @scaled
+        def __init__(self, own: int = 1) -> None: ...
+
+    @scaled
+    def loss(outputs: Any, batch: Any, *, strength: float = 1.0) -> Any: ...
+
+    require_engine_arguments("actor", Decorated, {"own": 1, "scale": 2.0})
+    require_loss_settings(loss, {"strength": 1.0, "scale": 2.0})
+
+
+@pytest.mark.parametrize("engine", [lambda name: None, functools.partial(RecordingTrainer), None])
+def test_engine_of_another_type(engine: Any) -> None:
+    with (
+        FakeScheduler() as scheduler,
+        pytest.raises(TypeError, match="TrainController: the argument engine is .*, expected str"),
+    ):
+        TrainController(scheduler, engine, Job(role="actor"), engine_kwargs={"name": "n"})
 
 
 def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +148,8 @@ def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ValueError, match=re.escape(expected)):
             require_loss_settings(loss, settings)
     require_loss_settings("own_losses.anything", {"strenght": 1})
+    require_loss_settings(lambda num_samples, scale: None, {"scale": 1})  # of an engine that gives only one by position
+    require_loss_settings("own_losses.decorated", {"whatever_it_is": 1})
     require_loss_settings("no.such.loss", {"strenght": 1})
     require_loss_settings("grpo", None)
 
@@ -113,6 +179,26 @@ for check in (
 assert "torch" not in sys.modules and "helmsman.engines.train" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_argument_names_of_an_editable_install() -> None:
+    """Such a package is on no path: a finder of its own knows where it is."""
+    program = f"""
+import importlib.util, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "helmsman":
+            return importlib.util.spec_from_file_location(name, {helmsman.__file__!r})
+sys.path[:] = [each for each in sys.path if not importlib.machinery.PathFinder.find_spec("helmsman", [each])]
+sys.meta_path.insert(0, Finder)
+from helmsman.controller.argument_names import require_engine_arguments
+try:
+    require_engine_arguments("r", "helmsman.engines.train.FSDPTrainEngine", {{"learning_rate": 1}})
+except ValueError:
+    sys.exit(0)
+sys.exit("it was accepted")
+"""
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(("name", "option", "expected"), [("local", "num_gpu", "num_gpus"), ("inline", "sed", "seed")])
