@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -370,7 +370,7 @@ class Scheduler(abc.ABC):
         """The nodes that live, neighbours together, with what each has and what of it is free."""
 
     @abc.abstractmethod
-    def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
+    def create_workers(self, job: Job | Collection[Job]) -> list[str]:
         """Start the workers of a job, or of several jobs together, and return their ids in the order of the jobs.
 
         Several jobs start together or not at all; on an error nothing of any of them remains. They are placed together, so two
@@ -381,7 +381,7 @@ class Scheduler(abc.ABC):
         """
 
     @abc.abstractmethod
-    def plan(self, jobs: Job | Sequence[Job]) -> Plan:
+    def plan(self, jobs: Job | Collection[Job]) -> Plan:
         """Where ``create_workers(jobs)`` would put every rank now; starts nothing. ``print(plan.table())`` shows it.
 
         Raises: JobError; PlacementInfeasibleError (never on this cluster, with the smallest change that would fit);
@@ -529,13 +529,18 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     async def create_engine(
-        self, worker_id: str, engine: str | type[Any] | EngineSpec, engine_name: str | None = None, *args: Any, **kwargs: Any
+        self,
+        worker_id: str,
+        engine: str | Callable[..., Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Build ``engine(*args, **kwargs)`` in the worker.
 
         Args:
-            engine: import path 'package.module.Class', or a class (sent by cloudpickle when it is not importable), or an
-                EngineSpec that says more.
+            engine: import path 'package.module.Class', or a class or another callable that returns the engine (sent by
+                cloudpickle when it is not importable), or an EngineSpec that says more.
             engine_name: its name in the worker; the worker's id when None.
         Raises: WorkerNotFoundError, EngineImportError, EngineCreationError, EngineExistsError, CallTimeoutError,
         WorkerFailedError.

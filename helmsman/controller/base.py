@@ -6,7 +6,7 @@ import abc
 import asyncio
 import contextlib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ class SchedulerBase(ElasticRoles):
     async def create_engine(
         self,
         worker_id: str,
-        engine: str | type[Any] | EngineSpec,
+        engine: str | Callable[..., Any] | EngineSpec,
         engine_name: str | None = None,
         *args: Any,
         **kwargs: Any,

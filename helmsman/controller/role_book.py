@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ class RoleBook(Scheduler):
     # --- roles ------------------------------------------------------------------------------------------------------
 
     @checked
-    def create_workers(self, job: Job | Sequence[Job]) -> list[str]:
+    def create_workers(self, job: Job | Collection[Job]) -> list[str]:
         jobs = self._valid_jobs(job)
         roles = self._publish(jobs, "create_workers", self._start_roles)
         self._run_commands(roles)
@@ -189,7 +189,7 @@ class RoleBook(Scheduler):
         return roles
 
     @staticmethod
-    def _valid_jobs(job: Job | Sequence[Job]) -> list[Job]:
+    def _valid_jobs(job: Job | Collection[Job]) -> list[Job]:
         jobs = [job] if isinstance(job, Job) else list(job)
         for index, each in enumerate(jobs):
             each.validate()
@@ -344,7 +344,7 @@ class RoleBook(Scheduler):
     # --- plans ------------------------------------------------------------------------------------------------------
 
     @checked
-    def plan(self, jobs: Job | Sequence[Job]) -> Plan:
+    def plan(self, jobs: Job | Collection[Job]) -> Plan:
         valid = self._valid_jobs(jobs)
         self._require_open("plan")
         return self._plan(valid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -291,3 +292,14 @@ with make() as scheduler:
     assert driver.facts() == {"torch": False, "resolved": False}
     assert driver.wait() == 0
     driver.wait_nothing_left()
+
+
+def test_create_engine_by_a_callable(scheduler: Scheduler, shared_workers: list[str]) -> None:
+    name = "made-by-a-partial"
+    asyncio.run(scheduler.create_engine(shared_workers[0], functools.partial(Counter, start=3), name))
+    assert scheduler.call_engine(shared_workers[0], "add", name) == 4
+
+
+def test_plan_takes_the_values_of_a_mapping(scheduler: Scheduler) -> None:
+    jobs = {name: Job(role=name, tasks=[SchedulingSpec(cpu=0.1)]) for name in ("one", "other")}
+    assert [role.role for role in scheduler.plan(jobs.values()).roles] == ["one", "other"]

@@ -248,6 +248,20 @@ def test_short_limit_has_a_stack(engine: Engine, gate: Gate, how: str) -> None:
     assert "in wait" in caught.value.stack
 
 
+@pytest.mark.not_on("inline", "the calls that wait keep the one interpreter busy")
+def test_many_late_calls_of_one_worker_are_located(engine: Engine, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    """One question and one answer serve them all: a question for each would keep the worker from answering in time."""
+
+    async def late() -> list[Any]:
+        calls = (engine.acall("async_wait", *gate.files, timeout=3.0) for _ in range(300))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    failures = asyncio.run(late())
+    assert {type(failure) for failure in failures} == {errors.CallTimeoutError}
+    assert all(failure.worker_alive and "async_wait" in failure.stack for failure in failures)
+    assert not [record for record in caplog.records if "timed out after" in record.message]
+
+
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
 def test_worker_that_dies_at_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
     engine, pid = own
