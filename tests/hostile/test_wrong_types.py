@@ -75,7 +75,7 @@ ACCEPTS: Mapping[str, Accepts] = {
     **dict.fromkeys(("env", "loss_kwargs", "weights"), _MAPPING),
     "loss_kwargs": _or_none(_MAPPING),
     "rpc_meta": _or_none(_MAPPING),
-    "engine": lambda value: isinstance(value, (str, type)),
+    "engine": lambda value: isinstance(value, str) or callable(value),
     "loss_fn": lambda value: isinstance(value, str) or callable(value),
     "worker_ids": _ids,
     "request_ids": _or_none(_ids),
