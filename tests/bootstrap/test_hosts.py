@@ -282,6 +282,8 @@ def test_a_node_with_other_versions_is_not_taken(make_hosts: Make, tmp_path: Pat
     installed = tmp_path / f"{package}-{version}.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    if package == "helmsman":  # whose version is in its source
+        (tmp_path / "sitecustomize.py").write_text(f"import helmsman.api.version as it; it.__version__ = {version!r}\n")
     hosts = make_hosts(2)
     head = hosts[0].up("--node-rank=0", "--num-nodes=2", "--timeout=30", "--", *_script("wait"))
     head.said("rank 1, never heard of")

@@ -104,6 +104,15 @@ class Counter:
             turns += 1
         return turns
 
+    async def park(self) -> None:
+        """Wait for unpark without using the processor."""
+        self.parked = getattr(self, "parked", None) or asyncio.Event()
+        await self.parked.wait()
+
+    async def unpark(self) -> None:
+        """End all calls of park."""
+        self.parked.set()
+
     async def async_wait(self, started: str, release: str) -> int:
         """As wait, on the event loop without blocking it."""
         self.num_calls += 1

@@ -248,17 +248,17 @@ def test_short_limit_has_a_stack(engine: Engine, gate: Gate, how: str) -> None:
     assert "in wait" in caught.value.stack
 
 
-@pytest.mark.not_on("inline", "the calls that wait keep the one interpreter busy")
-def test_many_late_calls_of_one_worker_are_located(engine: Engine, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_late_calls_of_one_worker_are_located(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """One question and one answer serve them all: a question for each would keep the worker from answering in time."""
 
     async def late() -> list[Any]:
-        calls = (engine.acall("async_wait", *gate.files, timeout=3.0) for _ in range(300))
+        calls = (engine.acall("park", timeout=3.0) for _ in range(300))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     failures = asyncio.run(late())
+    engine.call("unpark")
     assert {type(failure) for failure in failures} == {errors.CallTimeoutError}
-    assert all(failure.worker_alive and "async_wait" in failure.stack for failure in failures)
+    assert {(failure.worker_alive, "in park" in failure.stack) for failure in failures} == {(True, True)}
     assert not [record for record in caplog.records if "timed out after" in record.message]
 
 

@@ -26,20 +26,20 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     Raises: UnfitNodeError where there is no place for it.
     """
     run_id = new_run_id()
+    folder = up_folder(_parent(environ), run_id)
     with contextlib.ExitStack() as undo:
         try:
             for left in leftovers():
                 if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
                     remove(left)
             remove_old_logs()
-            folder = up_folder(_parent(environ), run_id)
             undo.callback(RunLock(run_id, UP, folder).release)
             with private_directory(folder.parent, folder.name):
                 undo.callback(_remove, folder)
         except OSError as error:
             raise UnfitNodeError(
-                f"there is no place for Ray's files and the record of the run: {error}. Name a folder that can be written to "
-                "by TMPDIR, and by RAY_TMPDIR if that is set"
+                f"there is no place for Ray's files and the record of the run (in {folder.parent}): {error}. Name a folder that can "
+                "be written to by TMPDIR, and by RAY_TMPDIR if that is set"
             ) from error
         yield run_id, folder
 
