@@ -199,7 +199,7 @@ class Member(GroupWorker):
         """Pieces of shared memory that its process holds for somebody."""
         drop_spares()
         links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-        return sum("memfd:" in os.readlink(link) for link in links if link.is_symlink())
+        return sum("memfd:helmsman-" in os.readlink(link) for link in links if link.is_symlink())
 
     @register(Dispatch.ONE_TO_ALL)
     def exit(self) -> NoReturn:
