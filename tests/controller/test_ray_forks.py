@@ -193,7 +193,14 @@ def test_a_fork_ends_with_the_process_that_ray_started_for_it(cluster: Any) -> N
 
 
 def _clients() -> set[psutil.Process]:
-    return {each for each in psutil.Process().children(recursive=True) if "ray_fork_client.py" in " ".join(each.cmdline())}
+    return {each for each in psutil.Process().children(recursive=True) if "ray_fork_client.py" in _command(each)}
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has exited meanwhile
+        return ""
 
 
 def test_who_does_not_know_the_key_gets_no_worker(cluster: Any, forkserver: psutil.Process) -> None:
