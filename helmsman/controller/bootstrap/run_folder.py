@@ -38,8 +38,8 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
                 undo.callback(_remove, folder)
         except OSError as error:
             raise UnfitNodeError(
-                f"there is no place for Ray's files and the record of the run (in {folder.parent}): {error}. Name a folder that "
-                "can be written to by TMPDIR, and by RAY_TMPDIR if that is set"
+                f"there is no place for Ray's files and the record of the run (in {folder.parent}): {error}. Name a folder "
+                "that can be written to by TMPDIR, and by RAY_TMPDIR if that is set"
             ) from error
         yield run_id, folder
 
