@@ -367,7 +367,7 @@ def test_there_is_no_thread_left_of_an_engine_that_could_not_start(tmp_path: Pat
     model = folder_of(model_of(LLAMA, seed=1), tmp_path)
     before = [each for each in threading.enumerate() if each.name == "helmsman-vllm"]
     engine = VLLMEngine(model=model, engine_args={"max_num_sequences": 3}, **ENGINE)
-    with pytest.raises(ValueError, match="'max_num_sequences', which .* did you mean: max_num_seqs"):
+    with pytest.raises(ValueError, match="'max_num_sequences', which .* did you mean 'max_num_seqs'"):
         engine.initialize()
     assert [each for each in threading.enumerate() if each.name == "helmsman-vllm"] == before
     engine.destroy()
