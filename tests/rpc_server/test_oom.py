@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.rpc_server.oom import OomCount, oom_count, oom_kills_since
+from tests.contract.helpers import wait_until
 
 SCRIPT = """
 import asyncio, sys
@@ -39,7 +40,15 @@ def small_group() -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"no memory cgroup can be made in {parent}: {error}")
     yield group
-    group.rmdir()
+
+    def is_removed() -> bool:
+        try:
+            group.rmdir()
+        except OSError:  # the last processes of the run are still exiting
+            return False
+        return True
+
+    wait_until(is_removed, "the memory cgroup is removed")
 
 
 def test_oom_kill_of_a_worker_is_named(small_group: Path) -> None:
