@@ -22,9 +22,9 @@ from typing import Any, Self
 import msgspec
 
 from helmsman.api.scheduler import WorkerHealth
-from helmsman.rpc_server.auth import authenticate_connector, connect
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.frames import (
+from helmsman.rpc_server._wire.auth import authenticate_connector, connect
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.frames import (
     FrameReader,
     ReplyFrame,
     RequestFrame,
@@ -34,9 +34,9 @@ from helmsman.rpc_server.frames import (
     framed_request,
     pack_length,
 )
-from helmsman.rpc_server.messages import Reply, Request, Verb
-from helmsman.rpc_server.stream import Stream
-from helmsman.rpc_server.wire_payload import WirePayload, to_wire
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.payload import WirePayload, to_wire
+from helmsman.rpc_server._wire.stream import Stream
 
 _HEALTH = WorkerHealth(
     worker_id="simulated/0", pid=1, node="127.0.0.1", engines={"engine": "Engine"}, cpu_s=1.5, rss_bytes=1 << 28

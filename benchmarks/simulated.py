@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.echo import EchoProcess
 from helmsman.api.scheduler import Job
-from helmsman.controller.base import SchedulerBase
-from helmsman.controller.client import WorkerClient
-from helmsman.controller.cluster_snapshot import ClusterSnapshot
-from helmsman.controller.deadline import Deadline
-from helmsman.controller.local import LocalProcess, LocalTransport
-from helmsman.controller.loop import await_all
-from helmsman.controller.one_machine import ADDRESS, OneMachine, without_selectors
-from helmsman.controller.places import Place
-from helmsman.controller.transport import Ending
-from helmsman.rpc_server.handles import HandleStore, SegmentStore
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import await_all
+from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.single_machine import ADDRESS, OneMachine, without_selectors
+from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._schedulers.base import SchedulerBase
+from helmsman.controller._schedulers.local import LocalProcess, LocalTransport
+from helmsman.controller._transport.base import Ending
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.rpc_server._host.handles import HandleStore, SegmentStore
 
 
 class _Process(LocalProcess):

@@ -15,9 +15,9 @@ from unittest import mock
 
 from benchmarks.engines import Engine
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller.factory import make_scheduler
-from helmsman.rpc_server.segments import HAS_SEGMENTS
-from helmsman.rpc_server.tls import TLS_VARIABLE
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.rpc_server._wire.segments import HAS_SEGMENTS
+from helmsman.rpc_server._wire.tls import TLS_VARIABLE
 
 NUM_WORKERS = 16
 ENGINE = "engine"
@@ -87,7 +87,7 @@ class World:
         if backend not in self._equipped:
             job = Job(role="w", replicas=NUM_WORKERS, tasks=[SchedulingSpec(cpu=0.1)])
             shares_memory = HAS_SEGMENTS and backend not in ("ray_tls", "ray_tcp")
-            with mock.patch("helmsman.controller.ray_transport.HAS_SEGMENTS", shares_memory):
+            with mock.patch("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", shares_memory):
                 workers = scheduler.create_workers(job)
             self.run(_equip(scheduler, workers))
             self._equipped.add(backend)

@@ -21,19 +21,19 @@ import msgspec
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.controller.generation.health import SupervisionPolicy
-from helmsman.controller.generation.request import RequestOptions
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.generation.routing import (
+from helmsman.controller._generation.health import SupervisionPolicy
+from helmsman.controller._generation.request import RequestOptions
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._generation.routing import (
     LeastOutstandingTokens,
     PrefixAffinity,
     RoundRobin,
     RoutingPolicy,
 )
-from helmsman.controller.generation.scheduler import GenerateScheduler
-from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance
-from helmsman.controller.generation.supervisor import Supervisor
-from helmsman.controller.generation.virtual_time import run_virtually
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance
+from helmsman.controller._generation.supervisor import Supervisor
+from helmsman.controller._generation.virtual_time import run_virtually
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "least outstanding tokens": LeastOutstandingTokens,

@@ -44,108 +44,108 @@ if TYPE_CHECKING:
     from helmsman.api.topology import RankInfo as RankInfo
     from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import GroupWorker as GroupWorker
-    from helmsman.controller.bootstrap.initialize import initialize as initialize
-    from helmsman.controller.checkpoints import Checkpoints as Checkpoints
-    from helmsman.controller.cluster import Cluster as Cluster
-    from helmsman.controller.drill import Drill as Drill
-    from helmsman.controller.drill import FaultRecord as FaultRecord
-    from helmsman.controller.factory import make_scheduler as make_scheduler
-    from helmsman.controller.fault_plan import FaultPlan as FaultPlan
-    from helmsman.controller.generation.health import SupervisionPolicy as SupervisionPolicy
-    from helmsman.controller.generation.request import RequestOptions as RequestOptions
-    from helmsman.controller.generation.retries import RetryGeneration as RetryGeneration
-    from helmsman.controller.generation.retries import RetryUnbegun as RetryUnbegun
-    from helmsman.controller.generation.rewards import RewardPool as RewardPool
-    from helmsman.controller.generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
-    from helmsman.controller.generation.routing import PrefixAffinity as PrefixAffinity
-    from helmsman.controller.generation.routing import RoundRobin as RoundRobin
-    from helmsman.controller.generation.routing import SessionAffinity as SessionAffinity
-    from helmsman.controller.generation.sampling import BoundedStaleness as BoundedStaleness
-    from helmsman.controller.generation.scheduler import GenerateScheduler as GenerateScheduler
-    from helmsman.controller.generation.workflows import WorkflowExecutor as WorkflowExecutor
-    from helmsman.controller.inline import InlineScheduler as InlineScheduler
-    from helmsman.controller.local import LocalScheduler as LocalScheduler
-    from helmsman.controller.ray_scheduler import RayScheduler as RayScheduler
-    from helmsman.controller.ray_scheduler import (
+    from helmsman.controller._bootstrap.initialize import initialize as initialize
+    from helmsman.controller._faults.fault_plan import FaultPlan as FaultPlan
+    from helmsman.controller._faults.injector import Drill as Drill
+    from helmsman.controller._faults.injector import FaultRecord as FaultRecord
+    from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
+    from helmsman.controller._generation.request import RequestOptions as RequestOptions
+    from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
+    from helmsman.controller._generation.retries import RetryUnbegun as RetryUnbegun
+    from helmsman.controller._generation.routing import LeastOutstandingTokens as LeastOutstandingTokens
+    from helmsman.controller._generation.routing import PrefixAffinity as PrefixAffinity
+    from helmsman.controller._generation.routing import RoundRobin as RoundRobin
+    from helmsman.controller._generation.routing import SessionAffinity as SessionAffinity
+    from helmsman.controller._generation.scheduler import GenerateScheduler as GenerateScheduler
+    from helmsman.controller._ray_backend.scheduler import RayScheduler as RayScheduler
+    from helmsman.controller._ray_backend.scheduler import (
         get_placement_group_master_ip_and_port as get_placement_group_master_ip_and_port,
     )
-    from helmsman.controller.recovery_policy import RecoveryPolicy as RecoveryPolicy
-    from helmsman.controller.resource_manager import ResourceManager as ResourceManager
-    from helmsman.controller.rollout import RolloutController as RolloutController
-    from helmsman.controller.train import TrainController as TrainController
-    from helmsman.controller.train_recovery import RecoverableTraining as RecoverableTraining
-    from helmsman.controller.turns import Turns as Turns
-    from helmsman.controller.weight_sync import ViaCollective as ViaCollective
-    from helmsman.controller.weight_sync import ViaDisk as ViaDisk
-    from helmsman.controller.weight_sync import ViaMemory as ViaMemory
-    from helmsman.controller.weight_sync import WeightSync as WeightSync
+    from helmsman.controller._rollout.rollout_controller import RolloutController as RolloutController
+    from helmsman.controller._schedulers.factory import make_scheduler as make_scheduler
+    from helmsman.controller._schedulers.inline import InlineScheduler as InlineScheduler
+    from helmsman.controller._schedulers.local import LocalScheduler as LocalScheduler
+    from helmsman.controller._training.checkpoints import Checkpoints as Checkpoints
+    from helmsman.controller._training.recovery import RecoverableTraining as RecoverableTraining
+    from helmsman.controller._training.recovery_policy import RecoveryPolicy as RecoveryPolicy
+    from helmsman.controller._training.train_controller import TrainController as TrainController
+    from helmsman.controller._weight_sync.device_handoff import Turns as Turns
+    from helmsman.controller._weight_sync.sync import ViaCollective as ViaCollective
+    from helmsman.controller._weight_sync.sync import ViaDisk as ViaDisk
+    from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
+    from helmsman.controller._weight_sync.sync import WeightSync as WeightSync
+    from helmsman.controller._worker_groups.cluster import Cluster as Cluster
+    from helmsman.controller._worker_groups.resource_manager import ResourceManager as ResourceManager
+    from helmsman.controller._workflows.executor import WorkflowExecutor as WorkflowExecutor
+    from helmsman.controller._workflows.reward_pool import RewardPool as RewardPool
+    from helmsman.controller._workflows.staleness import BoundedStaleness as BoundedStaleness
 
 _HOMES = {
     "AxisSharding": "helmsman.api.dispatch",
     "Batch": "helmsman.api.batch",
-    "BoundedStaleness": "helmsman.controller.generation.sampling",
-    "Checkpoints": "helmsman.controller.checkpoints",
-    "Cluster": "helmsman.controller.cluster",
+    "BoundedStaleness": "helmsman.controller._workflows.staleness",
+    "Checkpoints": "helmsman.controller._training.checkpoints",
+    "Cluster": "helmsman.controller._worker_groups.cluster",
     "ClusterConfig": "helmsman.api.cluster_config",
     "Collect": "helmsman.api.dispatch",
     "Dispatch": "helmsman.api.dispatch",
-    "Drill": "helmsman.controller.drill",
+    "Drill": "helmsman.controller._faults.injector",
     "DropNode": "helmsman.api.faults",
     "EngineSpec": "helmsman.api.scheduler",
     "Execute": "helmsman.api.dispatch",
-    "FaultPlan": "helmsman.controller.fault_plan",
-    "FaultRecord": "helmsman.controller.drill",
-    "GenerateScheduler": "helmsman.controller.generation.scheduler",
+    "FaultPlan": "helmsman.controller._faults.fault_plan",
+    "FaultRecord": "helmsman.controller._faults.injector",
+    "GenerateScheduler": "helmsman.controller._generation.scheduler",
     "GenerationRequest": "helmsman.api.generation",
     "GenerationResult": "helmsman.api.generation",
     "GroupWorker": "helmsman.api.worker_group",
     "Hang": "helmsman.api.faults",
     "HelmsmanError": "helmsman.api.errors",
     "InferenceEngine": "helmsman.api.engines",
-    "InlineScheduler": "helmsman.controller.inline",
+    "InlineScheduler": "helmsman.controller._schedulers.inline",
     "Job": "helmsman.api.scheduler",
     "Kill": "helmsman.api.faults",
     "Leaving": "helmsman.api.scheduler",
-    "LeastOutstandingTokens": "helmsman.controller.generation.routing",
-    "LocalScheduler": "helmsman.controller.local",
-    "PrefixAffinity": "helmsman.controller.generation.routing",
+    "LeastOutstandingTokens": "helmsman.controller._generation.routing",
+    "LocalScheduler": "helmsman.controller._schedulers.local",
+    "PrefixAffinity": "helmsman.controller._generation.routing",
     "Ragged": "helmsman.api.columns",
     "RankInfo": "helmsman.api.topology",
-    "RayScheduler": "helmsman.controller.ray_scheduler",
-    "RecoverableTraining": "helmsman.controller.train_recovery",
-    "RecoveryPolicy": "helmsman.controller.recovery_policy",
+    "RayScheduler": "helmsman.controller._ray_backend.scheduler",
+    "RecoverableTraining": "helmsman.controller._training.recovery",
+    "RecoveryPolicy": "helmsman.controller._training.recovery_policy",
     "Replicate": "helmsman.api.dispatch",
-    "RequestOptions": "helmsman.controller.generation.request",
-    "ResourceManager": "helmsman.controller.resource_manager",
+    "RequestOptions": "helmsman.controller._generation.request",
+    "ResourceManager": "helmsman.controller._worker_groups.resource_manager",
     "ResultHandle": "helmsman.api.scheduler",
-    "RetryGeneration": "helmsman.controller.generation.retries",
-    "RetryUnbegun": "helmsman.controller.generation.retries",
-    "RewardPool": "helmsman.controller.generation.rewards",
-    "RolloutController": "helmsman.controller.rollout",
-    "RoundRobin": "helmsman.controller.generation.routing",
+    "RetryGeneration": "helmsman.controller._generation.retries",
+    "RetryUnbegun": "helmsman.controller._generation.retries",
+    "RewardPool": "helmsman.controller._workflows.reward_pool",
+    "RolloutController": "helmsman.controller._rollout.rollout_controller",
+    "RoundRobin": "helmsman.controller._generation.routing",
     "SamplingParams": "helmsman.api.generation",
     "Scheduler": "helmsman.api.scheduler",
     "SchedulingSpec": "helmsman.api.scheduler",
     "SchedulingStrategy": "helmsman.api.scheduler",
-    "SessionAffinity": "helmsman.controller.generation.routing",
+    "SessionAffinity": "helmsman.controller._generation.routing",
     "Shard": "helmsman.api.dispatch",
     "Slow": "helmsman.api.faults",
-    "SupervisionPolicy": "helmsman.controller.generation.health",
+    "SupervisionPolicy": "helmsman.controller._generation.health",
     "Timeouts": "helmsman.api.scheduler",
-    "TrainController": "helmsman.controller.train",
+    "TrainController": "helmsman.controller._training.train_controller",
     "TrainEngine": "helmsman.api.engines",
-    "Turns": "helmsman.controller.turns",
-    "ViaCollective": "helmsman.controller.weight_sync",
-    "ViaDisk": "helmsman.controller.weight_sync",
-    "ViaMemory": "helmsman.controller.weight_sync",
+    "Turns": "helmsman.controller._weight_sync.device_handoff",
+    "ViaCollective": "helmsman.controller._weight_sync.sync",
+    "ViaDisk": "helmsman.controller._weight_sync.sync",
+    "ViaMemory": "helmsman.controller._weight_sync.sync",
     "WeightFormat": "helmsman.api.weights",
-    "WeightSync": "helmsman.controller.weight_sync",
+    "WeightSync": "helmsman.controller._weight_sync.sync",
     "Worker": "helmsman.api.scheduler",
-    "WorkflowExecutor": "helmsman.controller.generation.workflows",
+    "WorkflowExecutor": "helmsman.controller._workflows.executor",
     "current_platform": "helmsman.api.platforms",
-    "get_placement_group_master_ip_and_port": "helmsman.controller.ray_scheduler",
-    "initialize": "helmsman.controller.bootstrap.initialize",
-    "make_scheduler": "helmsman.controller.factory",
+    "get_placement_group_master_ip_and_port": "helmsman.controller._ray_backend.scheduler",
+    "initialize": "helmsman.controller._bootstrap.initialize",
+    "make_scheduler": "helmsman.controller._schedulers.factory",
     "register": "helmsman.api.dispatch",
 }
 

@@ -26,17 +26,17 @@ LIGHT = {"msgspec", "cloudpickle"}
 
 HEAVY = {"torch", "ray", "numpy", "transformers", "safetensors", "matplotlib", "rich", "reasoning_gym", "aiohttp"}
 
-NEEDS_TORCH = {"helmsman.rpc_server.tensors"}
+NEEDS_TORCH = {"helmsman.rpc_server._wire.tensors"}
 """Modules outside engines that import torch at module level, because they are imported only with a tensor in hand."""
 
 NEEDS_RAY = {
-    "helmsman.controller.placement_group",
-    "helmsman.controller.ray_address",
-    "helmsman.controller.ray_holders",
-    "helmsman.controller.ray_state",
-    "helmsman.controller.ray_transport",
-    "helmsman.controller.ray_scheduler",
-    "helmsman.rpc_server.ray_server",
+    "helmsman.controller._ray_backend.placement_groups",
+    "helmsman.controller._ray_backend.address",
+    "helmsman.controller._ray_backend.holders",
+    "helmsman.controller._ray_backend.cluster_state",
+    "helmsman.controller._ray_backend.transport",
+    "helmsman.controller._ray_backend.scheduler",
+    "helmsman.rpc_server._server.ray_server",
 }
 """Modules that only RayScheduler imports."""
 

@@ -35,7 +35,7 @@ def _lengths(kind: str) -> list[int]:
 def _declare(kind: str, goal: str) -> None:
     @case(f"packing.{kind}", unit="tokens/s", goal=goal, floor="the same batch sorted by length and padded")
     def packing(world: World) -> Pair:
-        from helmsman.controller.train import TrainController
+        from helmsman.controller._training.train_controller import TrainController
 
         draw = random.Random(1)
         samples = [{"input_ids": draw.choices(range(2048), k=length)} for length in _lengths(kind)]

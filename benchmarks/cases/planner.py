@@ -10,8 +10,8 @@ from benchmarks.harness import Pair, case
 from benchmarks.world import World
 from helmsman.api.plan import Plan
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
-from helmsman.controller.planner import plan_jobs
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 
 DEVICES = 8
 NUM_PLANTED = 60

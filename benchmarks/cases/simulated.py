@@ -16,10 +16,10 @@ from benchmarks.harness import Pair, case
 from benchmarks.simulated import SimulatedScheduler
 from benchmarks.world import World
 from helmsman import Cluster, ClusterConfig, ResourceManager
-from helmsman.controller.loop import run_sync
-from helmsman.controller.transport import Outgoing
-from helmsman.rpc_server.codec import Payload, encode
-from helmsman.rpc_server.messages import Reply, Request, Verb
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._transport.base import Outgoing
+from helmsman.rpc_server._wire.codec import Payload, encode
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
 
 NUM_WORKERS = 1000
 POLLS_PER_S = 1.0

@@ -69,9 +69,9 @@ def _declare_sync(backend: str, way: str) -> None:
     def sync(world: World) -> Pair:
         import torch
 
-        from helmsman.controller.rollout import RolloutController
-        from helmsman.controller.train import TrainController
-        from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
+        from helmsman.controller._rollout.rollout_controller import RolloutController
+        from helmsman.controller._training.train_controller import TrainController
+        from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 
         scheduler = world.scheduler(backend)
         spec = SchedulingSpec(cpu=0.1)

@@ -44,7 +44,7 @@ from helmsman import (
     WorkflowExecutor,
 )
 from helmsman.api.errors import CheckpointError, EngineCallError, GroupCallError, StartError, WorkerFailedError
-from helmsman.controller.generation.sampling import Episode
+from helmsman.controller._workflows.staleness import Episode
 
 log = logging.getLogger(__name__)
 

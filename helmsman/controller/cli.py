@@ -16,17 +16,17 @@ from helmsman.api.errors import HelmsmanError
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
-from helmsman.controller.advice import advise
-from helmsman.controller.bootstrap.up import add_command as add_up
-from helmsman.controller.clean import age, describe, leftovers, remove
-from helmsman.controller.cluster_snapshot import ClusterSnapshot
-from helmsman.controller.doctor import diagnose, skew_s
-from helmsman.controller.environment import forwarding_report
-from helmsman.controller.jobs_file import load_cluster, load_jobs
-from helmsman.controller.node_checks import HEAD_PORTS, Observed, observe
-from helmsman.controller.planner import plan_jobs
-from helmsman.controller.resources import ACCELERATORS
-from helmsman.controller.runs import read_runs, refused_places
+from helmsman.controller._bootstrap.up import add_command as add_up
+from helmsman.controller._node.checks import HEAD_PORTS, Observed, observe
+from helmsman.controller._node.cleanup import age, describe, leftovers, remove
+from helmsman.controller._node.doctor import diagnose, skew_s
+from helmsman.controller._node.environment import forwarding_report
+from helmsman.controller._node.run_registry import read_runs, refused_places
+from helmsman.controller._placement.job_files import load_cluster, load_jobs
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.resources import ACCELERATORS
+from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.suggestions import advise
 
 OK, NO, USAGE = 0, 1, 2
 """Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
@@ -118,8 +118,8 @@ def _observe_cluster(address: str) -> tuple[dict[str, Observed], dict[str, float
     _connect(address)
     import ray
 
-    from helmsman.controller.placement_group import on_node
-    from helmsman.controller.ray_state import alive_nodes
+    from helmsman.controller._ray_backend.cluster_state import alive_nodes
+    from helmsman.controller._ray_backend.placement_groups import on_node
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(observe)
     seen, skews_s = {}, {}
@@ -182,15 +182,15 @@ def _refusal(shortfall: Shortfall, ever: bool, holders: str) -> str:
 
 def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, str]:
     _connect(address)
-    from helmsman.controller.ray_holders import describe_holders
-    from helmsman.controller.ray_state import snapshot
+    from helmsman.controller._ray_backend.cluster_state import snapshot
+    from helmsman.controller._ray_backend.holders import describe_holders
 
     return snapshot(), describe_holders("helmsman/none", jobs)
 
 
 def _connect(address: str | None) -> None:
     """Attach to a cluster that runs; nothing is ever started."""
-    from helmsman.controller.ray_address import choose_address
+    from helmsman.controller._ray_backend.address import choose_address
 
     chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
     if chosen is not None:
@@ -286,8 +286,8 @@ def _clean_cluster(options: argparse.Namespace) -> int:
     _connect(options.address)
     import ray
 
-    from helmsman.controller.placement_group import on_node
-    from helmsman.controller.ray_state import alive_nodes
+    from helmsman.controller._ray_backend.cluster_state import alive_nodes
+    from helmsman.controller._ray_backend.placement_groups import on_node
 
     nodes = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in alive_nodes()}
 

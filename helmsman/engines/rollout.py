@@ -20,10 +20,10 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.suggestions import Suggesting
 from helmsman.api.weights import Weights
-from helmsman.engines.admission import check_request, check_samples_of_one
-from helmsman.engines.decode_batch import DecodeBatch
-from helmsman.engines.decode_loop import DecodeLoop
-from helmsman.engines.model import build_model, max_positions, resolve_dtype
+from helmsman.engines._admission import check_request, check_samples_of_one
+from helmsman.engines._hf.decode_batch import DecodeBatch
+from helmsman.engines._hf.decode_loop import DecodeLoop
+from helmsman.engines._models.model import build_model, max_positions, resolve_dtype
 
 logger = logging.getLogger(__name__)
 

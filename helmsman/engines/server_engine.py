@@ -25,14 +25,14 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import Weights
 from helmsman.api.worker_context import worker_context
-from helmsman.engines import server_http
-from helmsman.engines.admission import check_samples_of_one
-from helmsman.engines.server_dialects import Call, ServerConfig, dialect_of
-from helmsman.engines.server_process import ServerProcess, get
-from helmsman.engines.server_requests import ServedRequests
-from helmsman.engines.server_weights import as_folder, forms_of, make_exchange, vocab_size_of
-from helmsman.engines.vllm_fit import Expected
-from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines._admission import check_samples_of_one
+from helmsman.engines._server import http
+from helmsman.engines._server.dialects import Call, ServerConfig, dialect_of
+from helmsman.engines._server.process import ServerProcess, get
+from helmsman.engines._server.requests import ServedRequests
+from helmsman.engines._server.weights import as_folder, forms_of, make_exchange, vocab_size_of
+from helmsman.engines._vllm.fit import Expected
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weights import TornWeightsError
 
 _UPDATE, _WEIGHTS = "an update", "missing weights"
@@ -81,7 +81,7 @@ class ServerEngine(InferenceEngine):
                 "a ServerEngine binds a port that is leased to its worker, and this one has none; ask for it by "
                 "SchedulingSpec(port_count=1)"
             )
-        server_http.library()
+        http.library()
         self._host = context.node if self.config.host == "node" else self.config.host
         self._port = context.ports[0]
         self._dialect = dialect_of(self.config)
@@ -89,7 +89,7 @@ class ServerEngine(InferenceEngine):
         self._forms: list[Expected] = []
         """What weights look like that fit the model."""
         self._process: ServerProcess | None = None
-        self._client: server_http.ServerClient | None = None
+        self._client: http.ServerClient | None = None
         self._requests: ServedRequests | None = None
         self._is_destroyed = False
         self._awake = _Awake.ALL
@@ -145,7 +145,7 @@ class ServerEngine(InferenceEngine):
             how = process.how_it_ended() if process.has_ended else reason
             return ServerLostError(address=address, reason=how, exit_code=process.exit_code, log_tail=process.log_tail())
 
-        self._client = server_http.ServerClient(
+        self._client = http.ServerClient(
             address,
             key,
             self._dialect.health_route,
@@ -184,7 +184,7 @@ class ServerEngine(InferenceEngine):
                 self._group.close()
             self._locks.close()
 
-    async def _leave(self, client: server_http.ServerClient, requests: ServedRequests) -> None:
+    async def _leave(self, client: http.ServerClient, requests: ServedRequests) -> None:
         await requests.abort(None)
         self._client = None
         await client.close()
@@ -220,7 +220,7 @@ class ServerEngine(InferenceEngine):
             with contextlib.suppress(RuntimeError):  # the worker has stopped its loop already
                 asyncio.run_coroutine_threadsafe(requests.notify(), client.loop)
 
-    def _running(self) -> server_http.ServerClient:
+    def _running(self) -> http.ServerClient:
         if self._client is None:
             raise RuntimeError("the server engine is not running; call initialize() first, and nothing after destroy()")
         return self._client

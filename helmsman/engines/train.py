@@ -21,8 +21,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
 from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
-from helmsman.engines.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
-from helmsman.engines.batching import (
+from helmsman.engines._models.checkpoint import Checkpointer
+from helmsman.engines._models.checkpoint_files import Progress
+from helmsman.engines._models.distributed import (
+    environment_int,
+    failing_together,
+    gather_objects,
+    join_process_group,
+    leave_process_group,
+    local_device_index,
+)
+from helmsman.engines._models.hf_export import MAX_SHARD_BYTES, export_hf, full_state_dict
+from helmsman.engines._models.model import (
+    build_model,
+    checkpoint_layers,
+    named_tensors,
+    resolve_dtype,
+    target_logprobs,
+)
+from helmsman.engines._train.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
+from helmsman.engines._train.batching import (
     Batching,
     Columns,
     MicroBatch,
@@ -32,33 +50,15 @@ from helmsman.engines.batching import (
     group_samples,
     make_micro_batch,
 )
-from helmsman.engines.checkpoint import Checkpointer
-from helmsman.engines.checkpoint_files import Progress
-from helmsman.engines.distributed import (
-    environment_int,
-    failing_together,
-    gather_objects,
-    join_process_group,
-    leave_process_group,
-    local_device_index,
-)
-from helmsman.engines.entropies import distribution_entropies
-from helmsman.engines.gradients import clip_gradients
-from helmsman.engines.hf_export import MAX_SHARD_BYTES, export_hf, full_state_dict
+from helmsman.engines._train.entropies import distribution_entropies
+from helmsman.engines._train.gradients import clip_gradients
+from helmsman.engines._train.offload import HostMemory, offload_policy, place
+from helmsman.engines._train.parallel import Layout, ParallelMesh, reshard, shard_model, whole_pass
+from helmsman.engines._train.parallel_plan import TensorPlan
+from helmsman.engines._train.vocabulary import sharded_target_logprobs
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.losses import LossCall, prepare_loss
-from helmsman.engines.model import (
-    build_model,
-    checkpoint_layers,
-    named_tensors,
-    resolve_dtype,
-    target_logprobs,
-)
-from helmsman.engines.offload import HostMemory, offload_policy, place
-from helmsman.engines.parallel import Layout, ParallelMesh, reshard, shard_model, whole_pass
-from helmsman.engines.parallel_plan import TensorPlan
 from helmsman.engines.train_config import TrainConfig
-from helmsman.engines.vocabulary import sharded_target_logprobs
-from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import publish
 
 

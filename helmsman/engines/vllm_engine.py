@@ -18,14 +18,14 @@ import msgspec
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
-from helmsman.engines import vllm_versions
-from helmsman.engines.admission import check_request, check_samples_of_one
+from helmsman.engines._admission import check_request, check_samples_of_one
+from helmsman.engines._vllm import versions
+from helmsman.engines._vllm.instance import VLLMInstance
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.vllm_instance import VLLMInstance
 
 T = TypeVar("T")
 
-_EXTENSION = "helmsman.engines.vllm_worker.VLLMWorkerExtension"
+_EXTENSION = "helmsman.engines._vllm.worker.VLLMWorkerExtension"
 _LAST_TASKS_S = 5.0
 
 
@@ -44,7 +44,7 @@ class VLLMEngine(InferenceEngine):
         if config is not None and fields:
             raise ValueError(f"give either a VLLMConfig or its fields, not both (fields: {', '.join(fields)})")
         self.config = config if config is not None else msgspec.convert(fields, VLLMConfig)
-        vllm_versions.require_vllm()
+        versions.require_vllm()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._instance: VLLMInstance | None = None
@@ -68,7 +68,7 @@ class VLLMEngine(InferenceEngine):
             raise RuntimeError("initialize() was called on a rollout engine that is running or destroyed; make a new one")
         if not os.path.isdir(self.config.model):
             raise ValueError(f"there is no model folder {self.config.model!r} on this worker; give a local folder")
-        vllm_versions.prepare_environment()
+        versions.prepare_environment()
         arguments, self._vocab_size = _arguments(self.config), _vocab_size(self.config.model)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
@@ -265,7 +265,7 @@ class VLLMEngine(InferenceEngine):
 
 def _arguments(config: VLLMConfig) -> dict[str, Any]:
     """Of vLLM's AsyncEngineArgs."""
-    from helmsman.engines.model import resolve_dtype
+    from helmsman.engines._models.model import resolve_dtype
 
     arguments: dict[str, Any] = {
         "model": config.model,

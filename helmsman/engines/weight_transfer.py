@@ -31,10 +31,10 @@ from helmsman.api.weights import (
     WeightsOnDisk,
     WeightTarget,
 )
-from helmsman.engines.distributed import failing_together
-from helmsman.engines.files import replace_folder, save_tensors
-from helmsman.engines.model import full_tensor, resolve_dtype
-from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines._models.distributed import failing_together
+from helmsman.engines._models.files import replace_folder, save_tensors
+from helmsman.engines._models.model import full_tensor, resolve_dtype
+from helmsman.engines._weights.group import WeightGroup
 
 _INDEX_FILE = "model.safetensors.index.json"
 _VERSION_FOLDER = "version-"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from helmsman.api.batch import Batch, PerPart, join_meta, part_sizes
 from helmsman.api.columns import Ragged, same
 from helmsman.api.errors import UnevenBatchError
-from helmsman.rpc_server.codec import decode, encode
+from helmsman.rpc_server._wire.codec import decode, encode
 from tests.api.columns import QUICK, ROWS, columns, pickles_as_it_is
 
 METAS = st.fixed_dictionaries(

@@ -14,8 +14,8 @@ from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute, register
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.worker_group import GroupFuture, GroupWorker
-from helmsman.controller.cluster import Cluster
-from helmsman.controller.resource_manager import ResourceManager
+from helmsman.controller._worker_groups.cluster import Cluster
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
 
 
 def total(parts: list[float]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from helmsman.controller.bootstrap.link import Patience
+from helmsman.controller._bootstrap.connection import Patience
 from helmsman.rpc_server.ports import PortLeases
 from tests.bootstrap.plans import make_plan
 from tests.contract.helpers import ROOT, wait_until

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from helmsman.controller.bootstrap.node_plan import NodePlan
-from helmsman.controller.bootstrap.settings import NODE_DEFAULTS, cluster_defaults, variables
-from helmsman.controller.launchers import NodeIdentity
+from helmsman.controller._bootstrap.node_plan import NodePlan
+from helmsman.controller._bootstrap.settings import NODE_DEFAULTS, cluster_defaults, variables
+from helmsman.controller._node.launchers import NodeIdentity
 
 VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
 

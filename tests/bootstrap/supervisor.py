@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from helmsman.api.errors import BootstrapError
-from helmsman.controller.bootstrap.head import Head
-from helmsman.controller.bootstrap.member import Member
-from helmsman.controller.bootstrap.node_plan import NodePlan
-from helmsman.controller.bootstrap.nodes_seen import NodeSeen
-from helmsman.controller.bootstrap.waits import stop_signals, teller
+from helmsman.controller._bootstrap.async_utils import stop_signals, teller
+from helmsman.controller._bootstrap.head import Head
+from helmsman.controller._bootstrap.joining_node import Member
+from helmsman.controller._bootstrap.node_plan import NodePlan
+from helmsman.controller._bootstrap.ray_view import NodeSeen
 from tests.bootstrap.fake_ray import behaviour
 
 

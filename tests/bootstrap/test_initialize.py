@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller.bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
+from helmsman.controller._bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
 from tests.contract.helpers import ROOT
 
 pytest.importorskip("ray", reason="it is about Ray's clusters")
@@ -181,7 +181,7 @@ def test_initialize_joins_ray_address_under_a_launcher_of_several_nodes(address:
 
 
 CHOOSE = """
-from helmsman.controller.ray_address import choose_address
+from helmsman.controller._ray_backend.address import choose_address
 tell(address=choose_address(None if {is_default} else "local"))
 """
 

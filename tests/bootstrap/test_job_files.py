@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from helmsman.api.errors import BootstrapError
+from helmsman.controller._node.checks import HEAD_PORTS
+from helmsman.controller._node.launchers import identify_node
 from helmsman.controller.cli import _parser
-from helmsman.controller.launchers import identify_node
-from helmsman.controller.node_checks import HEAD_PORTS
 from tests.bootstrap import job_files
 from tests.bootstrap.job_files import NUM_NODES, JobFile
 

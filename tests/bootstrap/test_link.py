@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import ProtocolError
-from helmsman.controller.bootstrap.link import (
+from helmsman.controller._bootstrap.connection import (
     Beat,
     Ended,
     Hello,
@@ -29,10 +29,10 @@ from helmsman.controller.bootstrap.link import (
     connect,
     proof_key,
 )
-from helmsman.rpc_server import auth
-from helmsman.rpc_server.authenticated_server import Door, RefusalLog
-from helmsman.rpc_server.stream import Stream
-from helmsman.rpc_server.tls import server_tls
+from helmsman.rpc_server._server.authenticated_server import Door, RefusalLog
+from helmsman.rpc_server._wire import auth
+from helmsman.rpc_server._wire.stream import Stream
+from helmsman.rpc_server._wire.tls import server_tls
 
 KEY = proof_key("a token of this test", "")
 USUAL = Patience()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import UnfitNodeError
-from helmsman.controller.bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
-from helmsman.controller.bootstrap.settings import Setting
+from helmsman.controller._bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
+from helmsman.controller._bootstrap.settings import Setting
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
 from tests.bootstrap.plans import make_plan
 
@@ -85,7 +85,7 @@ def test_a_member(tmp_path: Path, leases: PortLeases) -> None:
 
 def test_ray_starts_by_the_interpreter_that_runs_helmsman(tmp_path: Path, leases: PortLeases) -> None:
     command = ray_start(make_plan(tmp_path), "run-1", leases)
-    assert command[1:4] == ["-m", "helmsman.controller.bootstrap.patient_ray", "start"]
+    assert command[1:4] == ["-m", "helmsman.controller._bootstrap.ray_patience", "start"]
     pytest.importorskip("ray.scripts.scripts")
 
 

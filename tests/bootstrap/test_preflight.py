@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import UnfitNodeError
-from helmsman.controller.bootstrap.preflight import node_address, require_free, require_port, versions
-from helmsman.controller.launchers import NodeIdentity
-from helmsman.controller.node_checks import address_towards
+from helmsman.controller._bootstrap.preflight import node_address, require_free, require_port, versions
+from helmsman.controller._node.checks import address_towards
+from helmsman.controller._node.launchers import NodeIdentity
 from tests.contract.helpers import ROOT
 
 ALONE = NodeIdentity(launcher="flags", rank=0, count=1)
@@ -36,7 +36,7 @@ SPEAKS_HTTP1 = LISTENS + "peer = listener.accept()[0]\npeer.sendall(b'HTTP/1.1 4
 
 AS_NOBODY = """
 import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
-from helmsman.controller.bootstrap.preflight import require_free
+from helmsman.controller._bootstrap.preflight import require_free
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -46,7 +46,7 @@ except ValueError as error:
     print(error)
 """
 WITHOUT_RAY = """
-from helmsman.controller.bootstrap.preflight import versions
+from helmsman.controller._bootstrap.preflight import versions
 try:
     versions()
 except ValueError as error:

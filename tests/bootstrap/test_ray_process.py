@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import RayDiedError
-from helmsman.controller.bootstrap import patient_ray
-from helmsman.controller.bootstrap.ray_process import RayProcess
-from helmsman.controller.bootstrap.waits import Tell
-from helmsman.rpc_server.guardian import TAG_VARIABLE
+from helmsman.controller._bootstrap import ray_patience
+from helmsman.controller._bootstrap.async_utils import Tell
+from helmsman.controller._bootstrap.ray_process import RayProcess
+from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 from tests.contract.helpers import processes_with
 
 STARTED = "print('Ray runtime started.', flush=True)\n"
@@ -130,9 +130,9 @@ def test_patient_ray_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.
     for limit, calls in (("0", 1), ("30", 3)):
         asked.clear()
         monkeypatch.setattr(services, "get_node", get_node)
-        monkeypatch.setenv(patient_ray.LIMIT_VARIABLE, limit)
+        monkeypatch.setenv(ray_patience.LIMIT_VARIABLE, limit)
         with pytest.raises(RuntimeError) if limit == "0" else contextlib.nullcontext():
-            patient_ray.main()
+            ray_patience.main()
         assert len(asked) == calls
     assert found == ["node at here"]
 

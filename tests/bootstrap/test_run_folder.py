@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller.bootstrap.run_folder import keep_logs, run_folder
-from helmsman.controller.runs import default_log_dir, read_runs, user_dir
+from helmsman.controller._bootstrap.run_folder import keep_logs, run_folder
+from helmsman.controller._node.run_registry import default_log_dir, read_runs, user_dir
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from helmsman.api.environment import MASK
 from helmsman.api.errors import UnfitNodeError
-from helmsman.controller.bootstrap.settings import (
+from helmsman.controller._bootstrap.settings import (
     GIB,
     MANY_NODES,
     NODE_DEFAULTS,
@@ -28,7 +28,7 @@ from helmsman.controller.bootstrap.settings import (
     start_limits,
     variables,
 )
-from helmsman.controller.node_checks import (
+from helmsman.controller._node.checks import (
     MEMORY_BESIDE_STORE,
     MemoryGroup,
     cpus_allowed,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller.bootstrap.node_plan import RUN_VARIABLE
+from helmsman.controller._bootstrap.node_plan import RUN_VARIABLE
 from tests.bootstrap.nodes import MakeCable, MakeNodes, script
 from tests.contract.helpers import is_running
 

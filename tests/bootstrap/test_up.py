@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller.bootstrap.settings import MANY_NODES, NODE_DEFAULTS, cluster_defaults
-from helmsman.controller.bootstrap.up import make_plan
+from helmsman.controller._bootstrap.settings import MANY_NODES, NODE_DEFAULTS, cluster_defaults
+from helmsman.controller._bootstrap.up import make_plan
+from helmsman.controller._node.checks import address_towards
+from helmsman.controller._node.launchers import ALONE, NodeIdentity
 from helmsman.controller.cli import _parser
-from helmsman.controller.launchers import ALONE, NodeIdentity
-from helmsman.controller.node_checks import address_towards
 from tests.bootstrap.hosts import why_not_here
 from tests.contract.helpers import ROOT, wait_until
 

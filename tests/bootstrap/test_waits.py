@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from helmsman.controller.bootstrap.waits import StoppedError, cancelled, first, stop_signals, teller, unless
+from helmsman.controller._bootstrap.async_utils import StoppedError, cancelled, first, stop_signals, teller, unless
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
-from helmsman.controller.factory import make_scheduler
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, Gate
 
@@ -68,7 +68,7 @@ def scheduler(variant: str, backend: str, tmp_path_factory: pytest.TempPathFacto
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
     with pytest.MonkeyPatch.context() as patch, make_scheduler(backend, **options) as made:
         if variant != backend:
-            patch.setattr("helmsman.controller.ray_transport.HAS_SEGMENTS", False)
+            patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
         yield made
 
 

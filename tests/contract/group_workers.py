@@ -16,7 +16,7 @@ import numpy as np
 from helmsman.api.batch import Batch
 from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute, register
 from helmsman.api.worker_group import GroupWorker
-from helmsman.rpc_server.segments import drop_spares
+from helmsman.rpc_server._wire.segments import drop_spares
 from tests.contract.engines import wait_for_file
 
 

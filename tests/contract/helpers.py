@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from helmsman.api.scheduler import Scheduler
-from helmsman.controller.loop import submit
-from helmsman.rpc_server import guardian
+from helmsman.controller._aio.event_loop import submit
+from helmsman.rpc_server._process import guardian
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 30.0

@@ -11,7 +11,7 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.engines import Sample
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller.train import TrainController
+from helmsman.controller._training.train_controller import TrainController
 from tests.controller.engines import RecordingTrainer
 
 VOCAB_SIZE = 50
@@ -24,7 +24,7 @@ class CheckingTrainer(RecordingTrainer):
     def train_batch(
         self, samples: Sequence[Sample], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        from helmsman.engines.batching import check_samples
+        from helmsman.engines._train.batching import check_samples
 
         return {"num_samples": len(check_samples(samples, VOCAB_SIZE))}
 

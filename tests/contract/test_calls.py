@@ -14,8 +14,8 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.loop import submit
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, Forking
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held, is_running, wait_until

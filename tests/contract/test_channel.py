@@ -14,9 +14,9 @@ import torch
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, WorkerState
-from helmsman.controller.channel import Channel
-from helmsman.controller.loop import background_loop
-from helmsman.rpc_server.frames import pack_length
+from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._transport.channel import Channel
+from helmsman.rpc_server._wire.frames import pack_length
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, stop, wait_until
 
@@ -133,7 +133,7 @@ def test_channel_falls_back_to_tls_where_unix_socket_cannot_be_reached(
     async def refused(path: str, limit_s: float) -> None:
         raise ConnectionRefusedError(path)
 
-    monkeypatch.setattr("helmsman.rpc_server.auth.open_unix", refused)
+    monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_unix", refused)
     scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     assert isinstance(_channel(engine)._socket, ssl.SSLSocket)
@@ -174,7 +174,7 @@ def test_what_is_kept_on_one_machine_reaches_workers_of_others(
     """It lies in a segment until a worker that cannot map that wants it."""
     scheduler.create_workers(Job(role=f"{role}-near", replicas=2))
     near, neighbour = (Engine.create(scheduler, f"{role}-near/{index}", Counter) for index in range(2))
-    monkeypatch.setattr("helmsman.controller.ray_transport.HAS_SEGMENTS", False)
+    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     scheduler.create_workers(Job(role=f"{role}-far", replicas=2))
     far = [Engine.create(scheduler, f"{role}-far/{index}", Counter) for index in range(2)]
     kept = scheduler.call_engine(near.worker_id, "make", near.name, 1 << 20, rpc_meta={"keep": True})

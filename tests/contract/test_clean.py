@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from helmsman.controller.runs import RunRecord
+from helmsman.controller._node.run_registry import RunRecord
 from tests.contract.helpers import ROOT, WAIT, WITH_FAMILY, Driver, is_running, processes_with, wait_gone, wait_until
 
 pytestmark = [

@@ -21,8 +21,8 @@ from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import Replicate, Shard
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
-from helmsman.controller.cluster import Cluster
-from helmsman.controller.resource_manager import ResourceManager
+from helmsman.controller._worker_groups.cluster import Cluster
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import AsRecord, Frozen, Member, Plain, WithAMetaclass, WithItsOwnView
 from tests.contract.helpers import LIMIT_S, wait_until
 

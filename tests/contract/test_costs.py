@@ -14,16 +14,16 @@ import numpy
 import pytest
 
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller import transport
-from helmsman.controller.base import Call
-from helmsman.controller.group import call_all
-from helmsman.controller.loop import background_loop, run_sync
-from helmsman.rpc_server import wire_payload
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
-from helmsman.rpc_server.messages import Reply, Request, Verb
-from helmsman.rpc_server.segments import ShmSegment, pack
-from helmsman.rpc_server.wire_payload import to_wire
+from helmsman.controller._aio.event_loop import background_loop, run_sync
+from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._schedulers.base import Call
+from helmsman.controller._transport import base
+from helmsman.rpc_server._wire import payload as wire_payload
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.payload import to_wire
+from helmsman.rpc_server._wire.segments import ShmSegment, pack
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
 
@@ -101,13 +101,13 @@ def test_a_group_call_is_one_message_for_all_ranks(
     payload = encode((([1, "two"],), {}))
     calls = {worker: Call(payload=payload) for worker in workers}
     made: list[bytes] = []
-    encode_body = transport.encode_frame
+    encode_body = base.encode_frame
 
     def count(frame: Any) -> bytes:
         made.append(encode_body(frame))
         return made[-1]
 
-    monkeypatch.setattr(transport, "encode_frame", count)
+    monkeypatch.setattr(base, "encode_frame", count)
     tasks.clear()
     results = run_sync(call_all(scheduler, role, "echo", calls))
     assert results == [[1, "two"]] * 4

@@ -11,13 +11,13 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, WorkerState
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.generation.health import SupervisionPolicy
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.recovery_policy import RecoveryPolicy
-from helmsman.controller.rollout import RolloutController
-from helmsman.controller.train import TrainController
-from helmsman.controller.train_recovery import RecoverableTraining
+from helmsman.controller._generation.health import SupervisionPolicy
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._training.recovery import RecoverableTraining
+from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.train_controller import TrainController
 from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, wait_for_file
 from tests.contract.helpers import Engine, Gate, held, is_running, stop, wait_gone, wait_until

@@ -14,14 +14,14 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
-from helmsman.controller.base import Call
-from helmsman.controller.client import request_ids
-from helmsman.controller.exchange import FutureExchange
-from helmsman.controller.group import call_all
-from helmsman.controller.loop import run_sync
-from helmsman.controller.transport import Outgoing
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.messages import Request, Verb
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._schedulers.base import Call
+from helmsman.controller._transport.base import Outgoing
+from helmsman.controller._transport.client import request_ids
+from helmsman.controller._transport.pending_call import FutureExchange
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.messages import Request, Verb
 from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 

@@ -17,7 +17,7 @@ from helmsman import DropNode, FaultPlan, Hang, Kill, Slow
 from helmsman.api import errors
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
-from helmsman.controller.factory import make_scheduler
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.conftest import OPTIONS, TIMEOUTS
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, has_stopped, held, is_running, wait_gone, wait_until

@@ -7,8 +7,8 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.scheduler import Scheduler
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.resource_manager import ResourceManager
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
 from tests.contract.helpers import wait_until
 from tests.contract.test_clusters import ON_CPU, Members

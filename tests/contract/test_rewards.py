@@ -27,7 +27,7 @@ from helmsman.api.errors import (
     RoleNotFoundError,
 )
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller.generation.rewards import RewardPool
+from helmsman.controller._workflows.reward_pool import RewardPool
 from tests.contract.helpers import LIMIT_S, Gate, is_running, wait_gone, wait_until
 from tests.contract.reward_functions import Scorer, act
 

@@ -11,7 +11,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
-from helmsman.controller.loop import submit
+from helmsman.controller._aio.event_loop import submit
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, Gate, held, wait_gone, wait_until
 

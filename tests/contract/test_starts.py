@@ -13,7 +13,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
-from helmsman.controller.factory import make_scheduler
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, wait_gone, wait_until
 

@@ -18,10 +18,10 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
-from helmsman.controller.base import Call
-from helmsman.controller.group import call_all
-from helmsman.controller.loop import submit
-from helmsman.rpc_server.segments import drop_spares
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._schedulers.base import Call
+from helmsman.rpc_server._wire.segments import drop_spares
 from tests.contract import engines
 from tests.contract.engines import Counter, Slow
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, stop, wait_until

@@ -35,7 +35,7 @@ from helmsman.api.scheduler import (
     WorkerHealth,
     WorkerStatus,
 )
-from helmsman.controller.loop import background_loop, run_sync
+from helmsman.controller._aio.event_loop import background_loop, run_sync
 
 
 class Sent:

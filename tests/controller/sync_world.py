@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from helmsman import Job, RolloutController, Scheduler, SchedulingSpec, SupervisionPolicy, TrainController
-from helmsman.controller.generation.health import Health
-from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory
+from helmsman.controller._generation.health import Health
+from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory
 from tests.engines.models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.sync_engines"

@@ -14,10 +14,10 @@ import pytest
 import helmsman
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.scheduler import Job
-from helmsman.controller.argument_names import require_engine_arguments, require_loss_settings
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.rollout import RolloutController
-from helmsman.controller.train import TrainController
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._training.train_controller import TrainController
+from helmsman.controller._validation.argument_names import require_engine_arguments, require_loss_settings
 from tests.controller.engines import RecordingTrainer
 from tests.controller.fakes import FakeScheduler
 
@@ -166,7 +166,7 @@ def test_train_batch_unknown_loss_setting_is_not_sent() -> None:
 def test_argument_names_import_no_torch() -> None:
     program = """
 import sys
-from helmsman.controller.argument_names import require_engine_arguments, require_loss_settings
+from helmsman.controller._validation.argument_names import require_engine_arguments, require_loss_settings
 for check in (
     lambda: require_engine_arguments("r", "helmsman.engines.train.FSDPTrainEngine", {"learning_rate": 1}),
     lambda: require_loss_settings("grpo", {"cliphigh": 1}),
@@ -191,7 +191,7 @@ class Finder:
             return importlib.util.spec_from_file_location(name, {helmsman.__file__!r})
 sys.path[:] = [each for each in sys.path if not importlib.machinery.PathFinder.find_spec("helmsman", [each])]
 sys.meta_path.insert(0, Finder)
-from helmsman.controller.argument_names import require_engine_arguments
+from helmsman.controller._validation.argument_names import require_engine_arguments
 try:
     require_engine_arguments("r", "helmsman.engines.train.FSDPTrainEngine", {{"learning_rate": 1}})
 except ValueError:

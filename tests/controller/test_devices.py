@@ -6,7 +6,7 @@ import pytest
 
 from helmsman.api.errors import DeviceMismatchError
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.controller.devices import DevicePool, detect_devices, physical_ids, visibility
+from helmsman.controller._node.devices import DevicePool, detect_devices, physical_ids, visibility
 
 CUDA, NPU = "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from helmsman.controller._node.checks import Check, Observed, address_towards, judge, observe
+from helmsman.controller._node.doctor import diagnose, skew_s
 from helmsman.controller.cli import NO, OK
-from helmsman.controller.doctor import diagnose, skew_s
-from helmsman.controller.node_checks import Check, Observed, address_towards, judge, observe
 from tests.contract.helpers import ROOT
 
 WELL = Observed(

@@ -6,7 +6,7 @@ import pytest
 
 from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable, masked, masked_command
 from helmsman.api.scheduler import SchedulingSpec
-from helmsman.controller.environment import (
+from helmsman.controller._node.environment import (
     THREAD_VARIABLES,
     as_mapping,
     forwarding_of,

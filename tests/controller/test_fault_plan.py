@@ -12,7 +12,7 @@ from helmsman import DropNode, FaultPlan, Hang, Kill, Slow
 from helmsman.api.errors import FaultPlanError, FaultsUnsupportedError
 from helmsman.api.faults import Fault
 from helmsman.api.scheduler import Job
-from helmsman.controller.factory import make_scheduler
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.controller.fakes import FakeScheduler
 
 TEXT = """

@@ -22,9 +22,9 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job
-from helmsman.controller.base import Call
-from helmsman.controller.group import call_all, gather_all, group_error, is_communication_error
-from helmsman.controller.loop import background_loop, run_async
+from helmsman.controller._aio.event_loop import background_loop, run_async
+from helmsman.controller._roles.call_all import call_all, gather_all, group_error, is_communication_error
+from helmsman.controller._schedulers.base import Call
 from tests.controller.fakes import FakeScheduler
 
 
@@ -183,7 +183,7 @@ class Records(logging.Handler):
 async def test_calls_left_alone_after_the_grace_are_still_observed_to_their_end() -> None:
     group = Group(3)
     await group.start()
-    logger = logging.getLogger("helmsman.controller.fanout")
+    logger = logging.getLogger("helmsman.controller._transport.fan_out")
     level, handler = logger.level, Records()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -8,7 +8,7 @@ import pytest
 
 from helmsman.api.errors import JobsFileError
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller.jobs_file import load_cluster, load_jobs
+from helmsman.controller._placement.job_files import load_cluster, load_jobs
 
 YAML = """
 jobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api.errors import LauncherConflictError, LauncherIncompleteError
-from helmsman.controller.launchers import ALONE, expand_hostlist, find_many_nodes, identify_node
+from helmsman.controller._node.launchers import ALONE, expand_hostlist, find_many_nodes, identify_node
 
 BEAKER = {
     "BEAKER_REPLICA_RANK": "2",

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller import loop as loops
-from helmsman.controller.loop import mailbox_of, run_sync
+from helmsman.controller._aio import event_loop as loops
+from helmsman.controller._aio.event_loop import mailbox_of, run_sync
 
 LIMIT_S = 30.0
 

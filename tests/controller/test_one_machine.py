@@ -9,9 +9,9 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller.inline import InlineScheduler
-from helmsman.controller.local import LocalScheduler
-from helmsman.controller.node_checks import memory_allowed
+from helmsman.controller._node.checks import memory_allowed
+from helmsman.controller._schedulers.inline import InlineScheduler
+from helmsman.controller._schedulers.local import LocalScheduler
 
 SCHEDULERS = pytest.mark.parametrize("make", [LocalScheduler, InlineScheduler])
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.scheduler import SchedulingSpec
-from helmsman.controller.places import Place, in_device_order
+from helmsman.controller._placement.place import Place, in_device_order
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))

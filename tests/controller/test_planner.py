@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from helmsman.api import errors
 from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller.cluster_snapshot import ClusterSnapshot, NodeState
-from helmsman.controller.demand import Way, ways
-from helmsman.controller.planner import plan_jobs
-from helmsman.controller.resources import ACCELERATORS, Resources
+from helmsman.controller._placement.bundles import Way, ways
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.resources import ACCELERATORS, Resources
+from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 
 
 def node(name: str, *, cpu: float = 64, gpu: int = 8, free: Resources | None = None, **fields: Any) -> NodeState:

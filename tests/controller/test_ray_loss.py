@@ -115,7 +115,7 @@ def test_loss_of_a_core_process_fails_workers_and_spares_the_script(name: str, c
 
 STUCK = """
 import ray
-from helmsman.controller import ray_state
+from helmsman.controller._ray_backend import cluster_state
 scheduler, worker = start()
 gcs = core("gcs_server")
 os.kill(gcs, signal.SIGSTOP)

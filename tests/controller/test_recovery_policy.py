@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller.recovery_policy import RecoveryBudget, RecoveryPolicy
+from helmsman.controller._training.recovery_policy import RecoveryBudget, RecoveryPolicy
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, Worker
-from helmsman.controller import rendezvous
-from helmsman.controller.local import LocalScheduler
-from helmsman.controller.train import TrainController
+from helmsman.controller._schedulers import rendezvous
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._training.train_controller import TrainController
+from helmsman.rpc_server._host.connectivity import Listener, reach
 from helmsman.rpc_server.ports import hand_over
-from helmsman.rpc_server.reach import Listener, reach
 from tests.controller.engines import RecordingTrainer
 
 TEST_NET = "198.51.100.1"

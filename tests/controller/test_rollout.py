@@ -12,11 +12,11 @@ import pytest
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.generation.health import Health
-from helmsman.controller.loop import background_loop, run_sync
-from helmsman.controller.rollout import RolloutController
-from helmsman.controller.train import TrainController
+from helmsman.controller._aio.event_loop import background_loop, run_sync
+from helmsman.controller._generation.health import Health
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._training.train_controller import TrainController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
 from tests.engines.preload import PRELOAD

@@ -16,11 +16,11 @@ import pytest
 from helmsman.api.errors import HelmsmanError, InvalidReplicasError, InvalidSpecError, WorkerFailedError, WorkerNotFoundError
 from helmsman.api.generation import GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.loop import background_loop
-from helmsman.controller.rollout import RolloutController
+from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import Gate, wait_gone, wait_until
 
 POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, restart_pause_s=0.05)

@@ -11,9 +11,9 @@ import pytest
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, RequestsInFlightError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.loop import background_loop
-from helmsman.controller.rollout import RolloutController
+from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.helpers import wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler

@@ -9,10 +9,10 @@ import torch
 
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.generation.routing import RoundRobin
-from helmsman.controller.rollout import RolloutController
-from helmsman.engines.model import build_model
+from helmsman.controller._generation.routing import RoundRobin
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.engines._models.model import build_model
 from tests.contract.helpers import wait_until
 from tests.engines.models import QWEN2, random_tokens
 

@@ -16,11 +16,11 @@ import pytest
 from helmsman.api.errors import GroupCallError, HelmsmanError, InstanceLostError, WorkerFailedError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.loop import background_loop, submit
-from helmsman.controller.rollout import RolloutController
+from helmsman.controller._aio.event_loop import background_loop, submit
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import stop, wait_until
 

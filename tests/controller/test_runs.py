@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller.clean import KEPT_RUNS, KEPT_S, leftovers
+from helmsman.controller._node.cleanup import KEPT_RUNS, KEPT_S, leftovers
+from helmsman.controller._node.run_registry import RunLock, default_log_dir, make_log_dir, read_runs, refused_places, user_dir
+from helmsman.controller._schedulers.inline import InlineScheduler
 from helmsman.controller.cli import main
-from helmsman.controller.inline import InlineScheduler
-from helmsman.controller.runs import RunLock, default_log_dir, make_log_dir, read_runs, refused_places, user_dir
 
 
 @pytest.fixture(autouse=True)

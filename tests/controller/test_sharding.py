@@ -27,7 +27,7 @@ from helmsman.api.dispatch import (
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.topology import AXES, Axis, RankInfo, Topology
-from helmsman.controller.sharding import answering_ranks, collect, collecting_ranks, dispatch, dispatch_ad_hoc
+from helmsman.controller._worker_groups.dispatch import answering_ranks, collect, collecting_ranks, dispatch, dispatch_ad_hoc
 
 Work = Callable[..., Any]
 

@@ -10,11 +10,11 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller.admission import busy, require_feasible
-from helmsman.controller.advice import advise
-from helmsman.controller.cluster_snapshot import ClusterSnapshot
-from helmsman.controller.deadline import Deadline
-from helmsman.controller.planner import plan_jobs
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._placement.admission import busy, require_feasible
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.suggestions import advise
 from tests.controller.test_planner import cluster, job, node
 
 SMALL = node("10.0.0.1", cpu=4, gpu=1, labels={"rack": "a"})

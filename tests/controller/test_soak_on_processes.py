@@ -28,13 +28,13 @@ from helmsman.api.errors import HelmsmanError, RequestDeadlineError, WorkerNotFo
 from helmsman.api.faults import Fault
 from helmsman.api.generation import GenerationResult
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.generation.request import RequestOptions, RequestState
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.loop import background_loop
-from helmsman.controller.rollout import RolloutController
-from helmsman.rpc_server.inspection import task_stack
+from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.request import RequestOptions, RequestState
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.rpc_server._host.inspection import task_stack
 from tests.contract.helpers import wait_until
 from tests.controller.generation.invariants import end_of
 from tests.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of

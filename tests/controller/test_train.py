@@ -28,11 +28,11 @@ from helmsman.api.errors import (
 )
 from helmsman.api.plan import Node
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Worker
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.group import is_communication_error
-from helmsman.controller.partition import sample_lengths, split_by_tokens, split_samples
-from helmsman.controller.rollout import RolloutController
-from helmsman.controller.train import TrainController, rank_environment
+from helmsman.controller._roles.call_all import is_communication_error
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._training.batch_split import sample_lengths, split_by_tokens, split_samples
+from helmsman.controller._training.train_controller import TrainController, rank_environment
 from tests.controller.engines import CountingRollout, RecordingTrainer
 from tests.controller.fakes import FakeScheduler
 from tests.engines.preload import PRELOAD
@@ -544,7 +544,7 @@ def test_the_rank_that_failed_is_named_and_not_the_peer_that_lost_its_connection
 
 def test_the_controllers_load_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, helmsman.controller.train, helmsman.controller.rollout;"
+        "import sys, helmsman.controller._training.train_controller, helmsman.controller._rollout.rollout_controller;"
         "print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

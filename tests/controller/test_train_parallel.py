@@ -10,8 +10,8 @@ import torch
 
 from helmsman.api.errors import GroupCallError
 from helmsman.api.scheduler import Job
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.train import TrainController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._training.train_controller import TrainController
 from tests.engines.models import QWEN2, random_tokens
 from tests.engines.preload import PRELOAD
 

@@ -22,13 +22,13 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts
-from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.local import LocalScheduler
-from helmsman.controller.recovery_policy import RecoveryPolicy
-from helmsman.controller.rollout import RolloutController
-from helmsman.controller.train import TrainController
-from helmsman.controller.train_recovery import RecoverableTraining
-from helmsman.controller.weight_sync import ViaCollective, ViaMemory, Way, WeightSync
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._training.recovery import RecoverableTraining
+from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.train_controller import TrainController
+from helmsman.controller._weight_sync.sync import ViaCollective, ViaMemory, Way, WeightSync
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import HELD, HOLD, plan_fault

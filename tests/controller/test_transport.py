@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helmsman.controller.transport import describe_exit, split_returncode
+from helmsman.controller._transport.base import describe_exit, split_returncode
 
 
 @pytest.mark.parametrize(

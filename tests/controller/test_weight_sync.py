@@ -25,8 +25,8 @@ from helmsman import (
 )
 from helmsman.api.errors import MethodNotFoundError
 from helmsman.api.weights import WeightFormat, WeightsOnDisk
-from helmsman.controller.generation.health import Health
-from helmsman.controller.weight_sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
+from helmsman.controller._generation.health import Health
+from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, way_of
 from tests.engines.preload import PRELOAD

@@ -18,8 +18,8 @@ import pytest
 from helmsman import HelmsmanError, SamplingParams, Scheduler, SupervisionPolicy, make_scheduler
 from helmsman.api.errors import CallTimeoutError, RequestsInFlightError
 from helmsman.api.weights import WeightFormat
-from helmsman.controller.generation.health import Health
-from helmsman.controller.weight_sync import SyncReport, ViaCollective, ViaDisk, WeightSync
+from helmsman.controller._generation.health import Health
+from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, WeightSync
 from tests.contract.helpers import stop
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SUPERVISED, World, way_of

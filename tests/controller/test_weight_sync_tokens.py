@@ -14,7 +14,7 @@ from typing import Any
 from helmsman import HelmsmanError, RetryGeneration, SamplingParams, SupervisionPolicy, make_scheduler
 from helmsman.api.generation import GenerationResult
 from helmsman.api.weights import WeightFormat
-from helmsman.controller.weight_sync import SyncReport, ViaCollective, ViaDisk, ViaMemory, WeightSync
+from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL
 from tests.controller.sync_world import PROMPT, World
 from tests.engines.models import LLAMA, VOCAB

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.api.worker_context import WorkerContext, within
+from helmsman.engines._server.weights import write_folder
 from helmsman.engines.server_engine import ServerEngine
-from helmsman.engines.server_weights import write_folder
 from helmsman.rpc_server.ports import PortLeases
 from tests.engines import little_server
 

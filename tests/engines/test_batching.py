@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helmsman.api.engines import SampleShare
 from helmsman.api.pairs import sample_units
-from helmsman.engines.batching import Batching, MicroBatch, check_samples, group_samples, make_micro_batch
+from helmsman.engines._train.batching import Batching, MicroBatch, check_samples, group_samples, make_micro_batch
 
 
 def make_micro_batches(samples: list[dict[str, Any]], *, max_tokens: int, vocab_size: int) -> list[MicroBatch]:

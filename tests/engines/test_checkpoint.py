@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from helmsman.api.weights import OntoDisk, WeightFormat
-from helmsman.engines.checkpoint import Checkpointer
-from helmsman.engines.checkpoint_files import Progress
-from helmsman.engines.distributed import join_process_group, leave_process_group
-from helmsman.engines.model import build_model, decoder_layers, full_tensor
-from helmsman.engines.server_weights import write_folder
+from helmsman.engines._models.checkpoint import Checkpointer
+from helmsman.engines._models.checkpoint_files import Progress
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._models.model import build_model, decoder_layers, full_tensor
+from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import LLAMA, QWEN2, random_tokens
 from tests.engines.ranks import free_port, processes, run_ranks

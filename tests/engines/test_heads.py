@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from helmsman.engines.model import build_model
+from helmsman.engines._models.model import build_model
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import GEMMA3_MIXED, GPT2, LLAMA, MISTRAL_SLIDING, QWEN2, random_tokens
 

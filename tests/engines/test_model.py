@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from helmsman.engines.model import build_model, decoder_layers, max_positions, target_logprobs
-from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines._models.model import build_model, decoder_layers, max_positions, target_logprobs
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
 from tests.engines.models import GPT2, LLAMA, QWEN2

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory
-from helmsman.engines.distributed import join_process_group, leave_process_group
-from helmsman.engines.parking import Parking, storage_of
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._weights.host_swap import Parking, storage_of
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import QWEN2, random_tokens
 from tests.engines.ranks import run_ranks

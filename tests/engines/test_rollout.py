@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller.generation.prompts import samples_of
-from helmsman.engines.model import build_model
+from helmsman.controller._generation.request_factory import samples_of
+from helmsman.engines._models.model import build_model
 from helmsman.engines.rollout import HFRolloutEngine, RolloutConfig
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.models import GEMMA3_MIXED, GPT2, LLAMA, MISTRAL_SLIDING, QWEN2, QWEN3_NEXT_LINEAR, VOCAB, random_tokens

@@ -20,7 +20,7 @@ from helmsman import (
     SchedulingSpec,
     SupervisionPolicy,
 )
-from helmsman.controller.generation.health import Health
+from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.engines.little_servers import PROGRAM, continuation, fields, tensors_of, write_model
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import ServerStartError
-from helmsman.engines.server_dialects import ServerConfig
+from helmsman.engines._server.dialects import ServerConfig
+from helmsman.engines._server.process import ServerProcess
+from helmsman.engines._server.weights import make_exchange
 from helmsman.engines.server_engine import ServerEngine
-from helmsman.engines.server_process import ServerProcess
-from helmsman.engines.server_weights import make_exchange
 from helmsman.rpc_server.ports import PortLeases
 from tests.engines.little_servers import PROGRAM, engine_of, write_model
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.api.weights import IntoMemory, OntoDisk, WeightFormat, WeightsInMemory, WeightsOnDisk
-from helmsman.engines.distributed import join_process_group, leave_process_group
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.losses import sft_loss
 from helmsman.engines.train import FSDPTrainEngine
-from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from tests.engines.models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
 from tests.engines.ranks import run_ranks

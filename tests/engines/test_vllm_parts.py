@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.api.errors import BackendNotInstalledError
-from helmsman.engines.vllm_buckets import SharedBucket, read_message, split
+from helmsman.engines._vllm.buckets import SharedBucket, read_message, split
+from helmsman.engines._vllm.fit import expected_of, require_fit
+from helmsman.engines._vllm.versions import UnsupportedVLLMError
 from helmsman.engines.vllm_config import VLLMConfig
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.vllm_fit import expected_of, require_fit
-from helmsman.engines.vllm_versions import UnsupportedVLLMError
 from tests.engines.models import LLAMA, QWEN2
 
 TENSORS = {

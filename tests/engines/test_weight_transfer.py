@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, Weights, WeightTarget
-from helmsman.engines.distributed import join_process_group, leave_process_group
-from helmsman.engines.weight_group import WeightGroup
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming, publish
 
 CPU = torch.device("cpu")

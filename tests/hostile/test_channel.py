@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import ProtocolError
-from helmsman.controller.channel import Channel, Posted
-from helmsman.rpc_server.auth import connect
-from helmsman.rpc_server.authenticated_server import MAX_PENDING_OF_HOST
-from helmsman.rpc_server.codec import Payload
-from helmsman.rpc_server.messages import Reply
+from helmsman.controller._transport.channel import Channel, Posted
+from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
+from helmsman.rpc_server._wire.auth import connect
+from helmsman.rpc_server._wire.codec import Payload
+from helmsman.rpc_server._wire.messages import Reply
 from tests.contract.helpers import LIMIT_S, wait_until
 from tests.hostile.conftest import MakeWorker
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import ProtocolError
-from helmsman.controller.bootstrap.link import (
+from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
     Link,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helmsman.rpc_server import guardian
+from helmsman.rpc_server._process import guardian
 from tests.contract.helpers import Driver, has_shared_memory, wait_until
 from tests.hostile.victims import NUM_CALLS, NUM_UPDATES
 

@@ -16,9 +16,9 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError, UnfitNodeError, UntrustedPathError, WorkerStartError
 from helmsman.api.scheduler import Job
-from helmsman.controller.bootstrap.run_folder import run_folder
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.runs import UP, RunLock, RunRecord, default_log_dir, read_runs, user_dir
+from helmsman.controller._bootstrap.run_folder import run_folder
+from helmsman.controller._node.run_registry import UP, RunLock, RunRecord, default_log_dir, read_runs, user_dir
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import ROOT
 
 ATTACKER = 65_534

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.scheduler import Job
-from helmsman.controller.factory import make_scheduler
+from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract import engines
 
 

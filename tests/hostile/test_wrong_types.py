@@ -16,12 +16,12 @@ from helmsman.api import errors
 from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.faults import Kill
 from helmsman.api.scheduler import EngineSpec, Job, ResultHandle, Scheduler, Timeouts
-from helmsman.controller.cluster import Cluster
-from helmsman.controller.factory import make_scheduler
-from helmsman.controller.resource_manager import ResourceManager
-from helmsman.controller.rollout import RolloutController
-from helmsman.controller.train import TrainController
-from helmsman.controller.weight_sync import WeightSync
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._training.train_controller import TrainController
+from helmsman.controller._weight_sync.sync import WeightSync
+from helmsman.controller._worker_groups.cluster import Cluster
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.engines import Counter
 from tests.controller.engines import CountingRollout, RecordingTrainer
 

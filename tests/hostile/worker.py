@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from helmsman.rpc_server import channel
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.frames import RequestFrame, encode_frame, framed_request
-from helmsman.rpc_server.handles import SegmentStore
-from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import Request, Verb, WorkerIdentity
-from helmsman.rpc_server.tls import server_tls
-from helmsman.rpc_server.wire_payload import to_wire
+from helmsman.rpc_server._host.handles import SegmentStore
+from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._server import channel
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame, framed_request
+from helmsman.rpc_server._wire.messages import Request, Verb, WorkerIdentity
+from helmsman.rpc_server._wire.payload import to_wire
+from helmsman.rpc_server._wire.tls import server_tls
 from tests.contract.helpers import ROOT
 
 

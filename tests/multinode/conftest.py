@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray", reason="several nodes need Ray")
 
-import helmsman.controller.ray_scheduler  # noqa: F401 - decides how clusters authenticate, before Ray is imported
+import helmsman.controller._ray_backend.scheduler  # noqa: F401 - decides how clusters authenticate, before Ray is imported
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -25,7 +25,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.conftest import gate  # noqa: F401 - a fixture of these tests too
 from tests.contract.helpers import wait_until
 

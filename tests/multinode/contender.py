@@ -15,10 +15,10 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
-from helmsman.controller.deadline import Deadline
-from helmsman.controller.loop import submit
-from helmsman.controller.placement_group import admit
-from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._ray_backend.placement_groups import admit
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 
 LIMIT_S = 120.0
 

@@ -12,8 +12,8 @@ from ray.cluster_utils import Cluster
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
-from helmsman.controller.ray_address import choose_address
-from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller._ray_backend.address import choose_address
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.multinode.conftest import Nodes
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.helpers import ROOT
 from tests.multinode.conftest import Nodes, gpu_node
 

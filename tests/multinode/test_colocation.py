@@ -9,7 +9,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Worker
-from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_gone
 from tests.multinode.conftest import Nodes, gpu_node, npu_node

@@ -17,10 +17,10 @@ from ray.core.generated import autoscaler_pb2
 from helmsman.api import errors
 from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.ray_scheduler import RayScheduler
-from helmsman.controller.rollout import RolloutController
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
 from tests.multinode.conftest import Nodes, gpu_node

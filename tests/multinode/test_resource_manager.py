@@ -13,9 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from helmsman.api import errors
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
-from helmsman.controller.cluster import Cluster
-from helmsman.controller.ray_scheduler import RayScheduler
-from helmsman.controller.resource_manager import ResourceManager
+from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._worker_groups.cluster import Cluster
+from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member
 from tests.multinode.conftest import Nodes, gpu_node, npu_node
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller.ray_scheduler import RayScheduler
-from helmsman.controller.recovery_policy import RecoveryPolicy
-from helmsman.controller.train import TrainController
-from helmsman.controller.train_recovery import RecoverableTraining
+from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.controller._training.recovery import RecoverableTraining
+from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.train_controller import TrainController
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import plan_fault
 from tests.engines.models import QWEN2, random_tokens

@@ -19,8 +19,8 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy, Timeouts
-from helmsman.controller.loop import submit
-from helmsman.controller.ray_scheduler import RayScheduler
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract import engines
 from tests.contract.helpers import Engine, wait_until
 from tests.multinode.conftest import TIMEOUTS, Nodes, gpu_node
@@ -43,9 +43,9 @@ def _job(role: str, replicas: int, gpu: int, strategy: Any = "separate", **field
 
 
 def _groups() -> list[str]:
-    from helmsman.controller import ray_state
+    from helmsman.controller._ray_backend import cluster_state
 
-    return [row.name for row in ray_state.group_rows()]
+    return [row.name for row in cluster_state.group_rows()]
 
 
 def test_jobs_start_together(run: RayScheduler) -> None:
@@ -153,12 +153,12 @@ def test_a_group_whose_node_is_being_asked_is_removed_only_when_it_has_answered(
     """Or the node would keep the bundle for ever: the head tells it nothing of a removal that overtakes its question."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from helmsman.controller import placement_group as ours
-    from helmsman.controller import ray_state
+    from helmsman.controller._ray_backend import cluster_state
+    from helmsman.controller._ray_backend import placement_groups as ours
 
     node = nodes.cluster.list_all_nodes()[-1]
     raylet = node.all_processes["raylet"][0].process.pid
-    bundle, selector = [{"GPU": 8.0}], [{ray_state.NODE_ID_LABEL: node.node_id}]
+    bundle, selector = [{"GPU": 8.0}], [{cluster_state.NODE_ID_LABEL: node.node_id}]
 
     def stopped_while_asked() -> tuple[Any, float]:
         """The head sees what is freed 0.1 s later and tries again within a second; in between the node is stopped."""
@@ -196,9 +196,9 @@ def test_a_group_whose_node_is_being_asked_is_removed_only_when_it_has_answered(
 
 
 def _progress(group: Any) -> Any:
-    from helmsman.controller import ray_state
+    from helmsman.controller._ray_backend import cluster_state
 
-    return ray_state.group_progress([group.id.hex()])[group.id.hex()]
+    return cluster_state.group_progress([group.id.hex()])[group.id.hex()]
 
 
 @pytest.mark.slow

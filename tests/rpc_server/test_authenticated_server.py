@@ -9,9 +9,9 @@ import socket
 import pytest
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server.auth import authenticate_connector
-from helmsman.rpc_server.authenticated_server import RefusalLog
-from helmsman.rpc_server.stream import Stream
+from helmsman.rpc_server._server.authenticated_server import RefusalLog
+from helmsman.rpc_server._wire.auth import authenticate_connector
+from helmsman.rpc_server._wire.stream import Stream
 
 TOKEN, PROOF = "is not taken: it has another token", "is not taken: it did not prove that it belongs to this run"
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from helmsman.api.errors import HandleLostError, NotLoadableError, NotSerializableError
-from helmsman.rpc_server.codec import Payload, ResultHandle, decode, encode
+from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch says that complex32 is experimental
@@ -401,7 +401,7 @@ from __future__ import annotations
 import dataclasses, enum, pickle, sys
 from typing import Generic, TypeVar
 import msgspec
-from helmsman.rpc_server.codec import encode, decode
+from helmsman.rpc_server._wire.codec import encode, decode
 
 T = TypeVar("T")
 
@@ -440,7 +440,7 @@ sys.stdout.buffer.write(payload.data)
 
 RECEIVER = """
 import sys, msgspec
-from helmsman.rpc_server.codec import Payload, decode, encode
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
 data = sys.stdin.buffer.read()
 config, derived, box, red, function = decode(Payload(data, [], []))
 again = decode(Payload(data, [], []))

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from helmsman.api.scheduler import Job
-from helmsman.controller.local import LocalScheduler
-from helmsman.rpc_server import guardian
-from helmsman.rpc_server.driver_watch import _remove
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._process.driver_watch import _remove
 from tests.contract.helpers import is_running, wait_until
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller.clean import leftovers
-from helmsman.rpc_server import guardian
+from helmsman.controller._node.cleanup import leftovers
+from helmsman.rpc_server._process import guardian
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="families are found through /proc")
 
@@ -68,7 +68,7 @@ def _bearing(run_id: str, worker_pid: int, *, uid: int | None = None) -> str:
     """A script that bears a mark, as another user where one is given, and stays."""
     # The owner of its entry in /proc is root then: PR_SET_DUMPABLE.
     become = "" if uid is None else f"import ctypes, os; os.setuid({uid}); ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); "
-    return f"from helmsman.rpc_server.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {become}{STAY}"
+    return f"from helmsman.rpc_server._process.guardian import *; bear_mark(Mark({run_id!r}, {worker_pid})); {become}{STAY}"
 
 
 def test_mark_survives_session_environment_and_descriptors(start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -100,7 +100,7 @@ def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dic
         pytest.skip("the kernel is older than 6.15, which tells it only until the process is reaped")
     log_path = str(tmp_path / "worker.log")
     script = (
-        "import os, subprocess, sys; from helmsman.rpc_server.guardian import spawn_guardian; "
+        "import os, subprocess, sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
         f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
     )
     process = subprocess.Popen(
@@ -128,7 +128,7 @@ def test_a_record_goes_to_the_directory_in_which_the_log_was_opened(tmp_path: Pa
     victim.mkdir()
     log_path = str(logs / "worker.log")
     script = (
-        "import sys; from helmsman.rpc_server.guardian import spawn_guardian; "
+        "import sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
         f"spawn_guardian('run/x', {log_path!r}); print('up', flush=True); sys.stdin.readline()"
     )
     process = subprocess.Popen(

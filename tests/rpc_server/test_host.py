@@ -9,10 +9,10 @@ import pytest
 
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineCallError
-from helmsman.rpc_server.codec import Payload, decode, encode
-from helmsman.rpc_server.handles import SegmentStore
-from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.messages import Reply, Request, Verb, WorkerIdentity
+from helmsman.rpc_server._host.handles import SegmentStore
+from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb, WorkerIdentity
 from tests.contract.engines import Counter
 from tests.controller.engines import CountingRollout
 

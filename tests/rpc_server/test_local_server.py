@@ -22,12 +22,12 @@ import pytest
 
 from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
-from helmsman.controller.local import LocalScheduler
-from helmsman.rpc_server import auth, frames
-from helmsman.rpc_server.authenticated_server import MAX_PENDING_OF_HOST, Connection
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.messages import Reply, Request, Verb
-from helmsman.rpc_server.wire_payload import WirePayload, to_wire
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST, Connection
+from helmsman.rpc_server._wire import auth, frames
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.payload import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 
-from helmsman.rpc_server import memory
-from helmsman.rpc_server.memory import Span, address_of, copy, own_copy
+from helmsman.rpc_server._wire import memory
+from helmsman.rpc_server._wire.memory import Span, address_of, copy, own_copy
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 12345])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.rpc_server.oom import OomCount, oom_count, oom_kills_since
+from helmsman.rpc_server._process.oom import OomCount, oom_count, oom_kills_since
 from tests.contract.helpers import wait_until
 
 SCRIPT = """

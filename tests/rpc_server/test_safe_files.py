@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import UntrustedPathError
-from helmsman.rpc_server.safe_files import (
+from helmsman.rpc_server._process.safe_files import (
     is_own_directory,
     open_directory,
     open_log,

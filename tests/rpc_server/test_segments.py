@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server import segments, wire_payload
-from helmsman.rpc_server.codec import Payload, ResultHandle, decode, encode
-from helmsman.rpc_server.segments import SegmentLocation, ShmSegment, attach, can_reuse, drop_spares, pack
-from helmsman.rpc_server.wire_payload import WirePayload, from_wire, to_wire
+from helmsman.rpc_server._wire import payload as wire_payload
+from helmsman.rpc_server._wire import segments
+from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
+from helmsman.rpc_server._wire.payload import WirePayload, from_wire, to_wire
+from helmsman.rpc_server._wire.segments import SegmentLocation, ShmSegment, attach, can_reuse, drop_spares, pack
 
 pytestmark = pytest.mark.skipif(not segments.HAS_SEGMENTS, reason="no memfd on this system")
 
@@ -34,8 +35,8 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 # Packs what its expression gives, tells where, and keeps the segment until a line comes.
 OWNER = """
 import sys, msgspec, torch
-from helmsman.rpc_server.codec import encode
-from helmsman.rpc_server.wire_payload import to_wire
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.payload import to_wire
 payload = encode(eval(sys.argv[1]))
 wire, segment = to_wire(payload)
 message = msgspec.msgpack.encode(wire)
@@ -47,8 +48,8 @@ sys.stdin.readline()
 # Attaches to what comes in, and tells the sum of it.
 RECEIVER = """
 import sys, msgspec
-from helmsman.rpc_server.codec import decode
-from helmsman.rpc_server.wire_payload import WirePayload, from_wire
+from helmsman.rpc_server._wire.codec import decode
+from helmsman.rpc_server._wire.payload import WirePayload, from_wire
 tensor = decode(from_wire(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WirePayload)))
 tensor.add_(1)
 print(int(tensor.sum()))

@@ -15,21 +15,21 @@ from typing import NoReturn
 
 import pytest
 
-from helmsman.rpc_server import reach
-from helmsman.rpc_server.auth import connect
-from helmsman.rpc_server.channel import ChannelServer
-from helmsman.rpc_server.handles import SegmentStore
-from helmsman.rpc_server.host import EngineHost
-from helmsman.rpc_server.local_server import listen
-from helmsman.rpc_server.messages import WorkerIdentity
-from helmsman.rpc_server.threads import EngineLoop
+from helmsman.rpc_server._host import connectivity
+from helmsman.rpc_server._host.handles import SegmentStore
+from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._host.threads import EngineLoop
+from helmsman.rpc_server._server.channel import ChannelServer
+from helmsman.rpc_server._server.local_server import listen
+from helmsman.rpc_server._wire.auth import connect
+from helmsman.rpc_server._wire.messages import WorkerIdentity
 
 LIMIT_S = 30.0
 KEY = b"k" * 32
 
 SCRIPT = """
 import sys
-from helmsman.rpc_server.threads import SWITCH_INTERVAL_S, share_interpreter
+from helmsman.rpc_server._host.threads import SWITCH_INTERVAL_S, share_interpreter
 
 sys.path.insert(0, sys.argv[1])
 share_interpreter()
@@ -102,13 +102,13 @@ def test_listener_listens_again_after_a_failed_start(
 ) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    listener = reach.Listener()
+    listener = connectivity.Listener()
     refuse_threads()
     assert listener.listen(port, b"proof", LIMIT_S) == "can't start new thread"
     monkeypatch.undo()
     try:
         assert listener.listen(port, b"proof", LIMIT_S) == ""
-        assert reach.reach("127.0.0.1", port, b"proof", LIMIT_S) == ""
+        assert connectivity.reach("127.0.0.1", port, b"proof", LIMIT_S) == ""
     finally:
         listener.close()
 

@@ -21,9 +21,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from helmsman.api.advantages import sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
-from helmsman.engines.entropies import distribution_entropies
+from helmsman.engines._models.model import target_logprobs
+from helmsman.engines._train.entropies import distribution_entropies
 from helmsman.engines.losses import LOSSES
-from helmsman.engines.model import target_logprobs
 
 NUM_ROWS, NUM_PROMPT, NUM_COMPLETION, VOCAB = 4, 3, 7, 11
 LENGTH = NUM_PROMPT + NUM_COMPLETION

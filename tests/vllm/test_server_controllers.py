@@ -26,7 +26,7 @@ from helmsman import (
     WeightFormat,
     WeightSync,
 )
-from helmsman.controller.generation.health import Health
+from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.vllm.vllm_models import MAX_LEN, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 

@@ -27,7 +27,7 @@ from helmsman import (
     ViaMemory,
     WeightSync,
 )
-from helmsman.controller.generation.health import Health
+from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 

@@ -15,8 +15,8 @@ import torch
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import SamplingParams
 from helmsman.api.weights import ByCollective, WeightsInMemory, WeightsOnDisk
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import TornWeightsError
 from tests.vllm.vllm_models import (

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import ByCollective, WeightFormat, WeightsOnDisk
+from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weight_group import WeightGroup
 from helmsman.engines.weight_transfer import checksum_of, publish
 from tests.vllm.vllm_models import differences, is_greedy, report, weights_of
 

@@ -9,9 +9,9 @@ from typing import Any, ParamSpec
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams, StopReason
-from helmsman.controller.generation.request import RequestState, Ticket
-from helmsman.controller.generation.scheduler import GenerateScheduler
-from helmsman.controller.generation.virtual_time import run_virtually
+from helmsman.controller._generation.request import RequestState, Ticket
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.virtual_time import run_virtually
 
 P = ParamSpec("P")
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from helmsman.api.errors import InstanceLostError, RequestDeadlineError, WorkerFailedError
 from helmsman.api.generation import GenerationResult
-from helmsman.controller.generation.request import RequestState
+from helmsman.controller._generation.request import RequestState
 
 
 def end_of(future: Future[GenerationResult], length: int, versions: range) -> RequestState:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
-from helmsman.controller.generation.episodes import EpisodeRunner
-from helmsman.controller.generation.sampling import BoundedStaleness, Episode, Pipe
+from helmsman.controller._workflows.episode_runner import EpisodeRunner
+from helmsman.controller._workflows.staleness import BoundedStaleness, Episode, Pipe
 from tests.controller.generation.backends import settle, virtually, waits
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller.generation.health import TRANSITIONS, Event, Health, SupervisionPolicy, Watched
+from helmsman.controller._generation.health import TRANSITIONS, Event, Health, SupervisionPolicy, Watched
 
 H, E = Health, Event
 LEGAL = {

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.request import RequestState
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.request import RequestState
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._generation.scheduler import GenerateScheduler
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,

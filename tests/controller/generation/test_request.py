@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.controller.generation.request import TRANSITIONS, RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import TRANSITIONS, RequestOptions, RequestState, Ticket
 from tests.controller.generation.backends import make_request, make_result
 
 S = RequestState

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from helmsman.api.errors import EngineCreationError, HelmsmanError, RewardTimeoutError
-from helmsman.controller.generation.rewards import RewardPool
-from helmsman.controller.generation.workflows import WorkflowExecutor
+from helmsman.controller._workflows.executor import WorkflowExecutor
+from helmsman.controller._workflows.reward_pool import RewardPool
 from tests.contract.helpers import wait_gone
 
 ACT = "tests.contract.reward_functions.act"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller.generation.instance import Instance
-from helmsman.controller.generation.request import RequestOptions, Ticket
-from helmsman.controller.generation.routing import (
+from helmsman.controller._generation.instance import Instance
+from helmsman.controller._generation.request import RequestOptions, Ticket
+from helmsman.controller._generation.routing import (
     LeastOutstandingTokens,
     PrefixAffinity,
     RoundRobin,

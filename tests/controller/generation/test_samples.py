@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.prompts import sample_seed, samples_of
-from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request_factory import sample_seed, samples_of
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._generation.scheduler import GenerateScheduler
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helmsman.controller.generation.episodes import EpisodeRunner
-from helmsman.controller.generation.sampling import BoundedStaleness, Episode
-from helmsman.controller.generation.scheduler import GenerateScheduler
-from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
-from helmsman.controller.generation.virtual_time import run_virtually
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
+from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.controller._workflows.episode_runner import EpisodeRunner
+from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
 from tests.controller.generation.backends import make_request, settle, virtually, waits
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import pytest
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.instance import Instance
-from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.instance import Instance
+from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.scheduler import GenerateScheduler
 from tests.controller.generation.backends import (
     HeldBackend,
     make_request,

@@ -10,10 +10,10 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.generation.virtual_time import run_virtually
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._generation.virtual_time import run_virtually
 from tests.controller.generation.backends import (
     HeldBackend,
     make_request,

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.request import RequestState
-from helmsman.controller.generation.retries import RetryGeneration
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.request import RequestState
+from helmsman.controller._generation.retries import RetryGeneration
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.retries import RetryGeneration, RetryPolicy, RetryUnbegun
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.retries import RetryGeneration, RetryPolicy, RetryUnbegun
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,

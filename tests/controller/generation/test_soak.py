@@ -14,13 +14,13 @@ import pytest
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller.generation.health import Health
-from helmsman.controller.generation.prompts import samples_of
-from helmsman.controller.generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller.generation.retries import RetryGeneration
-from helmsman.controller.generation.scheduler import GenerateScheduler
-from helmsman.controller.generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
-from helmsman.controller.generation.virtual_time import run_virtually
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request_factory import samples_of
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
+from helmsman.controller._generation.virtual_time import run_virtually
 from tests.controller.generation.invariants import end_of
 
 NUM_INSTANCES = 8

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller.generation.health import Health, SupervisionPolicy
-from helmsman.controller.generation.request import RequestState
-from helmsman.controller.generation.scheduler import GenerateScheduler
-from helmsman.controller.generation.supervisor import Supervisor
-from helmsman.controller.generation.virtual_time import run_virtually
+from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.request import RequestState
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.supervisor import Supervisor
+from helmsman.controller._generation.virtual_time import run_virtually
 
 POLICY = SupervisionPolicy(probe_every_s=1.0, suspect_s=5.0, dead_s=10.0, max_restarts=1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller.generation.request import RequestOptions, Ticket
-from helmsman.controller.generation.waiting import WaitingRequests
+from helmsman.controller._generation.request import RequestOptions, Ticket
+from helmsman.controller._generation.request_queue import WaitingRequests
 from tests.controller.generation.backends import make_request
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
 from helmsman.api.scheduler import Job
-from helmsman.controller.generation.sampling import BoundedStaleness, Episode
-from helmsman.controller.generation.workflows import WorkflowExecutor
-from helmsman.controller.rollout import RolloutController
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._workflows.executor import WorkflowExecutor
+from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
 from tests.contract.helpers import wait_until
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler

@@ -1,0 +1,183 @@
+"""The driver's background event loop: one daemon thread on which all schedulers and controllers run their coroutines.
+
+Behaviour is written once, as coroutines; ``run_sync`` and ``run_async`` are how a blocking caller and a caller on some other
+event loop reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from helmsman.rpc_server._host.threads import start_loop
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_pid = 0
+
+
+def _after_fork() -> None:
+    """In the child: another thread of the parent may have held the lock, and is not here to give it back."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def background_loop() -> asyncio.AbstractEventLoop:
+    """The loop, started on first use; a forked child gets one of its own, since threads do not survive a fork."""
+    global _loop, _loop_pid
+    with _lock:
+        if _loop is None or _loop_pid != os.getpid():
+            loop, _ = start_loop("helmsman-loop", run=lambda loop: loop.run_forever())
+            _loop, _loop_pid = loop, os.getpid()
+        return _loop
+
+
+class Mailbox:
+    """Functions to be run on a loop, given from other threads: however many come while it is busy, it is woken once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # a strong one would keep each loop that ever made a call in the table below
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_woken = False
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the loop, after those that were posted before. Nothing happens when the loop is closed."""
+        self._waiting.append(function)
+        if not self._is_woken:  # what is appended after this was read as True is seen by _run, which first sets it to False
+            try:
+                self._is_woken = True
+                self._wake()
+            except BaseException:  # an interrupt: without a wake nothing would be seen any more, of no thread
+                self._wake()
+                raise
+
+    def _wake(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed
+                loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._is_woken = False
+        for _ in range(len(self._waiting)):
+            self._waiting.popleft()()
+
+
+_mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+
+
+def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
+    """The one mailbox of a loop."""
+    mailbox = _mailboxes.get(loop)
+    if mailbox is None:
+        with _lock:
+            mailbox = _mailboxes.setdefault(loop, Mailbox(loop))
+    return mailbox
+
+
+def run_on_loop(function: Callable[[], None]) -> None:
+    """Run a function that must not raise on the background loop."""
+    mailbox_of(background_loop()).post(function)
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Start ``coroutine`` on the loop and return its future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run ``coroutine`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
+    loop = background_loop()
+    try:
+        forbid_blocking()
+    except RuntimeError:
+        coroutine.close()
+        raise
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def forbid_blocking() -> None:
+    """Raise RuntimeError on the loop itself, which must not wait for what it has to do."""
+    if _running_loop() is background_loop():
+        raise RuntimeError(
+            "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own event loop, which would wait for "
+            "itself; use the form that does not block there (async_call_engine, agenerate, submit, ...), or a thread: "
+            "await asyncio.to_thread(scheduler.close)"
+        )
+
+
+async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run ``coroutine`` on the loop and await it from whichever loop the caller is on."""
+    loop = background_loop()
+    if _running_loop() is loop:
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking function off the loop; on it, at the end of the interpreter, where no thread can be had any more.
+
+    ``close`` runs there, by atexit, in a script that forgot it, and threads go on with their calls when the main one has ended.
+    """
+    try:
+        running = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *arguments))
+    except RuntimeError:
+        return function(*arguments)
+    return await running
+
+
+async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
+
+    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
+    once what they wait for needs one of these threads itself.
+    """
+    ended: concurrent.futures.Future[T] = concurrent.futures.Future()
+    ended.set_running_or_notify_cancel()  # a cancelled await leaves it running, as it does in an executor
+
+    def work() -> None:
+        try:
+            ended.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+            ended.set_exception(error)
+
+    threading.Thread(target=work, name="helmsman-blocking", daemon=True).start()
+    return await asyncio.wrap_future(ended)
+
+
+async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; when one fails the rest are cancelled and awaited before its error is raised."""
+    tasks = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,160 @@
+"""What is known of this node before anything is started: whether it can take part, told at once where it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.metadata
+import os
+import platform
+import socket
+import struct
+
+from helmsman.api.errors import UnfitNodeError
+from helmsman.api.version import __version__
+from helmsman.controller._node.checks import address_towards
+from helmsman.controller._node.launchers import NodeIdentity
+
+_SIOCGIFADDR = 0x8915
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+_ANSWER_S = 1.0
+_SOCKETS = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTENS = "0A"
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes. Raises: UnfitNodeError without Ray."""
+    try:
+        ray = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UnfitNodeError("Ray is not installed on this node: pip install 'helmsman[ray]'") from error
+    return {"python": platform.python_version(), "ray": ray, "helmsman": __version__}
+
+
+def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
+    """The IPv4 address by which other nodes reach this one, and its interface, '' where that cannot be known.
+
+    By ``interface`` when it is given, else by the route to the head; the head's own is the one by which the others know it.
+    Raises: UnfitNodeError where there is none, or where only this host could use it.
+    """
+    if interface:
+        address = _address_of(interface)
+        if not address:
+            raise UnfitNodeError(
+                f"--interface {interface!r} is no interface of this node with an IPv4 address; it has {_described_interfaces()}"
+            )
+    elif identity.count == 1:
+        address = address_towards("")
+        address = address if address and ":" not in address else "127.0.0.1"
+    else:
+        address = address_towards(identity.head)
+        if identity.rank == 0 and address.startswith("127."):  # many hosts have their own name there
+            address = address_towards("")
+    others = identity.count - 1
+    if others and not address:
+        whom = f"to the head {identity.head}" if identity.rank else "to anywhere"
+        raise UnfitNodeError(
+            f"this node has no route {whom}, and {others} other node{'s' if others > 1 else ''} must reach it; it has "
+            f"{_described_interfaces()}. Name the interface that leads to them with --interface"
+        )
+    if others and ":" in address:
+        raise UnfitNodeError(
+            f"this node's address would be {address}, and nodes meet by IPv4 alone; it has {_described_interfaces()}. Name an "
+            "interface with an IPv4 address with --interface"
+        )
+    if others and address.startswith("127."):
+        raise UnfitNodeError(
+            f"this node's address would be {address}, which no other host can reach"
+            + (f" (the head's name {identity.head!r} means this very host here)" if identity.rank else "")
+            + f"; it has {_described_interfaces()}. Name the interface that leads to the others with --interface, or the "
+            "head's address with --head"
+        )
+    return address, interface or _interface_of(address)
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _interface_of(address: str) -> str:
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), "")
+
+
+def _described_interfaces() -> str:
+    return ", ".join(f"{name} {_address_of(name) or 'without address'}" for _, name in socket.if_nameindex()) or "none"
+
+
+def require_port(port: int, what: str, flag: str) -> None:
+    """Raise UnfitNodeError where a number is no port."""
+    if not 0 < port < 1 << 16:
+        raise UnfitNodeError(f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}")
+
+
+def require_free(port: int, what: str, flag: str) -> None:
+    """Raise UnfitNodeError, saying who has it, where a port that this node is to listen on is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise UnfitNodeError(
+                    f"port {port}, {what}, cannot be had: {error.strerror}; choose another by {flag}"
+                ) from error
+            raise UnfitNodeError(
+                f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another port by {flag}, the same on all "
+                "nodes"
+            ) from error
+
+
+def _holder(port: int) -> str:
+    inode = _inode_of_listener(port)
+    found = _owner_of(inode) if inode else None
+    if found is None:
+        kind = "a program that speaks gRPC, most likely the head of another Ray cluster" if _speaks_grpc(port) else "a program"
+        return f"{kind}, of another user or container"
+    pid, command = found
+    program = os.path.basename(command.partition(" ")[0])
+    kind = "another Ray cluster" if program == "gcs_server" else "a foreign program"
+    if "helmsman" in command and " up " in f"{command} ":
+        kind = "another run of helmsman up"
+    return f"{kind} (pid {pid}: {command[:120]})"
+
+
+def _inode_of_listener(port: int) -> str:
+    for path in _SOCKETS:
+        with contextlib.suppress(OSError), open(path) as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    return fields[9]
+    return ""
+
+
+def _owner_of(inode: str) -> tuple[int, str] | None:
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{entry}/fd"):
+                if os.readlink(f"/proc/{entry}/fd/{fd}") == f"socket:[{inode}]":
+                    with open(f"/proc/{entry}/cmdline", "rb") as file:
+                        return int(entry), file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    return None
+
+
+def _speaks_grpc(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), _ANSWER_S) as peer:
+            peer.settimeout(_ANSWER_S)
+            peer.sendall(_HTTP2_PREFACE)
+            answer = peer.recv(9)
+    except OSError:
+        return False
+    return len(answer) == 9 and answer[3] == 4  # a SETTINGS frame, which HTTP/2 begins with

@@ -1,0 +1,202 @@
+"""What ``helmsman up`` sets on a node, and why: one table, which users' own values override."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from helmsman.api.environment import masked
+from helmsman.api.errors import UnfitNodeError
+from helmsman.controller._bootstrap.ray_patience import LIMIT_VARIABLE
+from helmsman.controller._node.checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
+
+GIB = 1 << 30
+_STORE_MOST = 200 * GIB
+_SHM_SHARE = 0.95
+
+_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
+"""Of ``ray start``, each with a whole number."""
+
+Source = Literal["default", "your environment", "--env"]
+
+
+class Default(msgspec.Struct, frozen=True):
+    """A variable that Helmsman sets where the user has not."""
+
+    name: str
+    value: str
+    reason: str
+
+
+MANY_NODES = 32
+"""From so many nodes on, Ray is set to survive a busy head; below, to detect a lost host soon."""
+
+_FEW = (
+    Default("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
+    Default("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
+    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
+)
+_MANY = (
+    Default("RAY_grpc_client_keepalive_time_ms", "60000", "thousands of workers do not load the head with pings"),
+    Default("RAY_grpc_client_keepalive_timeout_ms", "60000", "a head that answers late keeps its connections"),
+    Default("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
+    Default("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
+    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
+    Default("RAY_gcs_server_request_timeout_seconds", "120", "a worker waits for a busy head, instead of 60 s"),
+    Default("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
+    Default("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
+    Default("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
+    Default("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
+    Default("RAY_raylet_report_resources_period_milliseconds", "500", "nodes report five times less often to the head"),
+    Default("RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"),
+)
+_ALL = (
+    Default("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
+    Default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
+    Default("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
+    Default("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
+    Default("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
+)
+
+
+def cluster_defaults(num_nodes: int) -> tuple[Default, ...]:
+    """Ray's own variables for a cluster of so many nodes. They must be the same on all: the head's values hold everywhere."""
+    return (*(_FEW if num_nodes < MANY_NODES else _MANY), *_ALL)
+
+
+def start_limits(start_s: float) -> tuple[Default, ...]:
+    """Ray's own limits for parts of a start that may take so many seconds; on a busy node its defaults end it earlier."""
+    seconds, reason = max(1, round(start_s)), "as --start-timeout; a busy node takes longer than Ray's {} s"
+    return (
+        Default(LIMIT_VARIABLE, str(seconds), reason.format("20 to 30")),
+        Default("RAY_agent_register_timeout_ms", str(1000 * seconds), reason.format(30)),
+        Default("RAY_gcs_rpc_server_connect_timeout_s", str(seconds), reason.format(5)),
+    )
+
+
+NODE_DEFAULTS = (
+    Default("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),
+    Default("NCCL_DEBUG", "WARN", "NCCL says why it fails"),
+    Default("HCCL_CONNECT_TIMEOUT", "600", "ranks that load a large model late are waited for (seconds; 120 by default)"),
+    Default("PYTHONUNBUFFERED", "1", "what workers print is in their logs at once"),
+)
+"""Of every node, for what runs there."""
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """A variable as it is set on this node."""
+
+    name: str
+    value: str
+    source: Source
+    reason: str = ""
+
+
+def variables(defaults: Iterable[Default], environ: Mapping[str, str], given: Mapping[str, str]) -> list[Setting]:
+    """These defaults as the user has them.
+
+    Args:
+        environ: this process's environment, whose values come before the defaults.
+        given: what --env says, which comes first.
+    """
+    found = []
+    for default in defaults:
+        name = default.name
+        if name in given:
+            found.append(Setting(name, given[name], "--env", default.reason))
+        elif name in environ:
+            found.append(Setting(name, environ[name], "your environment", default.reason))
+        else:
+            found.append(Setting(name, default.value, "default", default.reason))
+    return found
+
+
+def of_address(address: str, interface: str, *, chosen: bool) -> list[Default]:
+    """Variables by which libraries find the node's address.
+
+    Args:
+        interface: that has the address; '' when it is not known.
+        chosen: whether the user named it; NCCL and HCCL, which may have faster ones, are then held to it.
+    """
+    found = [Default("VLLM_HOST_IP", address, "the address that other nodes reach")]
+    if interface:
+        names = ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if chosen else [])]
+        found += [Default(name, interface, "the interface of the node's address") for name in names]
+    return found
+
+
+def shown(settings: Sequence[Setting]) -> str:
+    """As a table, secrets masked."""
+    rows = [(f"{each.name}={masked(each.name, each.value)}", each.source, each.reason) for each in settings]
+    width = max(len(assignment) for assignment, _, _ in rows)
+    return "\n".join(f"  {assignment.ljust(width)}  {source:16}  {reason}" for assignment, source, reason in rows)
+
+
+def parse_variables(given: Iterable[str]) -> dict[str, str]:
+    """NAME=VALUE, as --env has them. Raises: UnfitNodeError."""
+    parsed = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name.isidentifier():
+            shown = f"{name}={masked(name, value)}" if equals else masked("", each)
+            raise UnfitNodeError(f"--env {shown!r} is not NAME=VALUE")
+        parsed[name] = value
+    return parsed
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """Ray's logical resources as JSON, {"CPU": 8, "GPU": 2, "NPU": 4}. Raises: UnfitNodeError."""
+    try:
+        parsed = msgspec.json.decode(text, type=dict[str, float])
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UnfitNodeError(
+            f"--resources {text!r} is not a JSON object of numbers, such as '{{\"NPU\": 8}}': {error}"
+        ) from error
+    if wrong := [name for name, amount in parsed.items() if amount < 0]:
+        raise UnfitNodeError(f"--resources has a negative amount of {', '.join(wrong)}")
+    if wrong := [f"{parsed[name]:g} {name}" for name in _FLAGS if not parsed.get(name, 0.0).is_integer()]:
+        raise UnfitNodeError(f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down")
+    return parsed
+
+
+def object_store_bytes(asked: float | None, available: int, shm_free: int) -> int:
+    """Return the size of Ray's object store in bytes.
+
+    Args:
+        asked: in GiB; 30 % of the available memory, at most what /dev/shm has, when None.
+        available: bytes of memory that programs can still take on this node.
+        shm_free: bytes that are free in /dev/shm.
+
+    Raises:
+        UnfitNodeError: the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
+    """
+    rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
+    step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
+    if asked is not None:
+        wanted = asked * GIB
+        if not STORE_LEAST <= wanted <= min(rest, shm):  # which is so for nan, too
+            raise UnfitNodeError(
+                f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and {size(available)} of memory are "
+                f"available, of which Ray's processes take {size(MEMORY_BESIDE_STORE)}; the store needs {size(STORE_LEAST)}. "
+                f"Ask for less, end other programs, or {step}"
+            )
+        return int(wanted)
+    if rest < STORE_LEAST:
+        raise UnfitNodeError(
+            f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, expected "
+            f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of "
+            "the container or the job; helmsman doctor shows the figures"
+        )
+    if shm < STORE_LEAST:
+        raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
+    return min(max(int(available * OBJECT_STORE_SHARE), STORE_LEAST), rest, shm, _STORE_MOST)
+
+
+def resource_arguments(resources: Mapping[str, float]) -> list[str]:
+    """These resources as arguments of ``ray start``."""
+    arguments = [f"{flag}={int(resources[name])}" for name, flag in _FLAGS.items() if name in resources]
+    others = {name: amount for name, amount in resources.items() if name not in _FLAGS}
+    return [*arguments, f"--resources={json.dumps(others)}"] if others else arguments

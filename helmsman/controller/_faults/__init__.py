@@ -1,0 +1,1 @@
+"""Fault injection: plans, the injector, and the check of each fault."""

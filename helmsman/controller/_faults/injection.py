@@ -1,0 +1,77 @@
+"""What the controller does to inflict a fault: it asks the worker, which does it to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable
+
+from helmsman.api.errors import CallError, CallTimeoutError, HelmsmanError, WorkerFailedError
+from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
+from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._placement.place import Place
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.rpc_server._wire.messages import FaultOrder, Verb
+
+
+async def inject(
+    fault: Fault, target: WorkerClient, clients: Iterable[WorkerClient], why_node_stays: Callable[[Place], str]
+) -> list[Injection]:
+    """Inflict a fault now; returns what became of it at each worker that it concerns.
+
+    Args:
+        clients: of all workers of the run.
+        why_node_stays: tells why the node at a place cannot be dropped itself; '' when it can. It may block.
+    """
+    if not isinstance(fault, DropNode):
+        return [await _inflict(target, _order(fault))]
+    why = await in_thread(why_node_stays, target.place)
+    there = {client: None for client in clients if client.place.node_id == target.place.node_id}
+    found = await asyncio.gather(*(_health(client) for client in there))
+    living = [client for client, problem in zip(there, found, strict=True) if problem is None]
+    node = f"; the node itself stays: {why}" if why else "; its raylet was killed, too"
+    inflicted = await asyncio.gather(
+        *(_tell(client, FaultOrder(kind="kill", ends_raylet=not why and client is living[0]), node) for client in living)
+    )
+    spared = [problem for problem in found if problem is not None]
+    return [*inflicted, *spared]
+
+
+def _order(fault: Kill | Hang | Slow) -> FaultOrder:
+    if isinstance(fault, Kill):
+        return FaultOrder(kind="kill")
+    factor = fault.factor if isinstance(fault, Slow) else math.inf
+    return FaultOrder(kind="stop", factor=factor, seconds=math.inf if fault.seconds is None else fault.seconds)
+
+
+async def _inflict(client: WorkerClient, order: FaultOrder) -> Injection:
+    return await _health(client) or await _tell(client, order)
+
+
+async def _health(client: WorkerClient) -> Injection | None:
+    """Why a worker cannot be told anything. One that hangs would do it late, when nobody expects it any more."""
+    try:
+        await client.control(Verb.HEALTH)
+    except WorkerFailedError as error:
+        return _injection(client, False, f"it had ended before: it {error.cause}")
+    except CallTimeoutError as error:
+        return _injection(client, False, f"it was not told, since it gave no sign of life within {error.limit_s:g} s")
+    except CallError as error:
+        return _injection(client, False, f"it was not told: {error}")
+    return None
+
+
+async def _tell(client: WorkerClient, order: FaultOrder, more: str = "") -> Injection:
+    what = order.describe() + more
+    try:
+        ended = await client.control(Verb.FAULT, order)
+    except (WorkerFailedError, CallTimeoutError):
+        # It was there just now. By way of Ray, its answer may be lost with it, or wait until it goes on.
+        return _injection(client, True, what)
+    except HelmsmanError as error:
+        return _injection(client, False, f"it could not: {error}")
+    return _injection(client, True, what + (f", no longer {ended}" if ended else ""))
+
+
+def _injection(client: WorkerClient, done: bool, outcome: str) -> Injection:
+    return Injection(worker_id=client.worker_id, pid=client.pid, node=client.node, done=done, outcome=outcome)

@@ -1,0 +1,1 @@
+"""The generation-request scheduler and the health of its instances."""

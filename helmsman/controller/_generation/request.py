@@ -1,0 +1,179 @@
+"""A generation request: its states, and what it has become so far."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.suggestions import Suggesting
+
+if TYPE_CHECKING:
+    from helmsman.controller._generation.instance import Instance
+
+
+class RequestState(Enum):
+    """States of a request; it reaches exactly one of the last four, exactly once.
+
+              .---------- the instance was lost, or gave it back ---------.
+              v                                                           |
+    QUEUED -> ADMITTED -> RUNNING ----------------------------------------'
+      |  ^________|          |
+      |                      +--> DONE      it came to its end
+      +----------------------+--> PARTIAL   aborted, with the tokens it had, of this attempt or of earlier ones
+      +----------------------+--> ABORTED   aborted, without any
+      +----------------------+--> FAILED    an error, or its deadline
+    """
+
+    QUEUED = "queued"
+    """No instance has it."""
+    ADMITTED = "admitted"
+    """An instance keeps a place for it; nothing has been sent."""
+    RUNNING = "running"
+    """It was sent."""
+    DONE = "done"
+    PARTIAL = "partial"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing follows."""
+        return not TRANSITIONS[self]
+
+
+_STATE = RequestState
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
+    {
+        _STATE.QUEUED: frozenset({_STATE.ADMITTED, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
+        _STATE.ADMITTED: frozenset({_STATE.RUNNING, _STATE.QUEUED, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
+        _STATE.RUNNING: frozenset({_STATE.QUEUED, _STATE.DONE, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
+        _STATE.DONE: frozenset(),
+        _STATE.PARTIAL: frozenset(),
+        _STATE.ABORTED: frozenset(),
+        _STATE.FAILED: frozenset(),
+    }
+)
+"""What may follow what."""
+
+
+class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
+    """How a request is treated."""
+
+    priority: int = 0
+    """Higher goes first; equals go in the order of their submission."""
+    deadline_s: float | None = None
+    """Seconds from submission to its end; none when None."""
+    expected_tokens: int | None = None
+    """New tokens that it will likely have, for routing; its ``max_new_tokens`` when None."""
+    session: str = ""
+    """Requests of one session go to one instance while that is not overloaded; '' for none."""
+
+
+_numbers = itertools.count()
+
+
+class Ticket:
+    """A request between its submission and its end. Used on one event loop; its future from any thread."""
+
+    def __init__(self, request: GenerationRequest, options: RequestOptions) -> None:
+        self.request, self.options = request, options
+        self.future: Future[GenerationResult] = Future()
+        """PENDING while queued, when it can be cancelled; RUNNING once it was sent, when only abort ends it early."""
+        self.state = RequestState.QUEUED
+        self.number = next(_numbers)
+        """In the order of submission."""
+        self.instance: Instance | None = None
+        """That has it."""
+        self.sent_to = ""
+        """Id of the instance that it was last sent to."""
+        self.num_attempts = 0
+        self.num_losses = 0
+        """How many of the attempts ended with the loss of their instance."""
+        self.is_aborted = False
+        """Whether somebody asked for its early end."""
+        self.is_recalled = False
+        """Whether its instance was asked to give it back, to be continued elsewhere."""
+        self.together: Sequence[Ticket] = ()
+        """Samples of the same prompt, this one included, which an instance is given by one call; none where it goes alone."""
+        self._pieces: list[GenerationResult] = []
+
+    @property
+    def request_id(self) -> str:
+        """Of its request."""
+        return self.request.request_id
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was sent, and has not ended."""
+        return self.state is RequestState.RUNNING
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Its place among those that wait: the smallest goes first."""
+        return -self.options.priority, self.number
+
+    @property
+    def num_tokens(self) -> int:
+        """What it weighs: tokens that it holds, and those that are likely to come."""
+        expected = self.options.expected_tokens
+        return len(self.request.prompt_ids) + (self.request.sampling.max_new_tokens if expected is None else expected)
+
+    def to(self, state: RequestState) -> None:
+        """Go on to the next state. Raises: AssertionError for one that cannot follow, which would be a defect of ours."""
+        assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
+        self.state = state
+
+    def keep(self, piece: GenerationResult) -> None:
+        """Keep the tokens of an attempt, which the next one goes on from."""
+        if piece.token_ids:
+            self._pieces.append(piece)
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of earlier attempts."""
+        return sum(len(piece.token_ids) for piece in self._pieces)
+
+    @property
+    def newest_version(self) -> int | None:
+        """Weight version of the last token of earlier attempts; None without any."""
+        return self._pieces[-1].versions[-1] if self._pieces else None
+
+    @property
+    def kept_end(self) -> StopReason | None:
+        """Why nothing follows the tokens of earlier attempts; None where more may."""
+        if self._pieces and self._pieces[-1].token_ids[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.num_kept >= self.request.sampling.max_new_tokens else None
+
+    def to_send(self) -> GenerationRequest:
+        """What the next attempt is asked: to continue the prompt and all tokens so far, up to what is left of the limit."""
+        if not self._pieces:
+            return self.request
+        tokens = [token for piece in self._pieces for token in piece.token_ids]
+        sampling = msgspec.structs.replace(
+            self.request.sampling, max_new_tokens=self.request.sampling.max_new_tokens - len(tokens)
+        )
+        return msgspec.structs.replace(
+            self.request,
+            prompt_ids=[*self.request.prompt_ids, *tokens],
+            sampling=sampling,
+            num_generated=self.request.num_generated + len(tokens),
+        )
+
+    def merged(self, last: GenerationResult | None, stop_reason: StopReason | None = None) -> GenerationResult:
+        """The tokens of all attempts as one result, each with its log-probability and the version that made it."""
+        pieces = [*self._pieces, *([last] if last is not None else [])]
+        return GenerationResult(
+            request_id=self.request_id,
+            token_ids=[token for piece in pieces for token in piece.token_ids],
+            logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+            versions=[version for piece in pieces for version in piece.versions],
+            stop_reason=stop_reason or (last.stop_reason if last is not None else "abort"),
+        )

@@ -1,0 +1,377 @@
+"""RequestFlow: the way of a request from the queue to an instance, back to the queue where that must be, and to its one end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.controller._generation.health import Health
+from helmsman.controller._generation.instance import Instance
+from helmsman.controller._generation.request import RequestState, Ticket
+from helmsman.controller._generation.request_queue import WaitingRequests
+from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
+from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
+
+
+class Backend(Protocol):
+    """What reaches the instances."""
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
+        taken for dead then, with all that it has, until set_health says otherwise."""
+
+    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+        """As generate, for several samples of one prompt; their results in order, when all have ended. Asked only for requests
+        that were put ``together``."""
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        """End these requests there early; ``generate`` then returns what each has."""
+
+
+class RequestFlow:
+    """Moves the requests of a GenerateScheduler, which says what comes in, which instances there are and what ends early."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        policy: RoutingPolicy | None = None,
+        retries: RetryPolicy | None = None,
+        max_in_flight: int | None = None,
+        max_queue: int | None = None,
+        why_hopeless: Callable[[], Exception | None] = lambda: None,
+    ) -> None:
+        """Serve no instance yet; see add.
+
+        Args:
+            policy: LeastOutstandingTokens when None.
+            retries: RetryUnbegun when None.
+            max_in_flight: requests that all instances together have, at most.
+            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does not.
+            why_hopeless: asked while requests wait and no instance serves: why none ever will, with which they fail.
+        """
+        self._backend = backend
+        self._policy = policy or LeastOutstandingTokens()
+        self._retries = retries or RetryUnbegun()
+        self._max_in_flight = max_in_flight
+        self._why_hopeless = why_hopeless
+        self.instances: dict[str, Instance] = {}
+        self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
+        """Told of an instance that a call has found to be gone."""
+        self._waiting = WaitingRequests()
+        self._open: dict[str, Ticket] = {}
+        """All that have not ended, by id."""
+        self._num_in_flight = 0
+        self._slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
+        self._holds_slot: set[Ticket] = set()
+        self._timers: dict[Ticket, asyncio.TimerHandle] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.Future[None]] = []
+        """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
+        self._suspended: set[str] = set()
+        """By whom."""
+        self._expected_version: int | None = None
+        """Of the weights that were the last to be on their way to the instances."""
+        self._closed = ""
+        """Why it takes no requests."""
+
+    # --- to an instance ---------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Give out what can be given out now; to be called whenever an instance has changed."""
+        if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
+            self._fail_waiting(reason)
+        held: list[Ticket] = []
+        while self._waiting and not self._suspended and self._room() > 0 and (ticket := self._waiting.first()) is not None:
+            if ticket.future.cancelled():
+                self._end_cancelled(ticket)
+                continue
+            samples = self._that_go_along(ticket)[: self._max_in_flight]
+            able = [instance for instance in self.instances.values() if instance.has_room_for(len(samples))]
+            if not able or self._room() < len(samples):
+                break
+            if not (fit := self._not_behind(ticket, able)):
+                held.append(self._waiting.pass_over())
+                continue
+            try:
+                chosen = self._policy.choose(ticket, fit)
+                if chosen not in fit:
+                    raise ValueError(
+                        f"{type(self._policy).__name__}.choose gave {getattr(chosen, 'instance_id', chosen)!r} for request "
+                        f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it was given"
+                    )
+            except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
+                self._end(ticket, RequestState.FAILED, error)
+            else:
+                self._admit(samples[: chosen.capacity], chosen)
+        self._waiting.put_back(held)
+
+    def _not_behind(self, ticket: Ticket, able: Sequence[Instance]) -> Sequence[Instance]:
+        """Those by which the weights of a sample do not go back."""
+        if ticket.newest_version is None or self._expected_version is None:
+            return able
+        # What is newer than all that was ever expected was made by weights that instances were built with, and will not come.
+        least = min(ticket.newest_version, self._expected_version)
+        return [instance for instance in able if instance.version is None or instance.version >= least]
+
+    def _fail_waiting(self, reason: Exception) -> None:
+        for ticket in list(self._waiting):
+            if ticket in self._waiting:  # what the end of another has caused may have ended it
+                self._end(ticket, RequestState.FAILED, reason)
+
+    def _room(self) -> float:
+        """How many more all instances together may have."""
+        return math.inf if self._max_in_flight is None else self._max_in_flight - self._num_in_flight
+
+    def _anybody_serves(self) -> bool:
+        return any(instance.health.serves for instance in self.instances.values())
+
+    def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
+        """Those that wait and can be sent by the same call as one that does, which is the first of them."""
+        if ticket.num_kept:
+            return [ticket]
+        others = (each for each in ticket.together if each is not ticket and each in self._waiting)
+        return [ticket, *(each for each in others if not each.num_kept)]
+
+    def _admit(self, samples: Sequence[Ticket], instance: Instance) -> None:
+        for ticket in samples:
+            ticket.to(RequestState.ADMITTED)
+            self._waiting.discard(ticket)
+            self._free_slot(ticket)
+            ticket.instance = instance
+            instance.take(ticket)
+            self._num_in_flight += 1
+        call = asyncio.get_running_loop().create_task(self._run(samples, instance))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _run(self, samples: Sequence[Ticket], instance: Instance) -> None:
+        # A turn of the loop later: requests may have ended, or the instance been left, or everything been suspended.
+        admitted = [each for each in samples if each.instance is instance and each.state is RequestState.ADMITTED]
+        if self._suspended or not instance.serves:
+            for ticket in admitted:
+                self._requeue(ticket)
+            self.pump()
+            return
+        attempts: dict[Ticket, int] = {}
+        for ticket in admitted:
+            if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
+                self._end_cancelled(ticket)
+                continue
+            ticket.to(RequestState.RUNNING)
+            ticket.sent_to = instance.instance_id
+            ticket.num_attempts += 1
+            attempts[ticket] = ticket.num_attempts
+        if len(attempts) < len(admitted):  # there is room again; soon, since what that causes must not come before the call
+            asyncio.get_running_loop().call_soon(self.pump)
+        lost: InstanceLostError | None = None
+        outcomes = await self._outcomes(instance.instance_id, list(attempts)) if attempts else []
+        for (ticket, attempt), outcome in zip(attempts.items(), outcomes, strict=True):
+            if ticket.instance is instance and ticket.num_attempts == attempt and ticket.is_running:
+                self._settle(ticket, outcome)
+                if isinstance(outcome, InstanceLostError):
+                    lost = outcome
+        if lost is not None and instance.health.lives:
+            self.on_lost(instance.instance_id, lost)  # or the requests would go there again, and again
+        self.pump()
+
+    async def _outcomes(self, instance_id: str, samples: Sequence[Ticket]) -> Sequence[GenerationResult | BaseException]:
+        """Send one request, or several by one call; the result or error of each."""
+        requests = [ticket.to_send() for ticket in samples]
+        answers: Sequence[object]
+        try:
+            if len(requests) == 1:
+                answers = [await self._backend.generate(instance_id, requests[0])]
+            else:
+                answers = await self._backend.generate_samples(instance_id, requests)
+            results = [answer for answer in answers if isinstance(answer, GenerationResult)]
+            if not len(answers) == len(results) == len(requests):  # the engine may be the user's
+                raise TypeError(
+                    f"{instance_id} answered {samples[0].request_id!r} with {[type(answer).__name__ for answer in answers]}; "
+                    f"expected {len(requests)} GenerationResult"
+                )
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                self.close("its event loop has ended")  # nobody else cancels these tasks
+            return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to these requests, and others must go on
+            return [error] * len(samples)
+        return results
+
+    # --- to the end -------------------------------------------------------------------------------------------------------
+
+    def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
+        """Take in how an attempt ended."""
+        if isinstance(outcome, InstanceLostError):
+            self._settle_lost(ticket, outcome)
+        elif isinstance(outcome, BaseException):
+            self._end(ticket, RequestState.FAILED, outcome)
+        elif outcome.stop_reason != "abort":
+            self._end(ticket, RequestState.DONE, ticket.merged(outcome))
+        elif ticket.is_recalled and not ticket.is_aborted and not self._closed:
+            ticket.keep(outcome)
+            if (reason := ticket.kept_end) is not None:
+                self._end(ticket, RequestState.DONE, ticket.merged(None, reason))
+            else:
+                self._requeue(ticket)
+        else:
+            self._end_aborted(ticket, outcome)
+
+    def _settle_lost(self, ticket: Ticket, lost: InstanceLostError) -> None:
+        ticket.num_losses += 1
+        try:
+            is_retried = not ticket.is_aborted and not self._closed and self._retries.may_retry(ticket, lost)
+        except Exception as error:  # noqa: BLE001 - a policy may be the user's; the other requests of the instance go on
+            self._end(ticket, RequestState.FAILED, error)
+            return
+        if ticket.is_aborted:
+            self._end_aborted(ticket, None)
+        elif is_retried:
+            self._requeue(ticket)
+        else:
+            self._end(ticket, RequestState.FAILED, lost.__cause__ or lost)  # what the instance died of says more
+
+    def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
+        result = ticket.merged(last, "abort")
+        self._end(ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result)
+
+    def _requeue(self, ticket: Ticket) -> None:
+        """Back to the queue, to the place that its age gives it."""
+        self._release(ticket)
+        ticket.to(RequestState.QUEUED)
+        ticket.is_recalled = False
+        self._waiting.add(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        if ticket.instance is not None:
+            ticket.instance.give_back(ticket)
+            ticket.instance = None
+            self._num_in_flight -= 1
+            self._wake()
+
+    def _wake(self) -> None:
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
+        """Give a request its one outcome."""
+        ticket.to(state)
+        self._forget(ticket)
+        if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, BaseException):
+            ticket.future.set_exception(outcome)
+        else:
+            ticket.future.set_result(outcome)
+
+    def _on_done(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
+        """Called in whichever thread ended the future; only a cancellation is not known here yet."""
+        if ticket.future.cancelled():
+            loop.call_soon_threadsafe(self._cancelled, ticket)
+
+    def _cancelled(self, ticket: Ticket) -> None:
+        """Its future was cancelled before it was sent."""
+        if not ticket.state.is_end:
+            self._end_cancelled(ticket)
+            self.pump()
+
+    def _end_cancelled(self, ticket: Ticket) -> None:
+        ticket.to(RequestState.ABORTED)
+        self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._waiting.discard(ticket)
+        self._release(ticket)
+        self._wake()
+        ticket.together = ()  # they refer to each other
+        self._open.pop(ticket.request_id, None)
+        self._free_slot(ticket)
+        if (timer := self._timers.pop(ticket, None)) is not None:
+            timer.cancel()
+
+    def _free_slot(self, ticket: Ticket) -> None:
+        if ticket in self._holds_slot and self._slots is not None:
+            self._holds_slot.remove(ticket)
+            self._slots.release()
+
+    def _expire(self, ticket: Ticket) -> None:
+        """Its deadline has passed: it ends now, whatever its instance does."""
+        self._timers.pop(ticket, None)
+        instance = ticket.instance
+        error = RequestDeadlineError(
+            request_id=ticket.request_id,
+            state=ticket.state.value,
+            instance=instance.instance_id if instance else "",
+            limit_s=ticket.options.deadline_s or 0.0,
+        )
+        was_running = ticket.state is RequestState.RUNNING
+        self._end(ticket, RequestState.FAILED, error)
+        if was_running and instance is not None:
+            self._abort_at(instance, [ticket])
+        self.pump()
+
+    def close(self, reason: str = "the generation scheduler was closed") -> None:
+        """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
+        self._closed = self._closed or reason
+        for ticket in list(self._open.values()):
+            if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
+                error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
+                self._end(ticket, RequestState.FAILED, error)
+
+    def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
+        """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""
+        instance = self.instances[instance_id]
+        instance.health = health
+        instance.error = None if health.serves else error or instance.error
+        if health is Health.DEAD:
+            for ticket in list(instance.tickets):
+                if ticket.instance is not instance:
+                    continue  # what the end of another has caused has taken it away
+                if ticket.is_running:
+                    self._settle(ticket, self._lost(instance))
+                else:
+                    self._requeue(ticket)
+        self.pump()
+
+    def _lost(self, instance: Instance) -> InstanceLostError:
+        """What happened to a request that the instance had."""
+        why = instance.error
+        if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
+            return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)
+        lost = InstanceLostError(instance_id=instance.instance_id, reason=str(why or "it is dead"), may_have_begun=True)
+        lost.__cause__ = why
+        return lost
+
+    # --- what others need, too --------------------------------------------------------------------------------------------
+
+    def _abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
+        async def tell() -> None:
+            await self._backend.abort(instance.instance_id, [ticket.request_id for ticket in tickets])
+
+        call = asyncio.get_running_loop().create_task(tell())
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, also where nobody waits for it
+        return call
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.append(watcher)
+            try:
+                await watcher
+            finally:
+                if watcher in self._watchers:
+                    self._watchers.remove(watcher)
+
+
+def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
+    error = HelmsmanError(f"request {ticket.request_id!r}: the call to {instance_id} was cancelled.")
+    error.__cause__ = cause
+    return error

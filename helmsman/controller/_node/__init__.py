@@ -1,0 +1,1 @@
+"""Facts about this machine: devices, environment, launchers, health checks, records of runs."""

@@ -1,0 +1,441 @@
+"""What a node is like, and whether runs will like it: what is observed is plain data, and judging it looks at nothing else."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from helmsman.api.environment import masked
+from helmsman.api.errors import LauncherError
+from helmsman.api.version import __version__
+from helmsman.controller._node.devices import detect_devices
+from helmsman.controller._node.launchers import ALONE, identify_node
+from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, can_reuse
+
+State = Literal["ok", "warn", "bad"]
+
+HEAD_PORTS = (6379, 6380)
+"""What a head listens on unless it is told otherwise: its Ray, and its supervisor."""
+
+_PACKAGES = ("ray", "torch", "transformers", "vllm")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+_FILES_WANTED = 65_536
+OBJECT_STORE_SHARE = 0.3
+"""Share of the available memory that Ray's object store takes; Ray's own rule."""
+STORE_LEAST = 80 << 20
+"""Smallest size of Ray's object store in bytes, with a reserve."""
+MEMORY_BESIDE_STORE = 450 << 20
+"""Bytes for Ray's own processes (330 MiB on a head) and the 100 MB for workers without which Ray does not start."""
+_TEMP_FREE_WANTED = 10 << 30
+SOCKET_PATH_BYTES = 107
+"""Longest path of a socket."""
+RAY_SOCKET_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma_store")
+"""Of a socket of Ray's, below its folder for temporary files."""
+_UNLIMITED = 1 << 60
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One row of the doctor's table."""
+
+    name: str
+    value: str
+    state: State = "ok"
+    advice: str = ""
+
+
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as it was found. Sizes in bytes."""
+
+    hostname: str
+    address: str
+    """By the route to the head, or to the world; '' where there is no route."""
+    launcher: str
+    """What identify_node says."""
+    launcher_error: str = ""
+    versions: Mapping[str, str]
+    """Package -> version; '' where it is not installed."""
+    python: str
+    kernel: str
+    cpus: int
+    """Of the machine."""
+    cpus_allowed: float
+    """Of this process, by its affinity and its control group."""
+    memory: int
+    """Of the machine, or what the control group or Slurm allows."""
+    memory_available: int
+    """Bytes that programs can still take: free memory, and memory that the system frees on demand."""
+    shm_total: int
+    shm_free: int
+    open_files: int
+    """Soft limit of file descriptors."""
+    open_files_hard: int
+    devices: Sequence[str]
+    """Ids that this process may see."""
+    device_kind: str
+    temp_dir: str
+    temp_free: int
+    busy_ports: Mapping[int, str]
+    """Of those that were tried, with the reason why they cannot be had."""
+    tried_ports: Sequence[int]
+    proxies: Mapping[str, str]
+    """Variables that make gRPC go by a proxy; secrets masked."""
+    no_proxy: str
+    segments: Literal["reused", "fresh", "none"]
+    """Whether large values travel in shared memory, and in memory that is used again."""
+    clock: float
+    """time.time() when it was observed."""
+
+
+def observe(
+    *,
+    rank: int | None = None,
+    count: int | None = None,
+    head: str | None = None,
+    ports: Sequence[int] = HEAD_PORTS,
+    environ: Mapping[str, str] | None = None,
+) -> Observed:
+    """Look at this node; starts nothing, and takes no device.
+
+    Args:
+        rank, count, head: as for identify_node.
+        ports: TCP ports that are tried.
+    """
+    environ = os.environ if environ is None else environ
+    launcher, launcher_error = "not clear", ""
+    try:
+        identity = identify_node(environ, rank=rank, count=count, head=head)
+    except LauncherError as error:
+        launcher_error = str(error)
+    else:
+        head = identity.head
+        launcher = f"{identity.launcher}: node {identity.rank} of {identity.count}" + (f", head {head}" if head else "")
+        if identity.attach_to:
+            launcher = f"{identity.launcher}: {identity.attach_to}"
+        elif identity.launcher == ALONE:
+            launcher = ALONE
+    pool = detect_devices(None, None)
+    temp_dir = environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    shm = _space("/dev/shm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Observed(
+        hostname=socket.gethostname(),
+        address=address_towards(head or ""),
+        launcher=launcher,
+        launcher_error=launcher_error,
+        versions={"helmsman": __version__, **{name: _version(name) for name in _PACKAGES}},
+        python=platform.python_version(),
+        kernel=f"{platform.system()} {platform.release()}",
+        cpus=os.cpu_count() or 1,
+        cpus_allowed=cpus_allowed(environ),
+        memory=memory_allowed(environ),
+        memory_available=memory_available(environ),
+        shm_total=shm[0],
+        shm_free=shm[1],
+        open_files=_limited(soft),
+        open_files_hard=_limited(hard),
+        devices=list(pool.ids),
+        device_kind=pool.kind,
+        temp_dir=temp_dir,
+        temp_free=_space(temp_dir)[1],
+        busy_ports={port: reason for port in ports if (reason := _why_busy(port))},
+        tried_ports=list(ports),
+        proxies={name: masked(name, value) for name, value in sorted(environ.items()) if name.lower() in _PROXIES and value},
+        no_proxy=environ.get("no_proxy") or environ.get("NO_PROXY") or "",
+        segments=("reused" if can_reuse() else "fresh") if HAS_SEGMENTS else "none",
+        clock=time.time(),
+    )
+
+
+def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
+    """What to think of it.
+
+    Args:
+        num_devices: accelerators that the node should have; any number will do when None.
+    """
+    return [
+        Check("launcher", seen.launcher, "bad" if seen.launcher_error else "ok", seen.launcher_error),
+        _address(seen),
+        Check("python", seen.python),
+        *_versions(seen),
+        Check("kernel", seen.kernel),
+        Check(
+            "cpus",
+            f"{seen.cpus_allowed:g} of {seen.cpus}",
+            "warn" if seen.cpus_allowed < 1 else "ok",
+            "" if seen.cpus_allowed >= 1 else "Less than one CPU is allowed: raise the limit of the container or the job",
+        ),
+        Check("memory", size(seen.memory)),
+        _memory_available(seen),
+        _shm(seen),
+        _open_files(seen),
+        _devices(seen, num_devices),
+        *_temp(seen),
+        _ports(seen),
+        _proxies(seen),
+        _segments(seen),
+    ]
+
+
+def _address(seen: Observed) -> Check:
+    if not seen.address:
+        return Check(
+            "address", "no route", "warn", "Runs of several nodes need one: give the network to this container or host"
+        )
+    if seen.address.startswith("127."):
+        return Check("address", seen.address, "warn", "Nobody else can reach a loopback address: name another by --interface")
+    return Check("address", seen.address)
+
+
+def _versions(seen: Observed) -> list[Check]:
+    checks = [Check(name, version) for name, version in seen.versions.items() if version]
+    if not seen.versions.get("ray"):
+        checks.append(
+            Check("ray", "not installed", "warn", "Only the local and inline schedulers work: pip install 'helmsman[ray]'")
+        )
+    return checks
+
+
+def _memory_available(seen: Observed) -> Check:
+    needed = STORE_LEAST + MEMORY_BESIDE_STORE
+    if seen.memory_available >= needed:
+        return Check("available memory", size(seen.memory_available))
+    return Check(
+        "available memory",
+        size(seen.memory_available),
+        "bad",
+        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from "
+        "/dev/shm, or raise the limit of the container or the job",
+    )
+
+
+def _shm(seen: Observed) -> Check:
+    wanted = int(seen.memory_available * OBJECT_STORE_SHARE)
+    value = f"{size(seen.shm_free)} free of {size(seen.shm_total)}"
+    if seen.shm_free >= wanted:
+        return Check("/dev/shm", value)
+    return Check(
+        "/dev/shm",
+        value,
+        "warn",
+        f"Ray's object store would take {size(wanted)} (30 % of the available memory): enlarge it (docker --shm-size, an "
+        "emptyDir with medium Memory), or what does not fit goes to disk",
+    )
+
+
+def _open_files(seen: Observed) -> Check:
+    if seen.open_files >= _FILES_WANTED:
+        return Check("open files", _count(seen.open_files))
+    step = f"ulimit -n {_FILES_WANTED}"
+    if seen.open_files_hard < _FILES_WANTED:
+        step = f"raise the hard limit of {seen.open_files_hard} (LimitNOFILE of the service, docker --ulimit, limits.conf)"
+    return Check("open files", _count(seen.open_files), "warn", f"A head of many nodes needs {_FILES_WANTED}: {step}")
+
+
+def _devices(seen: Observed, wanted: int | None) -> Check:
+    found = len(seen.devices)
+    value = f"{found} {seen.device_kind} ({','.join(seen.devices)})" if found else "none"
+    if wanted is None or wanted == found:
+        return Check("accelerators", value)
+    return Check(
+        "accelerators",
+        value,
+        "bad",
+        f"{wanted} are expected: look at the driver (nvidia-smi, npu-smi), the mask variable, and what the container was given",
+    )
+
+
+def _temp(seen: Observed) -> list[Check]:
+    few = seen.temp_free < _TEMP_FREE_WANTED
+    checks = [
+        Check(
+            "temp folder",
+            f"{seen.temp_dir}, {size(seen.temp_free)} free",
+            "warn" if few else "ok",
+            f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by RAY_TMPDIR" if few else "",
+        )
+    ]
+    length = len(os.fsencode(seen.temp_dir)) + RAY_SOCKET_BYTES
+    if length > SOCKET_PATH_BYTES:
+        checks.append(
+            Check(
+                "socket paths",
+                f"{length} bytes",
+                "bad",
+                f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR",
+            )
+        )
+    return checks
+
+
+def _ports(seen: Observed) -> Check:
+    if not seen.busy_ports:
+        return Check("ports", f"{', '.join(map(str, seen.tried_ports))} free" if seen.tried_ports else "none tried")
+    busy = "; ".join(f"{port}: {reason}" for port, reason in seen.busy_ports.items())
+    return Check(
+        "ports", busy, "warn", "A head that is to listen there cannot: choose another port, or end who holds it (ss -tlnp)"
+    )
+
+
+def _proxies(seen: Observed) -> Check:
+    if not seen.proxies:
+        return Check("proxies", "none")
+    names = ", ".join(f"{name}={value}" for name, value in seen.proxies.items())
+    spared = [each.strip() for each in seen.no_proxy.split(",")]
+    if "*" in spared or (seen.address and seen.address in spared):
+        return Check("proxies", f"{names}, not for this node")
+    return Check(
+        "proxies", names, "bad", "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or unset them"
+    )
+
+
+def _segments(seen: Observed) -> Check:
+    if seen.segments == "reused":
+        return Check("shared memory", "memfd, used again")
+    if seen.segments == "fresh":
+        return Check(
+            "shared memory", "memfd, used once", "warn", "This kernel grants no leases: large values take several times as long"
+        )
+    return Check("shared memory", "none", "warn", "Large values are copied through sockets: memfd needs Linux")
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+def address_towards(head: str) -> str:
+    """The address with which this node reaches the head, or the world when no head is named; '' without a route. IPv4 where
+    the target has both. Sends nothing."""
+    for target in (head, "192.0.2.1", "2001:db8::1"):
+        if not target:
+            continue
+        try:
+            found = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)
+            family, _, _, _, where = min(found, key=lambda row: row[0] != socket.AF_INET)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(where)
+                address: str = probe.getsockname()[0]
+                return address
+        except (OSError, UnicodeError):  # the latter for what cannot be a name
+            continue
+    return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _space(path: str) -> tuple[int, int]:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return 0, 0
+    return usage.total, usage.free
+
+
+def _limited(value: int) -> int:
+    return _UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def cpus_allowed(environ: Mapping[str, str]) -> float:
+    """CPUs that this process may use: by its affinity, its control group, and what Slurm says that it has allocated."""
+    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cpus = min(cpus, int(quota) / int(period))
+    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(cpus, float(allocated)) if allocated.isdecimal() else cpus
+
+
+def memory_allowed(environ: Mapping[str, str]) -> int:
+    """Bytes of memory of this machine, of its control group, or that Slurm says it has allocated; the least of them."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed = min([total, *(group.limit for group in memory_groups())])
+    per_node, per_cpu, cpus = (
+        int(text) if (text := environ.get(name, "")).isdecimal() else 0  # --mem=0 is all of the node
+        for name in ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+    )
+    allocated = (per_node or per_cpu * cpus) << 20
+    return min(allowed, allocated) if allocated else allowed
+
+
+def memory_available(environ: Mapping[str, str]) -> int:
+    """Bytes of memory that programs here can still take, of the machine and of each control group around this process."""
+    known = [memory_allowed(environ), *(group.limit - group.used for group in memory_groups())]
+    if found := re.search(r"^MemAvailable: +(\d+) kB", _read("/proc/meminfo"), re.MULTILINE):
+        known.append(int(found.group(1)) << 10)
+    return max(min(known), 0)
+
+
+class MemoryGroup(msgspec.Struct, frozen=True):
+    """A control group that limits memory, in bytes."""
+
+    limit: int
+    used: int
+    """Bytes in use, without cached files, which the kernel frees on demand; Ray counts in the same way."""
+
+
+def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[MemoryGroup]:
+    """The control groups around this process that limit memory, of version 1 and 2.
+
+    Args:
+        own: the file with the paths of this process's groups; a container that does not show them shows its own as the root.
+        root: where the groups are mounted.
+    """
+    found = []
+    paths = {"memory": "/", "": "/"} | {line.split(":", 2)[1]: line.split(":", 2)[2] for line in _read(own).splitlines()}
+    for controller, base, limit, used, prefix in (
+        ("", root, "memory.max", "memory.current", ""),
+        ("memory", f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        parts = [part for part in paths[controller].split("/") if part]
+        for depth in range(len(parts) + 1):
+            folder = os.path.join(base, *parts[:depth])
+            most, now = _read(f"{folder}/{limit}"), _read(f"{folder}/{used}")
+            if most.isdigit() and now.isdigit():
+                files = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
+                found.append(MemoryGroup(int(most), max(int(now) - sum(map(int, files)), 0)))
+    return found
+
+
+def _why_busy(port: int) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return "somebody listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+    return ""
+
+
+def size(num_bytes: int) -> str:
+    """'7.5 GiB'."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _count(number: int) -> str:
+    return "unlimited" if number >= _UNLIMITED else str(number)

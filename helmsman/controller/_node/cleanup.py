@@ -1,0 +1,276 @@
+"""Finds and removes processes and folders of runs whose controller was killed, by their mark or tag, and old logs.
+
+Every process that a run causes on a machine is the forkserver, a worker, Ray's own, or was started below one of these. It bears
+the run's id in its mark (see guardian.py) or in the environment with which it was started. A run counts as dead when its record
+exists and is not locked. Processes of a run without a record belong to a controller on another machine, or to one whose record
+was removed: they are listed, and ended only when the run is named.
+
+Only directories whose paths are made from a run's id are removed, and only real ones of this user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from helmsman.api.environment import masked_command
+from helmsman.controller._node.run_registry import RUN_ID, UP, RunRecord, forget_run, log_dirs, read_runs
+from helmsman.rpc_server._process.guardian import TAG_VARIABLE, mark_of, process_table, uid_of, wait_until
+from helmsman.rpc_server._process.safe_files import is_own_directory, remove_tree
+
+log = logging.getLogger(__name__)
+
+KEPT_RUNS = 20
+KEPT_S = 14 * 86400.0
+"""Retention rule of logs in the default place: the newest KEPT_RUNS runs, for KEPT_S seconds after their last change."""
+
+_END_S = 5.0
+_SOCKET_FOLDER = re.compile(rf"helmsman-({RUN_ID.pattern})-\w+")
+_UP_FOLDER = re.compile(rf"hm-{RUN_ID.pattern}")
+
+
+class LeftProcess(msgspec.Struct, frozen=True):
+    """A process of a run."""
+
+    pid: int
+    started: int
+    """Clock ticks since boot, which tells it from a successor of its pid."""
+    run_id: str
+    of: str
+    """The worker below which it was started, by name or by 'worker <pid>'; 'forkserver' or 'ray'."""
+    command: str
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """What is left of a run on this machine."""
+
+    run_id: str
+    state: str
+    """alive, dead, unknown where there are processes and no record, or ended where there are only logs."""
+    record: RunRecord | None
+    processes: list[LeftProcess]
+    folders: list[str]
+    """Sockets and the like; not the logs."""
+    logs: list[str] = []
+    """Log directories in the default place that are to be removed."""
+
+
+def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()) -> list[Leftover]:
+    """List the processes, folders and removable logs of this user's runs on this machine, dead and alive.
+
+    Args:
+        run_ids: only these runs; all when empty.
+        logs: list the logs of all runs that have ended; otherwise only those that are kept no longer.
+        alive: runs that are known from elsewhere to be alive.
+
+    Returns: an entry per run.
+    """
+    # Records are read last: a run writes its record before all else, so that of each run that is seen here is seen, too.
+    folders, log_folders = _folders(), log_dirs()
+    processes: dict[str, list[LeftProcess]] = {}
+    for process in _marked():
+        processes.setdefault(process.run_id, []).append(process)
+    records = {record.run_id: (record, lives) for record, lives in read_runs()}
+    found = []
+    for run_id in dict.fromkeys([*records, *processes, *folders]):
+        record, lives = records.get(run_id, (None, False))
+        state = "alive" if lives else "dead" if record is not None or run_id not in processes else "unknown"
+        own = folders.get(run_id, []) + _up_folders(record)
+        found.append(Leftover(run_id, state, record, processes.get(run_id, []), own))
+    living = {*alive, *(left.run_id for left in found if left.state != "dead")}
+    removable = _removable_logs(log_folders, everything=logs, living=living)
+    found = [msgspec.structs.replace(left, logs=removable.pop(left.run_id, [])) for left in found]
+    found += [Leftover(run_id, "ended", None, [], [], paths) for run_id, paths in removable.items()]
+    return [left for left in found if not run_ids or left.run_id in run_ids]
+
+
+def _removable_logs(
+    log_folders: Iterable[tuple[str, Path, float]], *, everything: bool, living: Collection[str]
+) -> dict[str, list[str]]:
+    """Default log directories by run: those that the retention rule drops, or all; none of a run that is alive."""
+    oldest = time.time() - KEPT_S
+    found: dict[str, list[str]] = {}
+    for index, (run_id, path, changed) in enumerate(log_folders):
+        if run_id not in living and (everything or index >= KEPT_RUNS or changed < oldest):
+            found.setdefault(run_id, []).append(str(path))
+    return found
+
+
+def remove_old_logs() -> None:
+    """Remove the logs that the retention rule drops: those of older runs than the newest KEPT_RUNS, or older than KEPT_S."""
+    if not _removable_logs(log_dirs(), everything=False, living=()):
+        return  # before the process table is read, which takes longer
+    for left in leftovers():
+        for problem in _remove_trees(left.logs):
+            log.info("old logs stay: %s", problem)
+
+
+def _remove_trees(paths: Iterable[str]) -> list[str]:
+    """Remove directories; returns what could not be removed, a line each."""
+    problems = []
+    for path in paths:
+        try:
+            remove_tree(path)
+        except FileNotFoundError:
+            continue  # removed by another process meanwhile
+        except OSError as error:
+            problems.append(f"{path} cannot be removed: {error}")
+    return problems
+
+
+def _folders() -> dict[str, list[str]]:
+    """This user's folders of sockets, by run. One without record and processes is left over: a run writes its record first."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(tempfile.gettempdir()).glob("helmsman-*")):
+        match = _SOCKET_FOLDER.fullmatch(path.name)
+        if match and is_own_directory(path):
+            found.setdefault(match[1], []).append(str(path))
+    return found
+
+
+def _up_folders(record: RunRecord | None) -> list[str]:
+    """Folders for Ray's files of a ``helmsman up`` with this record.
+
+    A folder without a record stays: its run may wait for its head, with a record below another TMPDIR.
+    """
+    if record is None or record.scheduler != UP:
+        return []
+    folders = [up_folder(place, record.run_id) for place in up_places(os.environ)]
+    return [str(folder) for folder in folders if is_own_directory(folder)]
+
+
+def up_places(environ: Mapping[str, str]) -> list[Path]:
+    """Where ``helmsman up`` puts the folders of its runs: the first of these where Ray's sockets fit."""
+    named = [os.path.abspath(each) for each in (environ.get("RAY_TMPDIR"), tempfile.gettempdir()) if each]
+    places = [Path(each) for each in (*named, "/tmp")]
+    # What runs on the cluster of a run has that run's folder as RAY_TMPDIR.
+    return list(dict.fromkeys(place.parent if _UP_FOLDER.fullmatch(place.name) else place for place in places))
+
+
+def up_folder(place: Path, run_id: str) -> Path:
+    """The folder of a run of ``helmsman up``."""
+    return place / f"hm-{run_id}"
+
+
+def remove(left: Leftover) -> list[str]:
+    """End the processes of a run and remove its folders, its record and the logs that it lists.
+
+    Returns: what could not be removed, a line each.
+    """
+    problems: list[str] = []
+    targets = {process.pid: process for process in left.processes}
+    for process in targets.values():
+        _kill(process)
+    wait_until(lambda: not any(map(_lives, targets.values())), _END_S)
+    # What a process started while it was being ended bears the mark or tag, too.
+    for process in _marked():
+        if process.run_id == left.run_id:
+            _kill(process)
+            targets[process.pid] = process
+    wait_until(lambda: not any(map(_lives, targets.values())), _END_S)
+    problems += [
+        f"process {process.pid} ({process.command}) does not end; kill -9 {process.pid}"
+        for process in targets.values()
+        if _lives(process)
+    ]
+    problems += _remove_trees([*left.folders, *left.logs])
+    if (elsewhere := _elsewhere(left)) is not None:
+        problems.append(
+            f"{elsewhere} is not removed: it lies where neither RAY_TMPDIR nor TMPDIR points, and no path from a record is "
+            f"trusted. RAY_TMPDIR={elsewhere.parent} helmsman clean --run {left.run_id} removes it"
+        )
+    if not problems and left.record is not None:
+        forget_run(left.run_id)
+    return problems
+
+
+def _elsewhere(left: Leftover) -> Path | None:
+    """The folder of a run of ``helmsman up`` that was started with another RAY_TMPDIR."""
+    if left.record is None or left.record.scheduler != UP:
+        return None
+    path = Path(left.record.log_dir)
+    is_left = path == up_folder(path.parent, left.run_id) and str(path) not in left.folders and is_own_directory(path)
+    return path if is_left else None
+
+
+def _marked() -> Iterator[LeftProcess]:
+    for row in process_table().values():
+        # Other users choose their marks and environments; nothing of theirs is looked at.
+        if row.state == "Z" or row.pid == os.getpid() or uid_of(row.pid) != os.getuid():
+            continue
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            run_id, _, of = _tag_of(row.pid).partition("/")
+            if (mark := mark_of(row.pid)) is not None and mark.run_id != run_id:
+                run_id, of = mark.run_id, f"worker {mark.worker_pid}" if mark.worker_pid else "forkserver"
+            if run_id:
+                arguments = Path(f"/proc/{row.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                command = masked_command(arguments).strip()
+                yield LeftProcess(row.pid, row.started, run_id, _worker_of(of), command[:120])
+
+
+def _tag_of(pid: int) -> str:
+    """The tag in the environment of a process; '' without one, or where the kernel keeps the environment from this user."""
+    name = f"{TAG_VARIABLE}=".encode()
+    with contextlib.suppress(PermissionError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(name):
+                return entry[len(name) :].decode(errors="replace")
+    return ""
+
+
+def _worker_of(mark: str) -> str:
+    """'role/index' of 'role/index/token'."""
+    return "/".join(mark.split("/")[:2])
+
+
+def _kill(process: LeftProcess) -> None:
+    """Through a pidfd, so that a successor of the pid cannot be hit."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        if _lives(process):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except OSError:
+        return
+    finally:
+        os.close(pidfd)
+
+
+def _lives(process: LeftProcess) -> bool:
+    row = process_table().get(process.pid)
+    return row is not None and row.started == process.started and row.state != "Z"
+
+
+def age(seconds: float) -> str:
+    """A duration for people."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def describe(left: Leftover) -> list[str]:
+    """Lines for people."""
+    record = left.record
+    who = (
+        f", controller {record.pid} on {record.host} ({record.command[:80]}), {age(time.time() - record.since)} ago"
+        if record
+        else ""
+    )
+    return [
+        f"run {left.run_id}: {left.state}{who}",
+        *(f"  process {process.pid} of {process.of}: {process.command}" for process in left.processes),
+        *(f"  folder {folder}" for folder in left.folders),
+        *(f"  logs {path}" for path in left.logs),
+    ]

@@ -1,0 +1,1 @@
+"""Placement as a pure function: cluster snapshot and jobs in, plan or reason out."""

@@ -1,0 +1,92 @@
+"""Where a worker goes, and has gone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from helmsman.api.plan import PlannedWorker
+from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
+from helmsman.api.scheduler import SchedulingSpec
+from helmsman.controller._placement.colocation import Share
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A node, and the devices there that a worker may use."""
+
+    node_id: str = ""
+    node: str
+    """Address of the node."""
+    num_devices: int = 0
+    devices: tuple[str, ...] = ()
+    """Physical ids, in order; known once the worker runs at the latest."""
+    positions: tuple[int, ...] = ()
+    """Where these stand among the node's devices."""
+    accelerator: str = ""
+    """Ray's resource of the devices; empty where the worker has none."""
+    shared: bool = False
+    """Whether the devices are another worker's, beside which this one is forked."""
+    instance_devices: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(address of the node, ids of the devices there) for each bundle of a deferred instance; its worker is in the first."""
+
+    @staticmethod
+    def planned(worker: PlannedWorker, accelerator: str) -> Place:
+        """The place that a plan gives a worker."""
+        return Place(
+            node_id=worker.node_id,
+            node=worker.node,
+            num_devices=worker.num_devices,
+            devices=worker.devices,
+            accelerator=accelerator if worker.num_devices else "",
+        )
+
+    @staticmethod
+    def beside(share: Share, targets: Sequence[Place]) -> Place:
+        """The place of a sibling that gets this share of its target's workers, which are at ``targets``."""
+        first = targets[share.targets[0]]
+        whole = len(share.targets) == 1 and share.num_devices == first.num_devices
+        return Place(
+            node_id=share.node_id,
+            node=share.node,
+            num_devices=share.num_devices,
+            devices=share.devices,
+            accelerator=first.accelerator if share.num_devices else "",
+            shared=True,
+            instance_devices=first.instance_devices if whole else (),
+        )
+
+    @property
+    def kind(self) -> str:
+        """Key in PLATFORMS of its devices; empty where it has none."""
+        return next((info.name for info in PLATFORMS.values() if self.devices and info.ray_resource == self.accelerator), "")
+
+    def grant(self, worker_id: str) -> DeviceGrant:
+        """What a worker here verifies."""
+        return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
+
+    def as_planned(self, worker_id: str) -> PlannedWorker:
+        """The place of this worker, as a plan has it."""
+        return PlannedWorker(
+            worker_id=worker_id, node_id=self.node_id, node=self.node, num_devices=self.num_devices, devices=self.devices
+        )
+
+
+def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Place]) -> list[int]:
+    """Index of the place that each rank shall have, so that the ranks of a node stand in the order of its devices.
+
+    Only ranks of one node and with the same spec are exchanged. Ray promises no order of the devices it grants (ray#59547).
+    """
+    alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+    different: list[SchedulingSpec] = []
+    for index, (spec, place) in enumerate(zip(specs, places, strict=True)):
+        if spec not in different:
+            different.append(spec)
+        alike[place.node_id, different.index(spec)].append(index)
+    order = list(range(len(places)))
+    for ranks in alike.values():
+        origins = sorted(ranks, key=lambda index: places[index].positions)
+        for rank, origin in zip(ranks, origins, strict=True):
+            order[rank] = origin
+    return order

@@ -1,0 +1,104 @@
+"""The resources of one machine, as the local and inline schedulers plan with them, and the workers that hold them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from helmsman.api.plan import Plan
+from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.scheduler import Job
+from helmsman.controller._node.checks import cpus_allowed, memory_allowed
+from helmsman.controller._node.devices import detect_devices
+from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
+from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+
+ADDRESS = "127.0.0.1"
+
+
+class OneMachine:
+    """What this machine has and which workers hold it.
+
+    Accelerators, memory and custom resources belong to the worker that asks for them. CPUs are shared: each worker may ask for
+    as many as the machine has, however many workers there are, so that a laptop runs a job of many ranks.
+
+    Args:
+        num_cpus: CPUs; those this process may use when None.
+        num_gpus: accelerators; those this process may use when None, counted without touching a driver.
+        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        resources: custom resources by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_cpus: float | None = None,
+        num_gpus: int | None = None,
+        accelerator: str | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        self.devices = detect_devices(num_gpus, accelerator)
+        self._kind = PLATFORMS[self.devices.kind].ray_resource
+        self._total: Resources = {
+            **(resources or {}),
+            "CPU": max(1.0, cpus_allowed(os.environ)) if num_cpus is None else float(num_cpus),
+            "memory": float(memory_allowed(os.environ)),
+            self._kind: float(len(self.devices.ids)),
+        }
+        self._held: dict[str, Resources] = {}
+        """Memory and custom resources by worker id."""
+
+    def snapshot(self) -> ClusterSnapshot:
+        """This machine as the only node."""
+        free = self.devices.free_ids()
+        available = missing_of(self._total, total_of(self._held.values()))
+        node = NodeState(
+            node_id=ADDRESS,
+            address=ADDRESS,
+            total=self._total,
+            available={**available, self._kind: float(len(free))},
+            free_devices=free,
+        )
+        return ClusterSnapshot(nodes=(node,), can_grow=False, shared=frozenset({"CPU"}))
+
+    def hold(self, plan: Plan) -> dict[str, list[Place]]:
+        """Take what a plan gives to its workers; returns the place of each in rank order, by role."""
+        places: dict[str, list[Place]] = {}
+        for role in plan.roles:
+            places[role.role] = [Place.planned(worker, role.accelerator) for worker in role.workers]
+            for instance in role.instances:
+                for worker in instance.workers:
+                    held = instance.bundles[worker.bundle].resources
+                    self.devices.hold(worker.worker_id, worker.devices)
+                    self._held[worker.worker_id] = {
+                        name: amount for name, amount in held.items() if name not in ("CPU", self._kind)
+                    }
+        return places
+
+    def free(self, worker_ids: Sequence[str]) -> None:
+        """Take back what these workers hold."""
+        self.devices.free(worker_ids)
+        for worker_id in worker_ids:
+            self._held.pop(worker_id, None)
+
+    def holders(self) -> str:
+        """The workers that hold something, for people."""
+        devices = dict(self.devices.holders())
+        held = {
+            worker_id: [*devices.get(worker_id, ()), *([show(amounts)] if amounts else [])]
+            for worker_id, amounts in self._held.items()
+        }
+        shown = "; ".join(f"{worker_id}: {','.join(each)}" for worker_id, each in held.items() if each)
+        return f"this script's own workers ({shown}), which delete_workers frees"
+
+
+def without_selectors(job: Job) -> Job:
+    """The job without the choice of a node, which one machine does not offer."""
+    tasks = [
+        msgspec.structs.replace(spec, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
+        for spec in job.tasks
+    ]
+    return msgspec.structs.replace(job, tasks=tasks)

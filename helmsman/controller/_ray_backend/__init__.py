@@ -1,0 +1,1 @@
+"""The Ray backend: placement groups, actors, embedded clusters."""

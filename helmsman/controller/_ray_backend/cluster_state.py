@@ -1,0 +1,258 @@
+"""What a Ray cluster is and who holds what of it: the one place that reads Ray's tables.
+
+Ray's public state API needs a dashboard, which an embedded cluster does not have; the tables behind it are read here, each with
+one request to the cluster's head, whatever the number of nodes or groups.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+import ray
+from ray._private.state import state
+from ray.core.generated import gcs_pb2
+
+from helmsman.controller._placement.resources import Resources, total_of
+from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+
+_RAYLET_ANSWERS_S = 1.0
+NODE_ID_LABEL = "ray.io/node-id"
+"""Label by which Ray names a node."""
+_GPU_DOMAIN = "ray.io/gpu-domain"
+_tables: Any = gcs_pb2
+_GroupState = _tables.PlacementGroupTableData
+_ActorState = _tables.ActorTableData
+_DERIVED = re.compile(r"^node:|^bundle_group_|_group_(\d+_)?[0-9a-f]{20,}$|^object_store_memory$")
+"""Resources that Ray makes of others; nobody asks for them by name."""
+
+
+class GroupRow(msgspec.Struct, frozen=True):
+    """A placement group of any job of the cluster."""
+
+    id: str
+    name: str
+    state: str
+    """PENDING, PREPARED, CREATED, REMOVED or RESCHEDULING."""
+    job_id: str
+    bundles: list[tuple[str, Resources]]
+    """(node id, resources) of each bundle, in its order; while it has no node, the one that it names, or ''."""
+
+
+class ActorRow(msgspec.Struct, frozen=True):
+    """A living actor that holds resources outside placement groups."""
+
+    name: str
+    """Its name, or its class."""
+    node_id: str
+    job_id: str
+    pid: int
+    resources: Resources
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Rows of ray.nodes() for the nodes that live, without those that are being drained."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    draining: Mapping[str, int] = state.get_draining_nodes()
+    return [node for node in nodes if node["Alive"] and node["NodeID"] not in draining]
+
+
+class DrainingNode(msgspec.Struct, frozen=True):
+    """A node that lives and is about to go."""
+
+    node_id: str
+    address: str
+    deadline_s: float | None
+    """Seconds from now until it goes; None where nobody has said."""
+
+
+def draining_nodes() -> list[DrainingNode]:
+    """The nodes of which Ray was told that they go."""
+    draining: Mapping[str, int] = state.get_draining_nodes()
+    if not draining:
+        return []
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [
+        DrainingNode(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            deadline_s=max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None,
+        )
+        for node in nodes
+        if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None
+    ]
+
+
+def snapshot() -> ClusterSnapshot:
+    """The cluster as the head sees it now; neighbours stand together.
+
+    What nodes report is up to 0.1 s old. The table of placement groups is not, so what a group holds, or asks for on a node
+    that it names, counts as held whatever the node has reported.
+    """
+    reported: Mapping[str, Resources] = state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    in_groups: dict[str, list[Resources]] = {}
+    for group in group_rows():
+        for node_id, bundle in group.bundles:
+            in_groups.setdefault(node_id, []).append(bundle)
+    nodes = [
+        NodeState(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            hostname=node["NodeManagerHostname"],
+            total=_own(node["Resources"]),
+            available=_available(node["Resources"], reported.get(node["NodeID"], {}), in_groups.get(node["NodeID"], [])),
+            labels=dict(node["Labels"]),
+        )
+        for node in alive_nodes()
+    ]
+    return ClusterSnapshot(nodes=tuple(sorted(nodes, key=_neighbourhood)))
+
+
+def _available(total: Mapping[str, float], reported: Mapping[str, float], in_groups: Sequence[Resources]) -> Resources:
+    held = total_of(in_groups)
+    return {name: max(0.0, min(reported.get(name, 0.0), amount - held.get(name, 0.0))) for name, amount in _own(total).items()}
+
+
+def _own(resources: Mapping[str, float]) -> Resources:
+    return {name: amount for name, amount in resources.items() if not _DERIVED.search(name)}
+
+
+def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
+    # Text and numbers alternate in what split returns, so 'node-9' stands before 'node-10'.
+    parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", node.address)]
+    return node.labels.get(_GPU_DOMAIN, ""), parts, node.node_id
+
+
+def group_rows() -> list[GroupRow]:
+    """All placement groups that are not removed."""
+    rows = map(_GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table())
+    return [
+        GroupRow(
+            id=row.placement_group_id.hex(),
+            name=row.name,
+            state=_GroupState.PlacementGroupState.Name(row.state),
+            job_id=row.creator_job_id.hex(),
+            bundles=[(_node_of(bundle), dict(bundle.unit_resources)) for bundle in _in_order(row.bundles)],
+        )
+        for row in rows
+        if row.state != _GroupState.REMOVED
+    ]
+
+
+class GroupPhase(Enum):
+    """How far the head is with a placement group."""
+
+    WAITING = "waiting"
+    """There was no room for it when the head last tried; it holds nothing until the head tries again."""
+    IN_FLIGHT = "in flight"
+    """The head has not tried yet, or asks its nodes just now."""
+    CREATED = "created"
+    GONE = "gone"
+    """Removed, or never known."""
+
+
+class GroupProgress(msgspec.Struct, frozen=True):
+    """How far the head is with a placement group, and when it tries again; times in seconds since it took the request."""
+
+    phase: GroupPhase
+    tried_s: float = 0.0
+    """When it last tried."""
+    retry_s: float = 0.0
+    """It does not try again before this."""
+
+
+def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
+    """How far the head is with each of these groups."""
+    found = dict.fromkeys(ids, GroupProgress(GroupPhase.GONE))
+    for data in state._connect_and_get_accessor().get_placement_group_table():
+        row = _GroupState.FromString(data)
+        if (group_id := row.placement_group_id.hex()) in found:
+            found[group_id] = _progress(row)
+    return found
+
+
+_FIRST_RETRY_MS, _LAST_RETRY_MS, _RETRY_GROWTH = 100.0, 1000.0, 1.5
+"""Ray's default pauses after an attempt that found no room (gcs_create_placement_group_retry_*)."""
+_ASKED_S = 0.3
+"""A node answers the head within this, but for a machine that stands still."""
+
+
+def _progress(row: Any) -> GroupProgress:
+    if row.state == _GroupState.CREATED:
+        return GroupProgress(GroupPhase.CREATED)
+    if row.state == _GroupState.REMOVED:
+        return GroupProgress(GroupPhase.GONE)
+    stage, stats = _tables.PlacementGroupStats, row.stats
+    if stats.scheduling_state == stage.INFEASIBLE:
+        return GroupProgress(GroupPhase.WAITING, retry_s=float("inf"))
+    tried_s = (stats.scheduling_started_time_ns - stats.creation_request_received_ns) / 1e9
+    retry_s = tried_s + stats.highest_retry_delay_ms / 1e3
+    if row.state != _GroupState.PENDING or stats.scheduling_state != stage.NO_RESOURCES:
+        return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
+    # NO_RESOURCES stays while the head asks nodes in a further attempt. It lengthens the pause only when that has failed.
+    pause_ms = int(stats.highest_retry_delay_ms)
+    if pause_ms < _LAST_RETRY_MS and pause_ms == _pause_ms(stats.scheduling_attempt - 1):
+        return GroupProgress(GroupPhase.IN_FLIGHT, tried_s, retry_s)
+    told_apart = pause_ms < _LAST_RETRY_MS and pause_ms == _pause_ms(stats.scheduling_attempt)
+    return GroupProgress(GroupPhase.WAITING, tried_s if told_apart else tried_s + _ASKED_S, retry_s)
+
+
+def _pause_ms(attempts: int) -> int:
+    """Ray's pause after so many attempts that found no room; 0 before the first."""
+    return int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1))) if attempts else 0
+
+
+def _node_of(bundle: Any) -> str:
+    node_id: str = bundle.node_id.hex()
+    return node_id or str(dict(bundle.label_selector).get(NODE_ID_LABEL, ""))
+
+
+def _in_order(bundles: Iterable[Any]) -> list[Any]:
+    return sorted(bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
+
+
+def actor_rows() -> list[ActorRow]:
+    """Living actors of all jobs that hold resources outside placement groups."""
+    found = []
+    for data in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+        row = _ActorState.FromString(data)
+        resources = {name: amount for name, amount in row.required_resources.items() if amount and not _DERIVED.search(name)}
+        if resources and not row.placement_group_id.strip(b"\xff"):
+            name = row.name or row.class_name
+            found.append(ActorRow(name, row.address.node_id.hex(), row.job_id.hex(), row.pid, resources))
+    return found
+
+
+def actor_state(actor_id: str) -> str:
+    """State of an actor, such as PENDING_CREATION; '' when Ray does not know it."""
+    data = state._connect_and_get_accessor().get_actor_info(ray.ActorID.from_hex(actor_id))
+    return _ActorState.ActorState.Name(_ActorState.FromString(data).state) if data else ""
+
+
+def jobs() -> dict[str, str]:
+    """What each job of the cluster is, for people: its driver's pid, address and command line."""
+    return {
+        job["JobID"]: f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}: {job['Entrypoint'][:120]})"
+        for job in state.job_table()  # type: ignore[no-untyped-call]
+    }
+
+
+def loss_of_node(node_id: str) -> str | None:
+    """Why a node counts as lost, as part of a sentence; None while its raylet runs.
+
+    The head learns of a raylet's death within seconds, of a vanished host's within its health checks' limit; the raylet's own
+    port tells at once.
+    """
+    row = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)  # type: ignore[no-untyped-call]
+    if row is None or not row["Alive"]:
+        return "Ray has declared the node dead"
+    try:
+        with socket.create_connection((row["NodeManagerAddress"], row["NodeManagerPort"]), _RAYLET_ANSWERS_S):
+            return None
+    except OSError as error:
+        return f"the node's raylet does not answer ({error})"

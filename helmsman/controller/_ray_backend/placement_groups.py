@@ -1,0 +1,356 @@
+"""Plans turned into Ray placement groups, together or not at all, under one deadline.
+
+A plan is made of what is free, and each bundle is asked for on the node that the plan gives it, so Ray has nothing to decide
+and grants within milliseconds. What it does not grant was taken by somebody else meanwhile: everything is given back, and the
+next try is made from a new look at the cluster after a random pause. So nobody holds a half of what he needs while he waits for
+the other half, and two controllers that want the same nodes cannot block each other for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group as create_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from helmsman.api.errors import ClusterLostError
+from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
+from helmsman.api.scheduler import Job
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._placement.admission import busy, require_feasible
+from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.resources import Resources
+from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._ray_backend import cluster_state
+from helmsman.controller._ray_backend.cluster_state import GroupPhase, GroupProgress
+from helmsman.controller._ray_backend.embedded import answered, bounded
+from helmsman.controller._ray_backend.holders import describe_holders, is_held_by_run
+from helmsman.controller._transport.base import TransportLostError
+from helmsman.rpc_server._server.ray_server import Granted, granted_here
+
+_POLL_S = (0.005, 0.1)
+"""First and longest pause between two looks at groups that were asked for."""
+_STALLED_S = 1.0
+"""Nodes that are asked and grant nothing for so long do not grant what the plan counted on."""
+_LOOKS = 3
+_PAUSE_S = (0.05, 0.5)
+"""First and longest mean pause before the next try. The pause itself is random, from a half to one and a half of that."""
+_TELL_S = (2.0, 30.0)
+"""A start that waits says so after so long, and again whenever so much more has passed."""
+_RETRY_NEAR_S = 0.03
+"""A waiting group is not removed when the head may try it again so soon."""
+_SETTLE_S = 10.0
+"""Longest wait for groups in flight before they are removed all the same. At most a second is usual; but on a busy machine a
+node may take seconds to answer."""
+_REMOVE_S = _SETTLE_S + 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Slot(Place, frozen=True, kw_only=True):
+    """A bundle of a placement group, for one worker."""
+
+    group: Any
+    bundle_index: int
+    resources: Resources
+    """What the worker takes of the bundle; memory in bytes. The devices of a deferred instance are left to its server."""
+    bundles: tuple[tuple[str, int], ...]
+    """(address of the node, number of devices) of each bundle of the instance."""
+    deferred: bool
+
+    def shares_group_of(self, other: Place) -> bool:
+        """Whether both are bundles of one group."""
+        return isinstance(other, Slot) and bool(other.group.id == self.group.id)
+
+
+class _Request(msgspec.Struct, frozen=True):
+    role: PlannedRole
+    instance: PlannedInstance
+    group: PlacementGroup
+    asked_at: float
+    """Monotonic time, no later than the head took the request."""
+
+    @property
+    def id(self) -> str:
+        return self.group.id.hex()
+
+
+async def admit(
+    jobs: Sequence[Job],
+    prefix: str,
+    deadline: Deadline,
+    resources: Mapping[str, contextlib.AsyncExitStack],
+    *,
+    per_device: bool = False,
+) -> dict[str, list[Slot]]:
+    """Placement groups for all of these jobs: slots in rank order, by role.
+
+    Args:
+        prefix: 'helmsman/RUN', with which the names of the run's groups begin.
+        resources: of each role, where the removal of its groups is pushed.
+        per_device: make a bundle for each device, of which there are then several for a worker.
+    Raises: PlacementInfeasibleError, at once; PlacementTimeoutError at the deadline, or at once when roles of this very run
+    hold what is missing, since nobody else would free that. Nothing of the jobs is left then.
+    """
+    silent: set[str] = set()
+    """Nodes that did not grant what the plan counted on, and whose raylet does not answer."""
+    tell_at_s = _TELL_S[0]
+    num_own = 0
+    """How often in turn it was this run itself that is in the way: one look may see a group that is just being removed."""
+    for attempt in itertools.count():
+        snapshot = _without(await bounded(cluster_state.snapshot), silent)
+        outcome = await in_thread(plan_jobs, snapshot, jobs)
+        if isinstance(outcome, Plan):
+            slots, refused = await _request(outcome, jobs, prefix, deadline, resources, per_device)
+            if not refused:
+                return slots
+            silent = await bounded(_silent_nodes, silent | refused)
+        else:
+            await in_thread(require_feasible, snapshot, jobs, ())
+        own = not isinstance(outcome, Plan) and await bounded(is_held_by_run, prefix, snapshot, jobs)
+        num_own = num_own + 1 if own else 0
+        if num_own == _LOOKS or deadline.passed:
+            raise busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline)
+        if deadline.elapsed_s > tell_at_s:
+            tell_at_s = deadline.elapsed_s + _TELL_S[1]
+            log.warning(
+                "still waiting: %s", busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline).state
+            )
+        mean_s = min(_PAUSE_S[0] * 2 ** min(attempt, 10), _PAUSE_S[1])
+        await asyncio.sleep(min(mean_s * (0.5 + random.random()), max(deadline.remaining_s, 0.0)))
+    raise AssertionError("unreachable")
+
+
+def _without(snapshot: ClusterSnapshot, silent: set[str]) -> ClusterSnapshot:
+    if not silent:
+        return snapshot
+    return ClusterSnapshot(nodes=tuple(node for node in snapshot.nodes if node.node_id not in silent))
+
+
+async def _request(
+    plan: Plan,
+    jobs: Sequence[Job],
+    prefix: str,
+    deadline: Deadline,
+    resources: Mapping[str, contextlib.AsyncExitStack],
+    per_device: bool,
+) -> tuple[dict[str, list[Slot]], set[str]]:
+    """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes that did not grant theirs."""
+    requests: list[_Request] = []
+
+    def ask() -> None:
+        for role in plan.roles:
+            for planned in role.instances:
+                instance = _by_device(planned, role.accelerator) if per_device else planned
+                asked_at = time.monotonic()
+                requests.append(_Request(role, instance, _create(role, instance, prefix), asked_at))
+
+    async with contextlib.AsyncExitStack() as undo:
+        undo.push_async_callback(_remove, requests)
+        asking = asyncio.ensure_future(bounded(ask))
+        try:
+            await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asking  # or what it asks for next would stay
+            raise
+        waiting = await _await_created(requests, deadline)
+        if waiting:
+            return {}, {bundle.node_id for request in waiting for bundle in request.instance.bundles}
+        undo.pop_all()
+    strategies = {job.role: job.spec(0).ray_placement_strategy for job in jobs}
+    slots: dict[str, list[Slot]] = {}
+    for role in plan.roles:
+        own = [request for request in requests if request.role is role]
+        resources[role.role].push_async_callback(_remove, own)
+        slots[role.role] = [slot for request in own for slot in _slots(request, strategies[role.role] == "deferred")]
+    return slots, set()
+
+
+def _by_device(instance: PlannedInstance, accelerator: str) -> PlannedInstance:
+    """The same with each bundle cut into one for each of its devices."""
+    bundles = []
+    for bundle in instance.bundles:
+        parts = max(1, int(bundle.resources.get(accelerator, 0.0)))
+        share = {name: amount / parts for name, amount in bundle.resources.items()}
+        bundles += [msgspec.structs.replace(bundle, resources=share)] * parts
+    return msgspec.structs.replace(instance, bundles=tuple(bundles))
+
+
+def _create(role: PlannedRole, instance: PlannedInstance, prefix: str) -> PlacementGroup:
+    name = f"{prefix}/{role.role}" if len(role.instances) == 1 else f"{prefix}/{role.role}/{instance.index}"
+    pinned = [{cluster_state.NODE_ID_LABEL: bundle.node_id} for bundle in instance.bundles]
+    bundles = [bundle.resources for bundle in instance.bundles]
+    group: PlacementGroup = create_placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=pinned)
+    return group
+
+
+async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> list[_Request]:
+    """Wait until all groups are created; returns those that are not when nothing more comes.
+
+    Where the head has found no room, what the plan counted on has been taken by somebody else: a new plan is the quicker way
+    than the head's next attempt, up to a second later.
+
+    One look at the table for all groups and not group.ready(): many waiting ready() calls have deadlocked (ray#62086).
+    """
+    waiting, since, pause_s = list(requests), time.monotonic(), _POLL_S[0]
+    while True:
+        progress = await bounded(cluster_state.group_progress, [request.id for request in waiting])
+        left = [request for request in waiting if progress[request.id].phase is not GroupPhase.CREATED]
+        if len(left) < len(waiting):
+            waiting, since, pause_s = left, time.monotonic(), _POLL_S[0]
+        in_flight = any(each.phase is GroupPhase.IN_FLIGHT for each in progress.values())
+        if not left or not in_flight or deadline.passed or time.monotonic() - since > _STALLED_S:
+            return left
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S[1])
+
+
+def _slots(request: _Request, deferred: bool) -> list[Slot]:
+    slots = []
+    for worker in request.instance.workers:
+        taken = dict(request.instance.bundles[worker.bundle].resources)
+        if deferred:
+            taken.pop(request.role.accelerator, None)
+        slots.append(
+            Slot(
+                node_id=worker.node_id,
+                node=worker.node,
+                num_devices=worker.num_devices,
+                accelerator=request.role.accelerator if worker.num_devices else "",
+                group=request.group,
+                bundle_index=worker.bundle,
+                resources=taken,
+                deferred=deferred,
+                bundles=tuple(
+                    (bundle.node, int(bundle.resources.get(request.role.accelerator, 0))) for bundle in request.instance.bundles
+                ),
+            )
+        )
+    return slots
+
+
+async def devices_of(slot: Slot) -> list[Granted]:
+    """What each bundle of a deferred instance was granted.
+
+    Which devices a bundle has is fixed when it is created, but only a task that takes them is told; these take them for a
+    moment. Raises: TransportLostError.
+    """
+    asked = []
+    for index, (_, num_devices) in enumerate(slot.bundles):
+        options: dict[str, Any] = {"num_gpus": num_devices} if slot.accelerator == "GPU" else {}
+        if not options and num_devices:
+            options = {"resources": {slot.accelerator: num_devices}}
+        strategy = PlacementGroupSchedulingStrategy(slot.group, index)
+        task = ray.remote(num_cpus=0, max_retries=0)(granted_here).options(scheduling_strategy=strategy, **options)
+        asked.append(task.remote())
+    try:
+        granted: list[Granted] = await answered(asyncio.gather(*asked))
+    except ray.exceptions.RayError as error:
+        raise TransportLostError(f"the devices of its group could not be read: {error}") from error
+    return granted
+
+
+async def _remove(requests: Sequence[_Request]) -> None:
+    with contextlib.suppress(TimeoutError, ClusterLostError):
+        await bounded(_remove_in_order, requests, limit_s=_REMOVE_S + 0.01 * len(requests))
+
+
+def _remove_in_order(requests: Sequence[_Request]) -> None:
+    """Remove what waits before what is created, and nothing while the head asks its nodes or is about to.
+
+    A group that is removed in that moment leaves a bundle held on a node for ever (Ray 2.60: the removal lets go of what is
+    committed, not of what nodes have prepared). Between two of its attempts the head leaves a waiting group alone, and says
+    how long. Removing created groups first would make room for the waiting ones.
+    """
+    left = {request.id: request for request in requests}
+    until = time.monotonic() + _SETTLE_S
+    while left:
+        progress = cluster_state.group_progress(left)
+        unsettled = [id_ for id_ in left if progress[id_].phase in (GroupPhase.WAITING, GroupPhase.IN_FLIGHT)]
+        if unsettled and time.monotonic() < until:
+            removed = [id_ for id_ in unsettled if _remove_between_attempts(left[id_], progress[id_])]
+            for id_ in removed:
+                del left[id_]
+            if not removed:
+                time.sleep(_POLL_S[0])
+            continue
+        for id_ in unsettled or list(left):
+            remove_placement_group(left.pop(id_).group)
+
+
+def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool:
+    since_s = time.monotonic() - request.asked_at  # a little more than the head counts, so the retry is never later than this
+    if progress.phase is not GroupPhase.WAITING or not progress.tried_s < since_s < progress.retry_s - _RETRY_NEAR_S:
+        return False
+    remove_placement_group(request.group)
+    return True
+
+
+async def remove_created(group: PlacementGroup) -> None:
+    """Remove a group that was created, and may have been removed since."""
+    with contextlib.suppress(TimeoutError, ClusterLostError):
+        await bounded(remove_placement_group, group, limit_s=_REMOVE_S)
+
+
+def _silent_nodes(node_ids: set[str]) -> set[str]:
+    """Those whose raylet does not answer, although the head may believe in them for a while."""
+    with ThreadPoolExecutor(16) as pool:
+        losses = dict(zip(node_ids, pool.map(cluster_state.loss_of_node, node_ids), strict=True))
+    return {node_id for node_id, loss in losses.items() if loss is not None}
+
+
+def get_placement_group_master_ip_and_port(placement_group: PlacementGroup, bundle_index: int = 0) -> tuple[str, int]:
+    """Address and a leased port of the node that holds a bundle, for scripts that bring their own server.
+
+    The port lies below the ephemeral range and nobody listened on it. The lease ends when this returns, since the worker that
+    will bind the port is the script's own: start it at once. Workers of a Job have ``engine_ports``, which stay leased.
+
+    Args:
+        placement_group: a created placement group.
+        bundle_index: the bundle in which rank 0 will run.
+    Raises: IndexError (no such bundle), TimeoutError (the group is not placed, or its node does not answer within 60 s).
+    """
+    if not 0 <= bundle_index < placement_group.bundle_count:
+        raise IndexError(f"bundle_index is {bundle_index}; the placement group has {placement_group.bundle_count} bundles")
+    strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle_index)
+    reference = ray.remote(num_cpus=0, max_retries=0)(_address_and_port).options(scheduling_strategy=strategy).remote()
+    try:
+        address, port = ray.get(reference, timeout=60.0)
+    except ray.exceptions.GetTimeoutError as error:
+        ray.cancel(reference, force=True)
+        table = placement_group_table(placement_group)
+        name = table["name"] or placement_group.id.hex()
+        raise TimeoutError(
+            f"bundle {bundle_index} of placement group {name} gave no address within 60 s; the group is {table['state']}. "
+            "Wait for placement_group.ready() first, or ask for less."
+        ) from error
+    return str(address), int(port)
+
+
+def _address_and_port() -> tuple[str, int]:
+    from helmsman.rpc_server.ports import PortLeases
+
+    leases = PortLeases()
+    try:
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address, leases.lease(1)[0]
+    finally:
+        leases.close()
+
+
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """Schedule on this node and on no other."""
+    return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

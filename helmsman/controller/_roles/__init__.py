@@ -1,0 +1,1 @@
+"""Controllers of one role: calls on all its workers and environment of its ranks."""

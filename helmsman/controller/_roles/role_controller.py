@@ -1,0 +1,188 @@
+"""The life of one role as both controllers have it: workers and engines start together or not at all, and end together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
+from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
+from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
+from helmsman.controller._roles.call_all import call_all, gather_all
+from helmsman.controller._schedulers.base import Call
+from helmsman.controller._validation.argument_names import require_engine_arguments
+from helmsman.controller._validation.argument_types import refusal
+
+logger = logging.getLogger(__name__)
+
+
+class RoleController:
+    """Creates the workers of ``job`` with one engine in each, and takes them down again.
+
+    Subclasses say what the workers' environment is and which engine methods make an engine ready. A controller is started once.
+    """
+
+    _ready_methods: Sequence[str] = ("initialize",)
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: str | type[Any],
+        job: Job,
+        engine_args: Sequence[Any] = (),
+        engine_kwargs: Mapping[str, Any] | None = None,
+        engine_name: str | None = None,
+    ) -> None:
+        """Describe the role; nothing starts yet.
+
+        Args:
+            engine: import path 'package.module.Class', or a class.
+            job: role, replicas and what each worker needs.
+            engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
+            engine_name: its name in each worker; the worker's id when None.
+        Raises: JobError, also for an argument that the engine is known not to take; TypeError for an engine of another type.
+        """
+        job.validate()
+        if not isinstance(engine, (str, type)):
+            raise refusal(type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
+        require_engine_arguments(job.role, engine, engine_kwargs or {})
+        self.scheduler = scheduler
+        self.job = job
+        self.engine_name = engine_name
+        self._engine = engine
+        self._engine_args = tuple(engine_args)
+        self._engine_kwargs = dict(engine_kwargs or {})
+        self._workers: tuple[Worker, ...] = ()
+        self._closed = False
+
+    @property
+    def role(self) -> str:
+        """Name of the role."""
+        return self.job.role
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The role's workers in rank order; raises unless the controller is started."""
+        self._check_started()
+        return self._workers
+
+    def _check_started(self) -> None:
+        if self._closed:
+            raise HelmsmanError(f"the controller of role {self.role!r} is closed; make a new one.", role=self.role)
+        if not self._workers:
+            raise HelmsmanError(
+                f"the controller of role {self.role!r} is not started; call initialize() first.", role=self.role
+            )
+
+    # --- start and end ----------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Start the workers, build their engines and make them ready; on an error nothing of the role remains.
+
+        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own start.
+
+        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all raises it.
+        """
+        if self._closed or self._workers:
+            state = "closed; make a new one" if self._closed else "started already"
+            raise HelmsmanError(f"the controller of role {self.role!r} is {state}.", role=self.role)
+        self.scheduler.create_workers(self.job)
+        self.scheduler._advise(self.role, self._after_death())
+        try:
+            workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
+            run_sync(self._make_ready(workers, range(len(workers))))
+            if self._closed:
+                raise HelmsmanError(f"the controller of role {self.role!r} was closed while it started.", role=self.role)
+        except BaseException as error:
+            self._delete_workers(error)
+            raise
+        self._workers = workers
+        self._on_started()
+
+    async def ainitialize(self) -> None:
+        """As initialize, awaited, so that several roles start at the same time."""
+        await asyncio.to_thread(self.initialize)
+
+    def close(self) -> None:
+        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler has been closed before.
+
+        Raises: ShutdownIncompleteError.
+        """
+        was_running = bool(self._workers) and not self._closed
+        if was_running:
+            forbid_blocking()  # before it counts as closed
+        self._closed = True
+        if was_running:
+            self._on_closing()
+            self._delete_workers(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:
+        """Environment variables by worker id, set before the engines are created."""
+        return {}
+
+    def _engine_of(self, rank: int, workers: Sequence[Worker]) -> str | type[Any] | EngineSpec:
+        """What is built on a rank."""
+        return self._engine
+
+    def _after_death(self) -> str:
+        """What to do when a worker has died, as a sentence; '' where it is for the scheduler to say."""
+        return ""
+
+    def _on_started(self) -> None:
+        """Called once, when every worker is ready."""
+
+    def _on_closing(self) -> None:
+        """Called once, before the workers end."""
+
+    async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
+        """Build the engines of these ranks of all workers."""
+        scheduler, role, name = self.scheduler, self.role, self.engine_name
+        chosen = {workers[rank].id: rank for rank in ranks}
+        environment = {id_: variables for id_, variables in self._environment(workers).items() if id_ in chosen}
+        await gather_all(role, "set_worker_env", {id_: scheduler.set_worker_env(id_, env) for id_, env in environment.items()})
+        await gather_all(
+            role,
+            "create_engine",
+            {
+                id_: scheduler.create_engine(
+                    id_, self._engine_of(rank, workers), name, *self._engine_args, **self._engine_kwargs
+                )
+                for id_, rank in chosen.items()
+            },
+        )
+        calls = {id_: Call() for id_ in chosen}
+        for method in self._ready_methods:
+            # Building a model is what Timeouts.create_engine_s is for, also where the engine does it after its constructor.
+            await call_all(scheduler, role, method, calls, engine_name=name, timeout=scheduler.timeouts.create_engine_s)
+
+    def _delete_workers(self, cause: BaseException | None) -> None:
+        """Take the role down; while ``cause`` is on its way, a failure to do so is added to it instead of replacing it."""
+        self.scheduler._advise(self.role, "")
+        try:
+            self.scheduler.delete_workers(self.role)
+        except (NotFoundError, SchedulerClosedError):
+            logger.debug("role %s was gone already", self.role)
+        except HelmsmanError as error:
+            if cause is None:
+                raise
+            cause.add_note(f"and taking role {self.role!r} down failed: {error}")
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def _call_workers(
+        self, method: str, calls: Mapping[str, Call], timeout: float | None = None, grace_s: float | None = 2.0
+    ) -> list[Any]:
+        return await call_all(
+            self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout, grace_s=grace_s
+        )

@@ -1,0 +1,1 @@
+"""Schedulers: the shared base, the role registry, and the local and inline backends."""

@@ -1,0 +1,36 @@
+"""Schedulers by name, loaded when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+from helmsman.api.errors import UnknownBackendError
+from helmsman.api.scheduler import Scheduler
+from helmsman.api.suggestions import did_you_mean
+
+_SCHEDULERS = {
+    "ray": "helmsman.controller._ray_backend.scheduler:RayScheduler",
+    "local": "helmsman.controller._schedulers.local:LocalScheduler",
+    "inline": "helmsman.controller._schedulers.inline:InlineScheduler",
+}
+
+
+def make_scheduler(name: str, **options: Any) -> Scheduler:
+    """The scheduler called ``name``: 'ray', 'local' or 'inline'.
+
+    Args:
+        options: arguments of its class; ``seed``, ``log_dir`` and ``timeouts`` mean the same for all.
+    Raises: UnknownBackendError, BackendNotInstalledError; TypeError for an option that it does not have.
+    """
+    if name not in _SCHEDULERS:
+        raise UnknownBackendError(backend=name, known=list(_SCHEDULERS))
+    module, _, attribute = _SCHEDULERS[name].partition(":")
+    kind = getattr(importlib.import_module(module), attribute)
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise TypeError(f"scheduler {name!r} has no option {option!r}; {did_you_mean(option, known)}")
+    scheduler: Scheduler = kind(**options)
+    return scheduler

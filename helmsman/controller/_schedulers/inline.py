@@ -1,0 +1,191 @@
+"""InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop inside engines.
+
+Messages go through the same codec and the same EngineHost as in a worker process, so what cannot be sent elsewhere cannot be
+sent here either. What one process cannot give: its environment, default process group and random state are shared by all
+workers, and an engine that ends the process ends the script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.errors import HandleLostError, InvalidSpecError
+from helmsman.api.platforms import allow_in_this_process
+from helmsman.api.scheduler import Job, ResultHandle, Timeouts
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.single_machine import OneMachine, without_selectors
+from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._schedulers.base import SchedulerBase
+from helmsman.controller._transport.base import Awaited, Ending, Outgoing, Transport, TransportLostError
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._validation.argument_types import checked
+from helmsman.rpc_server._host.handles import HandleStore
+from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._wire.codec import Payload
+from helmsman.rpc_server._wire.messages import Reply
+
+
+class InlineScheduler(SchedulerBase):
+    """Workers as threads of this process; see SchedulerBase for the other arguments.
+
+    Environment variables that workers set are put back when the scheduler closes. Workers hold accelerators as elsewhere, but
+    nothing keeps them from seeing those of others.
+
+    Args:
+        num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
+    """
+
+    _seeds_workers = False  # the random state is the script's own
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        log_dir: str | Path | None = None,
+        timeouts: Timeouts | None = None,
+        num_cpus: float | None = None,
+        num_gpus: int | None = None,
+        accelerator: str | None = None,
+        resources: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
+        self._machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        self._environment = dict(os.environ)
+        self._set_by: dict[str, tuple[str, str]] = {}
+        """Variable -> (worker that set it, value)."""
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        return len(self._machine.devices.ids)
+
+    @property
+    def shares_process(self) -> bool:
+        return True
+
+    def _make_store(self) -> HandleStore:
+        return _SharedStore()
+
+    def _guard_platform(self) -> contextlib.ExitStack:
+        return allow_in_this_process()
+
+    def _snapshot(self) -> ClusterSnapshot:
+        return self._machine.snapshot()
+
+    def _as_planned_for(self, job: Job) -> Job:
+        return without_selectors(job)
+
+    def _holders(self, jobs: Sequence[Job]) -> str:
+        return self._machine.holders()
+
+    async def _reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        plan = self._plan(jobs)
+        for role in plan.roles:
+            resources[role.role].callback(self._machine.free, [worker.worker_id for worker in role.workers])
+        return self._machine.hold(plan)
+
+    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        self._machine.free([worker_id])
+
+    async def _launch(
+        self,
+        job: Job,
+        ranks: Sequence[int],
+        places: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
+    ) -> list[WorkerClient]:
+        clients = []
+        for index, place in zip(ranks, places, strict=True):
+            identity = msgspec.structs.replace(self._identity(job, index, place.node), log_path="")
+            host = EngineHost(identity, self._store, seeding=False)
+            host.engine_thread.start(identity.worker_id)
+            host.set_environment([EnvironmentVariable(*item, "spec.env_vars") for item in job.spec(index).env_vars.items()])
+            resources.callback(host.close)
+            transport = _InlineTransport(host)
+            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.timeouts))
+        return clients
+
+    @checked
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+        """As Scheduler's. Raises InvalidSpecError where two workers want different values: they share one environment."""
+        for name, value in env.items():
+            owner, current = self._set_by.get(name, (worker_id, value))
+            if owner != worker_id and current != value:
+                raise InvalidSpecError(
+                    role=worker_id.rpartition("/")[0],
+                    field=f"environment variable {name} of {worker_id}",
+                    value=value,
+                    expected=f"{current!r}, which {owner} has set: inline workers share one process, so one of them cannot be "
+                    "another rank than the others. Use replicas=1, or the 'local' scheduler",
+                )
+        self._set_by.update((name, (worker_id, value)) for name, value in env.items())
+        await super().set_worker_env(worker_id, env)
+
+    async def _sweep(self) -> None:
+        for name in set(os.environ) - set(self._environment):
+            del os.environ[name]
+        os.environ.update(self._environment)
+
+
+class _InlineTransport(Transport):
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._waiting: dict[Awaited, None] = {}
+        """Who waits for a reply."""
+        self._has_ended = False
+
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        if self._has_ended:
+            awaited.failed(TransportLostError("the inline worker has ended"))
+            return
+        loop = asyncio.get_running_loop()
+        self._waiting[awaited] = None
+
+        def answered(answer: Reply, result: Payload) -> None:
+            if awaited in self._waiting:
+                del self._waiting[awaited]
+                awaited.replied(answer, result)
+
+        def reply(answer: Reply, result: Payload) -> None:
+            loop.call_soon_threadsafe(answered, answer, result)
+
+        self._host.handle(outgoing.request, outgoing.payload, reply)
+
+    async def ending(self) -> Ending:
+        return Ending("was ended by its controller")
+
+    async def kill(self) -> None:
+        self._host.close()
+        self._has_ended = True
+        while self._waiting:
+            self._waiting.popitem()[0].failed(TransportLostError("the inline worker has ended"))
+
+
+class _SharedStore:
+    """Kept results of all workers of the process."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Payload] = {}
+
+    def put(self, handle_id: str, payload: Payload) -> None:
+        # Copied: the buffers are the engine's own memory, which it may write to after the call.
+        self._kept[handle_id] = Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
+
+    def fetch(self, handle: ResultHandle) -> Payload:
+        try:
+            return self._kept[handle.id]
+        except KeyError:
+            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason="it was released") from None
+
+    def drop(self, handle_id: str) -> None:
+        self._kept.pop(handle_id, None)

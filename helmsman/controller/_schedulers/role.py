@@ -1,0 +1,181 @@
+"""A role that runs, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from helmsman.api import errors
+from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
+from helmsman.api.scheduler import Job
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._placement.place import Place
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.rpc_server._wire.messages import Verb
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Role:
+    """A role that runs: its workers, and what has to be undone when it goes. One that is only reserved has places alone."""
+
+    def __init__(
+        self,
+        job: Job,
+        clients: Mapping[str, WorkerClient],
+        resources: contextlib.AsyncExitStack,
+        *,
+        reuses: bool = False,
+        reserved: Mapping[str, Place] | None = None,
+    ) -> None:
+        self.job = job
+        """As it was started: its workers may have become more or fewer since."""
+        self.clients = dict(clients)
+        """By worker id, in rank order. Ids need not follow each other: one that was removed is not given again. It is replaced
+        and never changed, since other threads go through it."""
+        self._reserved = dict(reserved or {})
+        self.num_ids = job.replicas
+        """How many ids it has given so far."""
+        self.resources = resources
+        self.reuses = reuses
+        """Whether the workers belong to another role (colocation without fork)."""
+        self.engine_names: dict[str, set[str]] = {}
+        """Engines created through this role, by worker id."""
+        self.growing = asyncio.Lock()
+        """Held while it gets more workers."""
+        self.restarts: dict[str, asyncio.Task[None]] = {}
+        """What restarts a worker just now."""
+        self._own: dict[str, contextlib.AsyncExitStack] = {}
+        """What has to be undone for a worker alone, of those that came later or were restarted."""
+
+    def own(self, worker_id: str, resources: contextlib.AsyncExitStack) -> None:
+        """Note what has to be undone when this worker goes, beside what all were started with."""
+        self._own.setdefault(worker_id, contextlib.AsyncExitStack()).push_async_callback(resources.pop_all().aclose)
+
+    def part(self, worker_ids: Iterable[str]) -> Role:
+        """Let go of these workers; returns them as a role that is to be stopped."""
+        doomed = Role(self.job, {worker_id: self.clients[worker_id] for worker_id in worker_ids}, contextlib.AsyncExitStack())
+        self.clients = {each: client for each, client in self.clients.items() if each not in doomed.clients}
+        for worker_id in doomed.clients:
+            self.engine_names.pop(worker_id, None)
+            if (stack := self._own.pop(worker_id, None)) is not None:
+                doomed._own[worker_id] = stack
+        return doomed
+
+    async def free(self) -> None:
+        """Undo what is left to be undone."""
+        async with self.resources, contextlib.AsyncExitStack() as own:
+            for stack in self._own.values():
+                own.push_async_callback(stack.aclose)
+
+    @property
+    def name(self) -> str:
+        """The role."""
+        return self.job.role
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """Ids of its workers in rank order."""
+        return list(self.clients)
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where its replicas are, by id in rank order."""
+        return self._reserved or {worker_id: client.place for worker_id, client in self.clients.items()}
+
+    @property
+    def workers(self) -> list[PlannedWorker]:
+        """Its replicas as a plan has them, in rank order."""
+        return [place.as_planned(worker_id) for worker_id, place in self.places.items()]
+
+    @property
+    def target(self) -> str | None:
+        """The role that it is colocated with."""
+        return self.job.scheduling_strategy.target
+
+    def as_planned(self) -> PlannedRole:
+        """The role as a plan has it; what its placement groups hold is counted by the cluster itself."""
+        return PlannedRole(
+            role=self.name,
+            accelerator=next((place.accelerator for place in self.places.values()), ""),
+            target=self.target,
+            instances=(PlannedInstance(index=0, bundles=(), workers=tuple(self.workers)),),
+        )
+
+
+async def stop_roles(doomed: list[Role], reverse_order: bool, operation: str, limit_s: float) -> None:
+    """Destroy the engines of all roles at once, end the processes, free the resources; all under one deadline."""
+    deadline = Deadline(limit_s)
+    hung: set[WorkerClient] = set().union(*await asyncio.gather(*(_end_engines(role, deadline) for role in doomed)))
+    remaining: list[str] = []
+    for role in doomed:
+        if role.reuses:
+            continue
+        clients = list(role.clients.values())
+        waves = [clients[1:], clients[:1]] if reverse_order else [clients]
+        for wave in waves:
+            await asyncio.gather(*(_ask_to_end(client, deadline) for client in wave if client not in hung))
+            cause = f"was ended by {operation}"
+            outcomes = await asyncio.gather(*(client.kill(cause) for client in wave), return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, errors.ShutdownIncompleteError):
+                    remaining += outcome.remaining
+                elif outcome is not None:
+                    raise outcome
+        with contextlib.suppress(errors.ShutdownIncompleteError):  # of a process that is counted above
+            await role.free()
+    if remaining:
+        raise errors.ShutdownIncompleteError(
+            operation=operation,
+            remaining=remaining,
+            elapsed_s=deadline.elapsed_s,
+            command="kill -9 " + " ".join(part.split()[1] for part in remaining if part.startswith("pid ")),
+        )
+
+
+async def _end_engines(role: Role, deadline: Deadline) -> set[WorkerClient]:
+    """Destroy the engines of a role; returns the workers that did not come to it."""
+    hung: set[WorkerClient] = set()
+
+    async def end(worker_id: str, client: WorkerClient) -> None:
+        names = sorted(role.engine_names.get(worker_id, ())) if role.reuses else None
+        if names == []:
+            return
+        # Half of the time: a hung engine must leave enough to end its process in order.
+        try:
+            problems = await client.control(Verb.DESTROY, names, limit_s=max(deadline.remaining_s / 2, 0.001))
+        except errors.CallTimeoutError:
+            hung.add(client)  # asking it to end would be in vain, too
+        except errors.CallError:
+            return  # it is dead
+        else:
+            for problem in problems:
+                log.warning("%s: %s", worker_id, problem)
+
+    await asyncio.gather(*(end(*pair) for pair in role.clients.items()))
+    return hung
+
+
+async def _ask_to_end(client: WorkerClient, deadline: Deadline) -> None:
+    with contextlib.suppress(errors.CallError):  # dead already, or hung: it is killed next
+        await client.shut_down(max(deadline.remaining_s / 2, 0.001))
+
+
+def by_id(job: Job, replicas: Sequence[T]) -> dict[str, T]:
+    """What the replicas of a job that starts have, by worker id."""
+    return {f"{job.role}/{index}": each for index, each in enumerate(replicas)}
+
+
+def rank_of(worker_id: str) -> int:
+    """The number in a worker's id."""
+    return int(worker_id.rpartition("/")[2])
+
+
+def not_found(worker_id: str, *roles: Role) -> errors.WorkerNotFoundError:
+    """The error of an id that none of these roles has."""
+    return errors.WorkerNotFoundError(name=worker_id, known=[each for role in roles for each in role.worker_ids])

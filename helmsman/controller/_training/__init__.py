@@ -1,0 +1,1 @@
+"""Training controllers: batch split, checkpoints, recovery."""

@@ -1,0 +1,194 @@
+"""The way of requests to one worker, as the rest of the controller sees it."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.rpc_server._process.safe_files import open_regular
+from helmsman.rpc_server._wire.codec import Payload
+from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame
+from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request, Verb, dotted
+from helmsman.rpc_server._wire.payload import INLINE_BYTES, to_wire
+from helmsman.rpc_server._wire.segments import ShmSegment
+
+LOG_TAIL_LINES = 50
+
+_CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
+
+
+class TransportLostError(Exception):
+    """The worker's process, or the way to it, is gone; only a transport raises it and only an exchange sees it."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a worker ended, as far as it can be known."""
+
+    cause: str
+    """Part of a sentence: 'was ended by SIGKILL'."""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    log_tail: str = ""
+    log_path: str = ""
+    """The log of that tail, where it is not the worker's own."""
+    aftermath: str = ""
+    """As WorkerFailedError's."""
+
+
+class Outgoing:
+    """A request and its payload. The message of a small one is made once, for however many workers it goes to."""
+
+    __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
+
+    def __init__(self, request: Request, payload: Payload) -> None:
+        self.request = request
+        self.payload = payload
+        self.num_bytes = payload.nbytes
+        self.is_small = self.num_bytes < INLINE_BYTES
+        """Whether it is one message without a segment."""
+        self.in_order = request.verb in ENGINE_WORK
+        self.is_call = request.verb in _CALLS
+        """Whether it runs an engine's own code."""
+        self._body: bytes | None = None
+
+    def body(self) -> bytes:
+        """The encoded RequestFrame of a small request."""
+        if self._body is None:
+            self._body, _ = self.packed(shares_memory=False)
+        return self._body
+
+    def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
+        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError,
+        ProtocolError."""
+        wire, segment = to_wire(self.payload, segments=shares_memory)
+        try:
+            return encode_frame(RequestFrame(self.request, wire)), segment
+        except (UnicodeEncodeError, TypeError, OverflowError) as error:
+            if segment is not None:
+                segment.close()
+            name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
+            raise errors.ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
+
+
+class Awaited(Protocol):
+    """Who waits for a reply; told once, on the event loop."""
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        """The worker has answered."""
+
+    def failed(self, error: Exception) -> None:
+        """It will not; TransportLostError when it is gone."""
+
+
+class Transport(abc.ABC):
+    """Carries requests to one worker. A request is sent at most once, whatever happens.
+
+    Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
+    that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
+    """
+
+    @abc.abstractmethod
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        """Send a request, whose reply is for ``awaited``. It never times out by itself."""
+
+    @abc.abstractmethod
+    async def ending(self) -> Ending:
+        """How the worker ended; called after TransportLostError, answers within about a second."""
+
+    async def observe(self, limit_s: float) -> bytes:
+        """An observation of the worker from outside its process, for ``pulse.read``; b'' when there is none in time."""
+        return b""
+
+    async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for
+        """Wait until the worker has ended by itself, at most ``limit_s`` seconds."""
+
+    @abc.abstractmethod
+    async def kill(self) -> None:
+        """End the worker's process at once and await its end. Idempotent."""
+
+
+class Turn:
+    """Keeps work in the order in which it claimed its turn, also where some of it takes long to be packed."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self.num_claims = 0
+        """How many are before who comes now; he need not claim a turn when nobody is."""
+
+    def claim(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """A turn, behind all that were claimed before it; to be entered in the order of the claims, and once."""
+        self.num_claims += 1
+        return self._taken()
+
+    @contextlib.asynccontextmanager
+    async def _taken(self) -> AsyncIterator[None]:
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self.num_claims -= 1
+
+
+def split_returncode(status: int | None) -> tuple[int | None, int | None]:
+    """(exit code, signal) of a subprocess.Popen.returncode; both are None where it is None."""
+    if status is None:
+        return None, None
+    return (status, None) if status >= 0 else (None, -status)
+
+
+def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
+    """How a process ended, as part of a sentence.
+
+    Args:
+        exit_code: its exit code; None after a signal, and where it is not known.
+        exit_signal: the number of the signal that ended it.
+        num_oom_kills: processes that the kernel's OOM killer has ended around it since it started.
+    """
+    if exit_signal is not None:
+        name = errors.signal_name(exit_signal)
+        if name != "SIGKILL":
+            return f"was ended by {name}"
+        if num_oom_kills:
+            return (
+                "was ended by SIGKILL (most likely by the kernel's OOM killer, which has ended "
+                f"{num_oom_kills} process{'es' if num_oom_kills > 1 else ''} of its memory cgroup since it started)"
+            )
+        return "was ended by SIGKILL (by whom is not known)"
+    if exit_code is not None:
+        return f"exited with code {exit_code}"
+    return "ended without leaving its exit status"
+
+
+def log_size(path: str) -> int:
+    """Bytes of a log file; 0 when it cannot be read. A process that starts appends to what is there of earlier ones."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
+    """The last lines of a log file.
+
+    Args:
+        path: of the file.
+        num_lines: how many lines at most, of the last 64 KB.
+        start: bytes of earlier processes at the file's beginning; a file that is shorter has been rotated and has none.
+
+    Returns: the lines; '' when the file cannot be read.
+    """
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start if start <= size else 0, size - 64 * 1024))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-num_lines:])

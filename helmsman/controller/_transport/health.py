@@ -1,0 +1,155 @@
+"""The health of workers: their own answers, and observations from outside of those that do not answer in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.api.scheduler import ProcessState, Scheduler, WorkerHealth
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._transport.base import Outgoing
+from helmsman.controller._transport.client import WorkerClient, request_ids
+from helmsman.controller._transport.fan_out import Fanout
+from helmsman.controller._transport.pending_call import GroupExchange
+from helmsman.rpc_server._process.pulse import Seen, read
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.messages import Request, Verb
+
+_PATIENCE_S = 0.5
+"""A worker that has not answered for so long is observed from outside."""
+_OBSERVED_WITHIN_S = 0.4
+"""Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is known."""
+_ASK_EVERY_S = 0.25
+_MAX_UNANSWERED = 4
+"""Most unanswered questions to a worker that runs Python, such as one that waits in an engine's ``failure``."""
+_STATES: Mapping[str, ProcessState] = {"R": "running", "D": "disk", "T": "stopped", "t": "stopped"}
+
+_decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
+
+
+async def ask_health(
+    clients: Mapping[str, WorkerClient], limit_s: float, source: str
+) -> tuple[dict[str, WorkerHealth], dict[str, BaseException]]:
+    """Ask workers for their health, all at once; on the background loop.
+
+    A worker that has not answered an earlier question is asked again only once its interpreter runs.
+
+    Args:
+        clients: by worker id.
+        limit_s: seconds for a worker that cannot be observed, as ``source`` says.
+        source: the name of that limit, for errors.
+    Returns:
+        The health of those that answered or could be observed, and the error of each of the others.
+    """
+    asked = Fanout(limit_s, source)
+    question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
+    exchanges: dict[str, GroupExchange] = {}
+
+    def ask(worker_ids: Iterable[str]) -> None:
+        for worker_id in worker_ids:
+            exchanges[worker_id] = GroupExchange(clients[worker_id], question, asked, worker_id)
+            exchanges[worker_id].begin()
+
+    ask(worker_id for worker_id, client in clients.items() if not client.unanswered)
+    observed = await _observe({worker_id: client for worker_id, client in clients.items() if client.unanswered})
+    found = {worker_id: health for worker_id, health in observed.items() if _is_still_stuck(clients[worker_id], health)}
+    ask([worker_id for worker_id in clients if worker_id not in found and worker_id not in exchanges])
+    patience_s, deadline = min(_PATIENCE_S, limit_s / 2), Deadline(limit_s)
+    while asked.pending and deadline.remaining_s > patience_s:  # again, since an observer may be starting
+        await asked.wait(timeout_s=patience_s)
+        observed = await _observe({worker_id: clients[worker_id] for worker_id in asked.pending})
+        for worker_id, health in observed.items():
+            if asked.pending.pop(worker_id, None) is not None:
+                exchanges[worker_id].withdraw()
+                found[worker_id] = health
+    await asked.wait()
+    found |= {worker_id: _decode_health(answer) for worker_id, answer in asked.results.items()}
+    for worker_id, health in found.items():
+        clients[worker_id].note(health)
+    return found, asked.failures
+
+
+def _is_still_stuck(client: WorkerClient, observed: WorkerHealth) -> bool:
+    """Whether a further question is pointless: an earlier one is unanswered, and the worker still cannot answer."""
+    num_unanswered = len(client.unanswered)
+    is_alive = (observed.stuck_s or 0.0) < _PATIENCE_S and num_unanswered < _MAX_UNANSWERED
+    return num_unanswered > 0 and not is_alive
+
+
+async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealth]:
+    """Observe workers from outside; without those for which that is not possible now."""
+    observations = await asyncio.gather(*(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values()))
+    found = {}
+    for (worker_id, client), observation in zip(clients.items(), observations, strict=True):
+        if (seen := read(observation)) is not None:
+            found[worker_id] = _as_health(client, seen)
+    return found
+
+
+def _as_health(client: WorkerClient, seen: Seen) -> WorkerHealth:
+    """The worker's last description of itself, with what has changed since."""
+    last = _decode_health(seen.description)
+    running, running_s = last.running, None if last.running_s is None else last.running_s + seen.stuck_s
+    if seen.thread_call is not None:
+        running, running_s = seen.thread_call if seen.thread_call.name else (None, None)
+    async_running = dict(last.async_running)
+    if seen.loop_call is not None and seen.loop_call.name and seen.loop_call.running_s < seen.stuck_s:
+        async_running[seen.loop_call.name] = async_running.get(seen.loop_call.name, 0) + 1
+    return msgspec.structs.replace(
+        last,
+        running=running,
+        running_s=running_s,
+        async_running=async_running,
+        cpu_s=seen.cpu_s,
+        rss_bytes=seen.rss_bytes,
+        ends_in_s=None if last.ends_in_s is None else max(0.0, last.ends_in_s - seen.stuck_s),
+        stuck_s=seen.stuck_s,
+        process_state=_STATES.get(seen.state, "sleeping"),
+    )
+
+
+async def require_answer(scheduler: Scheduler, worker_id: str, limit_s: float, *, or_busy: bool = True) -> WorkerHealth:
+    """Wait until a worker answers for its health; an observed worker that makes progress will do, too.
+
+    Args:
+        scheduler: which runs the worker.
+        limit_s: seconds; the worker is asked at least once more when they are over, since this process may have been stopped
+            itself, with the answer unread.
+        or_busy: whether to return for a worker that is seen to be busy (``WorkerHealth.is_busy``).
+    Returns:
+        The answer, or the observation.
+    Raises:
+        CallTimeoutError: It has done neither within the limit.
+        WorkerFailedError: It has died.
+        WorkerNotFoundError: The scheduler has no such worker.
+    """
+    deadline = Deadline(limit_s)
+    while True:
+        is_last = deadline.passed
+        try:
+            # The last question has a limit of its own, since the deadline has passed.
+            own_limit_s = min(limit_s, scheduler.timeouts.health_s) if is_last else deadline.remaining_s
+            health = await scheduler.check_health(worker_id, max(own_limit_s, 0.001))
+        except errors.CallTimeoutError:
+            if is_last:
+                raise
+            continue  # it cannot be observed
+        if health.answered or (or_busy and health.is_busy):
+            return health
+        if is_last:
+            raise errors.CallTimeoutError(
+                worker_id=worker_id,
+                engine_name=None,
+                method=Verb.HEALTH.value,
+                elapsed_s=deadline.elapsed_s,
+                limit_s=limit_s,
+                limit_source="the caller's limit for its answer",
+                worker_alive=False,
+                state=f"its process {health.pid} is {health.process_state} and ran Python {health.stuck_s or 0.0:.1f} s ago",
+                stack="",
+                log_path="",
+            )
+        await asyncio.sleep(min(_ASK_EVERY_S, max(deadline.remaining_s, 0.0)))

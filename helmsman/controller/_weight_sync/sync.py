@@ -1,0 +1,281 @@
+"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of three ways."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
+from helmsman.api.scheduler import ResultHandle
+from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
+from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._roles.call_all import is_communication_error, release
+from helmsman.controller._rollout.request_api import InFlight
+from helmsman.controller._schedulers.inline import InlineScheduler
+from helmsman.controller._validation.argument_types import checked
+
+if TYPE_CHECKING:
+    from helmsman.controller._rollout.rollout_controller import RolloutController
+    from helmsman.controller._training.train_controller import TrainController
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sync did."""
+
+    version: int
+    num_bytes: int
+    """That left the trainer, once, however many instances there are."""
+    seconds: float
+    updated: tuple[str, ...]
+    """Ids of the instances that serve the version."""
+    failed: dict[str, str]
+    """Instance id -> why it does not."""
+
+
+class WeightSync:
+    """The way of one trainer's weights to one rollout's instances.
+
+    Args:
+        way: ViaMemory (the default), ViaCollective or ViaDisk.
+        form: type, names, buckets and checksums of what is sent.
+        in_flight: what becomes of requests that are in flight: they ``continue`` by the new weights, each token with the
+            version that made it; ``finish`` by the old ones first, while nothing new starts; or are taken back (``recall``)
+            with the tokens they have, and continued by the new weights on any instance.
+
+    An instance whose sync fails gets no requests until one succeeds, and those it has go on elsewhere.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainController,
+        rollout: RolloutController,
+        way: Way | None = None,
+        *,
+        form: WeightFormat | None = None,
+        in_flight: InFlight = "continue",
+    ) -> None:
+        if trainer.scheduler is not rollout.scheduler:
+            raise ValueError(
+                f"role {trainer.role!r} and role {rollout.role!r} run on two schedulers, and weights go between workers of one"
+            )
+        self._trainer, self._rollout = trainer, rollout
+        self._way, self._form, self._in_flight = way or ViaMemory(), form or WeightFormat(), in_flight
+        self._way.check(trainer, rollout)
+
+    @checked
+    def push(self, timeout: float | None = None) -> SyncReport:
+        """Have every living instance serve the trainer's weights.
+
+        Args:
+            timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
+        Raises: what the trainer raised, before any instance has changed unless it was in the middle of broadcasts; ValueError
+            for a version below the last one's; RequestsInFlightError when requests that had to end or
+            come back have not; else as RolloutController.update_weights.
+        """
+        return run_sync(self._push(timeout))
+
+    @checked
+    async def apush(self, timeout: float | None = None) -> SyncReport:
+        """As push, awaited."""
+        return await run_async(self._push(timeout))
+
+    async def _push(self, timeout: float | None) -> SyncReport:
+        started = time.monotonic()
+        deadline = started + (self._trainer.scheduler.timeouts.call_s if timeout is None else timeout)
+        async with self._rollout._held(self._in_flight, deadline - time.monotonic()):
+            version = await self._trainer._get_version(deadline - time.monotonic())
+            num_bytes, failures = await self._way.carry(self._trainer, self._rollout, self._form, version, deadline)
+            updated, failed = self._rollout._served_by(failures)
+        return SyncReport(
+            version=version, num_bytes=num_bytes, seconds=time.monotonic() - started, updated=updated, failed=failed
+        )
+
+
+class Way(Protocol):
+    """How weights travel."""
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """Raise ValueError where it cannot be."""
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """Bring the weights; returns how many bytes left the trainer, and why they have not reached which instance.
+
+        Args:
+            deadline: on time.monotonic's clock.
+        """
+
+
+class ViaMemory:
+    """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from which each instance reads
+    them; instances of one other node read one copy of it. Rank 0 holds all of them on its host."""
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """See Way."""
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """See Way."""
+        handle = await trainer._publish(IntoMemory(version=version), form, deadline - time.monotonic())
+        assert isinstance(handle, ResultHandle)
+        try:
+            weights = dict.fromkeys(rollout._living_ids(), handle)
+            return handle.nbytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=handle)
+        finally:
+            if not rollout.keeps(handle):
+                await asyncio.to_thread(release, trainer.scheduler, handle)
+
+
+class ViaDisk:
+    """Files of safetensors in a folder that all workers reach. A version's folder appears when it is complete, in the layout
+    that Hugging Face reads, so that other programs can take weights from it, too.
+
+    Args:
+        folder: the same on all nodes; a relative one is below the script's own current folder.
+        num_kept: versions that stay.
+    """
+
+    def __init__(self, folder: str, num_kept: int = 2) -> None:
+        if num_kept < 1:
+            raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
+        self._folder, self._num_kept = os.path.abspath(folder), num_kept
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """See Way."""
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """See Way."""
+        target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
+        written = await trainer._publish(target, form, deadline - time.monotonic())
+        assert isinstance(written, WeightsOnDisk)
+        weights = dict.fromkeys(rollout._living_ids(), written)
+        return written.num_bytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=written)
+
+
+class ViaCollective:
+    """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
+
+    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed, one of them
+    has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are sent
+    once more to those that can. What is built anew between two syncs serves after the next one.
+
+    Args:
+        timeout_s: how long members wait for each other.
+    """
+
+    def __init__(self, timeout_s: float = 120.0) -> None:
+        self._timeout_s = timeout_s
+        self._group_id = ""
+        self._members: tuple[tuple[str, int], ...] = ()
+        self._port = 0
+
+    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+        """See Way."""
+        if isinstance(trainer.scheduler, InlineScheduler):
+            raise ValueError(
+                "ViaCollective needs workers in processes of their own, which InlineScheduler has not; use ViaMemory"
+            )
+        sender = trainer.workers[0]
+        shared = [
+            each.id
+            for each in rollout.workers
+            if each.node_id == sender.node_id and set(map(str, each.devices)) & set(map(str, sender.devices))
+        ]
+        if shared:
+            raise ValueError(
+                f"{shared[0]} has a device of {sender.id}, and a collective takes one member for each device; use ViaMemory"
+            )
+
+    async def carry(
+        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+    ) -> tuple[int, Mapping[str, Exception]]:
+        """See Way."""
+        reachable = rollout._reachable_ids()
+        if not reachable:
+            return 0, await rollout._update_each({}, version, deadline - time.monotonic(), kept=None)
+        outcome = await self._carry(trainer, rollout, reachable, form, version, deadline)
+        if any(map(_is_broken, outcome.errors)) and not outcome.has_lost_trainer:
+            left = [id_ for id_ in await rollout._answering_ids() if id_ not in outcome.unable]
+            if left:
+                outcome = await self._carry(trainer, rollout, left, form, version, deadline)
+        if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
+            raise outcome.errors[0]
+        return outcome.num_bytes or 0, outcome.failures or {}
+
+    async def _carry(
+        self,
+        trainer: TrainController,
+        rollout: RolloutController,
+        ids: Sequence[str],
+        form: WeightFormat,
+        version: int,
+        deadline: float,
+    ) -> _Outcome:
+        members = ((trainer.role, trainer.num_recoveries), *rollout._processes(ids))
+        if members != self._members or not (trainer.weight_group == rollout.weight_group == self._group_id):
+            self._port = await trainer._open_weight_store(deadline - time.monotonic())
+            self._group_id = uuid.uuid4().hex
+        trainer.weight_group = rollout.weight_group = self._group_id
+        self._members = ()  # after an error or an interrupt it is not known where in the group's broadcasts each of them is
+        place = ByCollective(
+            version=version,
+            group_id=self._group_id,
+            address=trainer.workers[0].ip,
+            port=self._port,
+            rank=0,
+            world_size=1 + len(ids),
+            timeout_s=max(0.1, min(self._timeout_s, deadline - time.monotonic())),
+        )
+        weights = {id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)}
+        sending = asyncio.ensure_future(trainer._publish(place, form, deadline - time.monotonic()))
+        sides: tuple[Any, Any] = await asyncio.gather(
+            sending,
+            rollout._update_each(weights, version, deadline - time.monotonic(), kept=None, sending=sending),
+            return_exceptions=True,
+        )
+        outcome = _Outcome(*sides)
+        if not outcome.errors:
+            self._members = members
+        return outcome
+
+
+class _Outcome:
+    """How a transfer by broadcasts ended, on both sides."""
+
+    def __init__(self, sent: Any, received: Any) -> None:
+        for side in (sent, received):
+            if isinstance(side, BaseException) and not isinstance(side, Exception):
+                raise side
+        self.num_bytes: int | None = None if isinstance(sent, Exception) else sent
+        self.failures: Mapping[str, Exception] | None = None if isinstance(received, Exception) else received
+        self.errors = [side for side in (sent, received) if isinstance(side, Exception)]
+        """Of the trainer first."""
+        self.errors += (self.failures or {}).values()
+        self.has_lost_trainer = any(isinstance(each, WorkerFailedError) for each in _members_of(sent))
+        """Whether a rank of it has died, without which nothing can be sent."""
+        by_instance = received.errors if isinstance(received, GroupCallError) else self.failures or {}
+        self.unable = {id_ for id_, each in by_instance.items() if isinstance(each, EngineCallError) and not _is_broken(each)}
+        """Instances that failed by themselves, and would again."""
+
+
+def _members_of(error: Any) -> Collection[Any]:
+    return error.errors.values() if isinstance(error, GroupCallError) else [error]
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether a member of the group is gone or late, so that others may have gone without."""
+    return any(
+        isinstance(each, WorkerFailedError)
+        or (isinstance(each, EngineCallError) and (each.remote_type == "ConnectionError" or is_communication_error(each)))
+        for each in _members_of(error)
+    )

@@ -1,0 +1,1 @@
+"""Worker groups with declared dispatch, and the allocator of nodes."""

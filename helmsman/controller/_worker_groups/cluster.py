@@ -1,0 +1,491 @@
+"""Cluster: the workers of one role as a group, whose methods run on its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from helmsman.api.batch import Batch
+from helmsman.api.cluster_config import ClusterConfig
+from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
+from helmsman.api.errors import (
+    CallTimeoutError,
+    DispatchError,
+    HelmsmanError,
+    InvalidSpecError,
+    TopologyMismatchError,
+    WorkerFailedError,
+)
+from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
+from helmsman.api.scheduler import (
+    EngineSpec,
+    ResultHandle,
+    Worker,
+    WorkerState,
+    WorkerStatus,
+)
+from helmsman.api.topology import RankInfo
+from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
+from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
+from helmsman.controller._roles.rank_environment import rank_environment
+from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._schedulers.base import Call, SchedulerBase
+from helmsman.controller._validation.argument_names import require_engine_arguments
+from helmsman.controller._validation.argument_types import checked, require_seconds
+from helmsman.controller._worker_groups import dispatch
+from helmsman.controller._worker_groups.cluster_job import job_of, plain_class, world_size_of
+from helmsman.controller._worker_groups.dispatch import Dispatched
+from helmsman.controller._worker_groups.packed_arguments import PackedArguments
+from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
+from helmsman.controller._worker_groups.topology_check import difference, is_missing_method
+
+W_co = TypeVar("W_co", covariant=True)
+
+_EXACTLY = {"broadcast": False}
+"""Each rank is given what its coordinates say; nothing is passed on between workers."""
+_OF_INSTANCES = ("name", "resource_manager", "worker_config", "topology", "scheduler", "job", "engine_name")
+"""Attributes that a cluster has once it is made."""
+
+
+class Cluster(RoleController, WorkerGroup[W_co]):
+    """A named group of workers of one class, on devices of a ResourceManager, on any scheduler.
+
+    It starts when it is made, or nothing of it remains. Methods that the class declares with ``register`` are called by
+    ``cluster.method(Actor.log_probs)(batch)``, or as methods of the cluster where a subclass names them::
+
+        class ActorCluster(Cluster[Actor]):
+            log_probs = Actor.log_probs
+
+    Undeclared ones are called by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. There, too, nothing is cut that is
+    not marked as a Shard.
+    """
+
+    _ready_methods = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if isinstance(value, RegisteredMethod) and (hasattr(Cluster, name) or name in _OF_INSTANCES):
+                raise DispatchError(
+                    method=f"{cls.__qualname__}.{name}",
+                    reason=f"a Cluster has a {name!r} of its own, which {value.spec.full_name} would hide",
+                    step=f"Name it otherwise here, or leave it out and call cluster.method({value.spec.full_name})",
+                )
+
+    def __init__(
+        self,
+        name: str,
+        worker_cls: type[W_co] | str | Any,
+        resource_manager: ResourceManager,
+        worker_config: ClusterConfig,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the workers and build an instance of the class in each.
+
+        Args:
+            name: role of the workers, which are 'name/0', 'name/1', ...
+            worker_cls: a class, a Ray actor class, or an import path 'package.module.Class'.
+            resource_manager: whose devices, nodes and scheduler they use.
+            worker_config: how many, where, and their parallel sizes.
+            args, kwargs: of the class's constructor, the same on every rank.
+        Raises: JobError, StartError, EngineCreationError and its like; GroupCallError where several ranks failed.
+        """
+        self.name = name
+        self.resource_manager = resource_manager
+        self.worker_config = worker_config
+        if worker_config.max_concurrency is not None and worker_config.max_concurrency < 1:
+            raise InvalidSpecError(
+                role=name,
+                field="max_concurrency",
+                value=worker_config.max_concurrency,
+                expected="1 or more, or None for no limit",
+            )
+        engine = plain_class(worker_cls)
+        require_engine_arguments(name, engine, kwargs or {})
+        world_size = world_size_of(name, worker_config)
+        self.topology = worker_config.topology(name, world_size)
+        self._allocation = resource_manager.allocate_placement_group(
+            world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
+        )
+        self._kwargs = dict(kwargs or {})
+        self._verified = False
+        self._order = asyncio.Lock()
+        """Held while the coordinates of the ranks are checked, so that later calls wait behind the call that checks them."""
+        self._restarting = threading.Lock()
+        self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
+        try:
+            job = job_of(name, resource_manager, worker_config, self._allocation)
+            super().__init__(resource_manager.scheduler, engine, job, args)
+            self.initialize()
+        except BaseException:
+            resource_manager.free(name)
+            raise
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.topology.dp_size
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.topology.tp_size
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.topology.pp_size
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.topology.cp_size
+
+    @checked
+    def get_rank_info(self, rank: int) -> RankInfo:
+        """The coordinates of a rank, as the controller has computed them. Raises: IndexError."""
+        return self.topology.get_rank_info(rank)
+
+    @property
+    def rank_to_worker(self) -> dict[int, Worker]:
+        """The worker of each rank."""
+        return dict(enumerate(self.workers))
+
+    @property
+    def worker_to_rank(self) -> dict[str, int]:
+        """The rank of each worker, by its id."""
+        return {worker.id: rank for rank, worker in enumerate(self.workers)}
+
+    @property
+    def rank_to_devices(self) -> dict[int, tuple[Device, ...]]:
+        """The devices of each rank; none for workers without."""
+        return {worker.rank: worker.devices for worker in self._allocation.workers}
+
+    @property
+    def rank_to_node(self) -> dict[int, int]:
+        """The number of each rank's node in the ResourceManager."""
+        return {worker.rank: worker.node_rank for worker in self._allocation.workers}
+
+    @property
+    def colocated_with(self) -> tuple[str, ...]:
+        """Clusters that had one of its devices before it."""
+        return self._allocation.colocated_with
+
+    @property
+    def master_address(self) -> str:
+        """Address of rank 0's node, where a process group of the ranks meets."""
+        return self.workers[0].ip
+
+    @property
+    def master_port(self) -> int:
+        """A port there that is leased to rank 0."""
+        return int(self.workers[0].engine_ports[0])
+
+    def table(self) -> str:
+        """A line for each rank: worker, node, devices, coordinates."""
+        rows = []
+        for placed, worker in zip(self._allocation.workers, self.workers, strict=True):
+            devices = ",".join(str(device.index) for device in placed.devices) or "-"
+            rows.append(
+                f"{worker.id:<24} node {placed.node_rank} ({worker.ip})  devices {devices:<8} {self.get_rank_info(placed.rank)}"
+            )
+        return "\n".join(rows)
+
+    def __repr__(self) -> str:
+        return f"<Cluster {self.name!r} of {self.world_size} ranks>"
+
+    # --- calls by name ----------------------------------------------------------------------------------------------
+
+    def execute_rank_zero_sync(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method on rank 0 alone and return what it returns. Raises: its error."""
+        return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
+
+    def execute_rank_zero_async(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> GroupFuture[Any]:
+        """As execute_rank_zero_sync, without waiting."""
+        return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
+
+    def execute_all_sync(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method on all ranks and return what each returns, in rank order.
+
+        Args:
+            method: its name, or a declared one, whose declaration is not used here.
+            args, kwargs: given to every rank as they are, also lists; ``Shard(x)`` is cut.
+            timeout: seconds for all ranks together; the scheduler's ``timeouts.call_s`` when None.
+        Raises: DispatchError and UnevenBatchError before anything is sent; GroupCallError, root cause first.
+        """
+        return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
+
+    def execute_all_async(
+        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> GroupFuture[list[Any]]:
+        """As execute_all_sync, without waiting."""
+        return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
+
+    @checked
+    def execute_on(
+        self,
+        ranks: Sequence[int],
+        method: str | RegisteredMethod[Any, ..., Any, Any],
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """As execute_all_sync on these ranks, in their order. A Shard is cut over all ranks, and theirs are sent."""
+        ranks = [self.get_rank_info(operator.index(rank)).rank for rank in ranks]
+        if not ranks or len(set(ranks)) < len(ranks):
+            raise ValueError(f"ranks are {ranks}; give one at least, and each once")
+        results: list[Any] = self._execute(method, ranks, args, kwargs, timeout, list).awaited()
+        return results
+
+    def _execute(
+        self,
+        method: str | RegisteredMethod[Any, ..., Any, Any],
+        ranks: Sequence[int],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        collect: Callable[[list[Any]], Any],
+    ) -> GroupFuture[Any]:
+        self._check_started()
+        name = method if isinstance(method, str) else self.method(method).spec.name
+        dispatched = dispatch.dispatch_ad_hoc(self.topology, f"{self.name}.{name}", args, kwargs, ranks)
+        return GroupFuture(self._send(name, dispatched, ranks, Options(timeout)), collect, forbid_blocking)
+
+    # --- declared calls ---------------------------------------------------------------------------------------------
+
+    def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options) -> GroupFuture[Any]:
+        self._check_started()
+        if options.keep and (isinstance(spec.dispatch_mode, CustomDispatch) or callable(spec.collect)):
+            raise DispatchError(
+                method=spec.full_name,
+                reason="its results are to stay in the workers, and a function of its own is to make one of them",
+                step="Call it without keep, or declare Collect.LIST and call the function where the values are",
+            )
+        dispatched = dispatch.dispatch(self.topology, spec, args, kwargs)
+        answering = dispatch.answering_ranks(self.topology, spec, dispatched.ranks)
+
+        def collect(results: list[Any]) -> Any:
+            if not options.keep:
+                return dispatch.collect(self.topology, spec, dispatched.cut, results)
+            try:
+                return self._collect_kept(spec, dispatched, results)
+            except BaseException:
+                for handle in results:  # nobody else knows them
+                    if isinstance(handle, ResultHandle):
+                        self.scheduler.release(handle)
+                raise
+
+        sent = self._send(spec.name, dispatched, answering, options, is_cut=spec.sharding is not None)
+        return GroupFuture(sent, collect, forbid_blocking)
+
+    def _collect_kept(self, spec: MethodSpec, dispatched: Dispatched, handles: list[Any]) -> Any:
+        """Batches that are joined as one whose rows stay; other results as their handles."""
+        if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
+            batches = [self._remote(handle) for handle in handles]
+            join = functools.partial(dispatch.join_rows, concat=functools.partial(join_remote, self.scheduler))
+            return dispatch.collect(self.topology, spec, dispatched.cut, batches, join)
+        return dispatch.collect(self.topology, spec, None, handles, lambda _, parts: list(parts))
+
+    def _remote(self, result: Any) -> Any:
+        if not _is_remote_batch(result):
+            return result
+        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)], result.num_padding)
+
+    def _send(
+        self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options, *, is_cut: bool = False
+    ) -> Any:
+        """Start the call without blocking; a future of the results of ``answering``, in their order.
+
+        Arguments are packed here, in the caller's thread. A call that ``is_cut`` along an axis is preceded by the check of the
+        workers' coordinates, on Helmsman's event loop.
+        """
+        require_seconds(f"{self.name}.{method}", options.timeout)
+        deadline = self._deadline(options.timeout)
+        packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
+        wanted = set(answering)
+        ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
+        answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
+        if isinstance(self.scheduler, SchedulerBase):
+            calls = {
+                worker_id: Call(rpc_meta=answers if rank in wanted else rest, payload=packed.payload_of(rank))
+                for rank, worker_id in ids.items()
+            }
+        else:
+            calls = {
+                worker_id: Call(
+                    packed.args_of(rank),
+                    # A method's own 'timeout' is not the call's.
+                    rpc_meta={**(answers if rank in wanted else rest), "kwargs": packed.kwargs_of(rank)},
+                )
+                for rank, worker_id in ids.items()
+            }
+
+        async def run() -> list[Any]:
+            async with packed:
+                limit_s = await self._in_order(method, options.timeout, deadline, is_cut=is_cut)
+                results = dict(zip(ids, await self._through_gate(method, calls, limit_s, deadline), strict=True))
+            return [results[rank] for rank in answering]
+
+        return submit(run())
+
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
+
+    async def _through_gate(self, method: str, calls: Mapping[str, Call], limit_s: float | None, deadline: float) -> list[Any]:
+        if self._gate is None:
+            return await self._call_workers(method, calls, limit_s)
+        async with self._gate:
+            return await self._call_workers(method, calls, max(0.0, deadline - time.monotonic()))
+
+    # --- topology ---------------------------------------------------------------------------------------------------
+
+    @checked
+    def verify_topology(self, timeout: float | None = None) -> None:
+        """Compare the coordinates that were computed here with what the workers themselves say, once.
+
+        A worker tells by a method ``get_rank_info()``, which returns a RankInfo or a mapping of some of its fields; workers
+        without one, and those that return None, have nothing to say. The first call that is cut along an axis does this by
+        itself, within its own limit; a failure comes out of its future, and calls made after it wait their turn.
+
+        Args:
+            timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
+        Raises: TopologyMismatchError; GroupCallError where workers do not answer.
+        """
+        if not self._verified:
+            run_sync(self._in_order("verify_topology", timeout, self._deadline(timeout), is_cut=True))
+
+    async def _in_order(self, method: str, limit_s: float | None, deadline: float, *, is_cut: bool) -> float | None:
+        """Wait for earlier calls whose check of the coordinates is pending, and check them for the first call that is cut.
+
+        The lock serves waiting calls in their order, and nothing is awaited between its release and the sending of a call, so
+        calls reach the workers in the order in which they were made.
+
+        Returns: seconds that the call itself may take. Raises: CallTimeoutError at the deadline; as verify_topology.
+        """
+        waits = self._order.locked() or (is_cut and not self._verified)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(deadline - began):
+                await self._order.acquire()
+        except TimeoutError as error:
+            raise CallTimeoutError(
+                worker_id=f"{self.name}/0",
+                engine_name=None,
+                method=method,
+                elapsed_s=time.monotonic() - began,
+                limit_s=deadline - began,
+                limit_source="Timeouts.call_s" if limit_s is None else "the call's timeout argument",
+                worker_alive=True,
+                state="the call was not sent, since an earlier call still waits for the coordinates of the ranks",
+                stack="",
+            ) from error
+        try:
+            if is_cut and not self._verified:
+                await self._compare_coordinates(max(0.0, deadline - time.monotonic()))
+                self._verified = True
+        finally:
+            self._order.release()
+        return max(0.0, deadline - time.monotonic()) if waits else limit_s
+
+    async def _compare_coordinates(self, limit_s: float) -> None:
+        engine = self._engine
+        if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
+            return
+        calls = {worker.id: Call(rpc_meta=_EXACTLY) for worker in self.workers}
+        try:
+            told = await self._call_workers("get_rank_info", calls, limit_s)
+        except HelmsmanError as error:
+            if not is_missing_method(error):
+                raise
+            return
+        differences = {
+            worker.id: told_apart
+            for worker, ours, theirs in zip(self.workers, self.topology.ranks, told, strict=False)
+            if (told_apart := difference(ours, theirs)) is not None
+        }
+        if differences:
+            raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
+
+    def _after_death(self) -> str:
+        return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def health(self) -> list[WorkerStatus]:
+        """What each rank is doing, in rank order; also during a long call. Never raises for a dead one."""
+        self._check_started()
+        found = {status.worker_id: status for status in self.scheduler.status()}
+        return [found.get(worker.id, _deleted(worker)) for worker in self.workers]
+
+    @checked
+    def restart(self, rank: int) -> None:
+        """Give a rank a new process, on the same devices, with a new instance of the class.
+
+        Its state is gone, and process groups that it was in have to be made again. A new rank 0 has another master port, of
+        which the environment of all ranks that live is told. Restarts of one cluster wait for each other.
+
+        Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
+        """
+        self.get_rank_info(rank)
+        with self._restarting:
+            self.scheduler.restart_worker(self.workers[rank].id)
+            self._workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
+            run_sync(self._rebuild(rank, self._workers))
+
+    async def _rebuild(self, rank: int, workers: Sequence[Worker]) -> None:
+        await self.scheduler.create_engine(
+            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args
+        )
+        if rank == 0 and not self.scheduler.shares_process:
+            for worker_id, environment in rank_environment(self.role, workers).items():
+                with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted
+                    await self.scheduler.set_worker_env(worker_id, environment)
+
+    def shutdown(self) -> None:
+        """As close."""
+        self.close()
+
+    def close(self) -> None:
+        """Destroy the instances, end the workers and give their devices back to the ResourceManager. Idempotent."""
+        was_closed = self._closed
+        if not was_closed:
+            forbid_blocking()  # before its devices are given back
+        try:
+            super().close()
+        finally:
+            if not was_closed:  # else another may have the name now
+                self.resource_manager.free(self.name)
+
+    def _engine_of(self, rank: int, workers: Sequence[Worker]) -> EngineSpec:
+        environment = {} if self.scheduler.shares_process else rank_environment(self.role, workers)[workers[rank].id]
+        return EngineSpec(target=self._engine, env=environment, rank_info=self.get_rank_info(rank), kwargs=self._kwargs)
+
+
+def _deleted(worker: Worker) -> WorkerStatus:
+    """Of a worker that the scheduler has no longer."""
+    return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
+
+
+def _is_remote_batch(result: Any) -> bool:
+    return isinstance(result, ResultHandle) and result.type_name == Batch.__name__

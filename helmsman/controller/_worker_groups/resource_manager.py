@@ -1,0 +1,352 @@
+"""ResourceManager: the devices of a run, held once and shared out to its worker groups."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from helmsman.api.errors import (
+    HelmsmanError,
+    InvalidSpecError,
+    NotFoundError,
+    ResourcesNotMetError,
+    RoleExistsError,
+    SchedulerClosedError,
+)
+from helmsman.api.plan import Node, Reservation
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
+from helmsman.controller._aio.event_loop import forbid_blocking
+from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.controller._validation.argument_types import checked
+from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, show_devices
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of the run."""
+
+    index: int
+    """By which device mappings name it: devices are counted through the nodes."""
+    node_rank: int
+    device_rank: int
+    """Its number on its node."""
+    node_id: str
+    node: str
+    """Address of the node."""
+    device_id: str
+    """Physical id there."""
+    placement_group: Any = None
+    """Ray's group of the node; None where the scheduler has none."""
+    bundle: int | None = None
+    """Its bundle in that group."""
+
+
+class WorkerPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one worker goes."""
+
+    rank: int
+    node_rank: int
+    node_id: str
+    node: str
+    devices: tuple[Device, ...] = ()
+    """Empty for a worker without devices."""
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a holder has been given."""
+
+    holder: str
+    workers: tuple[WorkerPlacement, ...]
+    """In rank order."""
+    since: datetime.datetime
+    """In UTC."""
+    colocated_with: tuple[str, ...] = ()
+    """Others who held one of its devices already."""
+
+    @property
+    def devices(self) -> list[Device]:
+        """All its devices, in the order of its ranks."""
+        return [device for worker in self.workers for device in worker.devices]
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has a device."""
+
+    holder: str
+    rank: int
+    since: datetime.datetime
+    """In UTC."""
+
+
+class ResourceManager:
+    """Holds whole nodes' devices for the run and shares them out by number.
+
+    Devices are counted node by node, nodes in topology order, devices of a node in its own order. They are held until
+    ``destroy_placement_group`` or ``close``, whoever uses them; several holders of one device are colocated there, and take
+    turns as the script arranges it.
+
+    Args:
+        num_gpus_per_node: accelerators to hold on each node, of whatever kind the cluster has; 0 for a run on CPUs.
+        num_nodes: nodes to hold; all that have so many devices when None.
+        scheduler: a Scheduler, or the word for one that this makes, and closes with itself.
+        num_cpus_per_gpu: CPUs to hold with each device; workers on devices ask Ray for nothing of their own.
+        name: role under which the devices are held, where a run has several managers.
+
+    Raises: ResourcesNotMetError, with what was asked for and what there is; PlacementTimeoutError where others hold it.
+    """
+
+    def __init__(
+        self,
+        num_gpus_per_node: int,
+        num_nodes: int | None = None,
+        *,
+        scheduler: Scheduler | str = "ray",
+        num_cpus_per_gpu: float = 0,
+        name: str = "devices",
+    ) -> None:
+        if num_gpus_per_node < 0:
+            raise ValueError(f"num_gpus_per_node is {num_gpus_per_node!r}; it is 0 or more")
+        if num_nodes is not None and num_nodes < 1:
+            raise ValueError(f"num_nodes is {num_nodes!r}; it is 1 or more, or None for all")
+        self.name = name
+        self._owns_scheduler = isinstance(scheduler, str)
+        self.scheduler: Scheduler = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+        self._allocations: dict[str, Allocation] = {}
+        self._lock = threading.Lock()
+        self._destroyed = False
+        try:
+            reservations = self._reserve(num_gpus_per_node, num_nodes, num_cpus_per_gpu)
+        except BaseException:
+            if self._owns_scheduler:
+                self.scheduler.close()
+            raise
+        self.num_gpus_per_node = num_gpus_per_node
+        self.num_nodes = len(reservations)
+        self.nodes: tuple[Reservation, ...] = tuple(reservations)
+        """What is held on each node, in topology order."""
+        self.devices: tuple[Device, ...] = tuple(
+            Device(
+                index=node_rank * num_gpus_per_node + device_rank,
+                node_rank=node_rank,
+                device_rank=device_rank,
+                node_id=held.node_id,
+                node=held.node,
+                device_id=device_id,
+                placement_group=held.placement_group,
+                bundle=held.bundles[device_rank] if held.bundles else None,
+            )
+            for node_rank, held in enumerate(reservations)
+            for device_rank, device_id in enumerate(held.devices)
+        )
+
+    def _reserve(self, num_gpus: int, num_nodes: int | None, num_cpus: float) -> list[Reservation]:
+        scheduler = self.scheduler
+        nodes = scheduler.nodes()
+        fitting = [node for node in nodes if node.num_devices >= num_gpus]
+        wanted = num_nodes or max(1, len(fitting))
+        if len(fitting) < wanted:
+            raise ResourcesNotMetError(
+                requested=f"{wanted} node{'s' if wanted > 1 else ''} with {num_gpus} devices each, {wanted * num_gpus} in all",
+                observed=_table(nodes),
+                step=_step(nodes, num_gpus, wanted)
+                + (f", or give the scheduler num_gpus={num_gpus} for logical devices" if scheduler.shares_process else ""),
+            )
+        if scheduler.shares_process:  # where devices are numbers only
+            logical = tuple(str(index) for index in range(num_gpus))
+            return [Reservation(node_id=node.node_id, node=node.address, devices=logical) for node in fitting[:wanted]]
+        if not num_gpus:
+            return [Reservation(node_id=node.node_id, node=node.address) for node in fitting[:wanted]]
+        spec = SchedulingSpec(
+            cpu=num_cpus * num_gpus, gpu=num_gpus, ray_placement_strategy="separate", node_packing="strict_spread"
+        )
+        return scheduler.reserve(Job(role=self.name, replicas=wanted, tasks=[spec]))
+
+    # --- sharing out ------------------------------------------------------------------------------------------------
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        return len(self.devices)
+
+    @checked
+    def allocate_placement_group(
+        self,
+        world_size: int,
+        device_mapping: str | Sequence[int] | None = None,
+        *,
+        holder: str,
+        num_cpus: float = 1,
+    ) -> Allocation:
+        """Give a holder a place for each of its workers.
+
+        Args:
+            world_size: number of workers.
+            device_mapping: devices by number, a list or '0-7,16'; each worker gets an equal run of them, on one node. None:
+                workers without devices, which are spread over the nodes.
+            holder: under which the ledger has it; a holder has one allocation.
+            num_cpus: CPUs that each worker without devices will ask for.
+        Raises: InvalidSpecError; RoleExistsError for a holder that has one already; PlacementInfeasibleError and
+        PlacementTimeoutError for workers without devices that nodes have no CPUs for.
+        """
+        if world_size < 1:
+            raise InvalidSpecError(role=holder, field="world_size", value=world_size, expected="1 or more")
+        if self._destroyed:
+            raise HelmsmanError(f"the devices of ResourceManager {self.name!r} were given back; make a new one for {holder!r}.")
+        with self._lock:
+            if holder in self._allocations:
+                raise RoleExistsError(role=holder, num_workers=len(self._allocations[holder].workers))
+        if device_mapping is None:
+            workers = self._spread(world_size, holder, num_cpus)
+        else:
+            workers = self._map(world_size, parse_device_mapping(device_mapping, holder), holder)
+        with self._lock:
+            taken = {device.index for worker in workers for device in worker.devices}
+            others = [each.holder for each in self._allocations.values() if taken & {device.index for device in each.devices}]
+            allocation = Allocation(
+                holder=holder,
+                workers=tuple(workers),
+                since=datetime.datetime.now(datetime.UTC),
+                colocated_with=tuple(others),
+            )
+            self._allocations[holder] = allocation
+        return allocation
+
+    def _map(self, world_size: int, mapping: Sequence[int], holder: str) -> list[WorkerPlacement]:
+        if max(mapping) >= self.num_devices:
+            has = f"0 to {self.num_devices - 1}" if self.num_devices else "none"
+            raise InvalidSpecError(
+                role=holder,
+                field="device_mapping",
+                value=show_devices(mapping),
+                expected=f"devices that this ResourceManager holds, which are {has} ({self.num_nodes} nodes x "
+                f"{self.num_gpus_per_node})",
+            )
+        size, rest = divmod(len(mapping), world_size)
+        if rest or not size:
+            raise InvalidSpecError(
+                role=holder,
+                field="device_mapping",
+                value=show_devices(mapping),
+                expected=f"a multiple of the {world_size} workers; it has {len(mapping)} devices",
+            )
+        workers = []
+        for rank in range(world_size):
+            devices = tuple(self.devices[index] for index in mapping[rank * size : (rank + 1) * size])
+            first = devices[0]
+            if any(device.node_rank != first.node_rank for device in devices):
+                where = ", ".join(f"{device.index} on node {device.node_rank}" for device in devices)
+                raise InvalidSpecError(
+                    role=holder,
+                    field="device_mapping",
+                    value=show_devices(mapping),
+                    expected=f"devices of one node for each worker; rank {rank} would have {where}",
+                )
+            workers.append(
+                WorkerPlacement(rank=rank, node_rank=first.node_rank, node_id=first.node_id, node=first.node, devices=devices)
+            )
+        return workers
+
+    def _spread(self, world_size: int, holder: str, num_cpus: float) -> list[WorkerPlacement]:
+        node_ids = [held.node_id for held in self.nodes]
+        spec = SchedulingSpec(cpu=num_cpus, nodelist=node_ids, node_packing="spread")
+        plan = self.scheduler.plan(Job(role=holder, replicas=world_size, tasks=[spec]))
+        return [
+            WorkerPlacement(rank=rank, node_rank=node_ids.index(worker.node_id), node_id=worker.node_id, node=worker.node)
+            for rank, worker in enumerate(plan.roles[0].workers)
+        ]
+
+    @checked
+    def free(self, holder: str) -> None:
+        """Take back what a holder was given; nothing happens when that is nothing. Its workers are not touched."""
+        with self._lock:
+            self._allocations.pop(holder, None)
+
+    # --- the ledger -------------------------------------------------------------------------------------------------
+
+    @property
+    def allocations(self) -> Mapping[str, Allocation]:
+        """By holder, in the order in which they were made."""
+        with self._lock:
+            return dict(self._allocations)
+
+    @checked
+    def holders(self, device: int) -> list[Holding]:
+        """Who holds a device, longest first. Raises: IndexError."""
+        if not 0 <= device < self.num_devices:
+            raise IndexError(f"device {device}; this ResourceManager holds {self.num_devices} devices, counted from 0")
+        return [
+            Holding(holder=each.holder, rank=worker.rank, since=each.since)
+            for each in self.allocations.values()
+            for worker in each.workers
+            if any(held.index == device for held in worker.devices)
+        ]
+
+    def table(self) -> str:
+        """A line for each device: its number, node, physical id, and who holds it since when."""
+        rows = [("device", "node", "id", "held by")]
+        for device in self.devices:
+            held = ", ".join(f"{each.holder}/{each.rank} since {each.since:%H:%M:%S}" for each in self.holders(device.index))
+            rows.append((str(device.index), f"{device.node_rank} ({device.node})", device.device_id, held or "-"))
+        return _columns(rows)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def destroy_placement_group(self) -> None:
+        """Give all devices back; the workers that use them end. Idempotent."""
+        if self._destroyed:
+            return
+        forbid_blocking()  # before they count as given back
+        self._destroyed = True
+        with self._lock:
+            self._allocations.clear()
+        if any(held.devices for held in self.nodes) and not self.scheduler.shares_process:
+            try:
+                self.scheduler.delete_workers(self.name)
+            except (NotFoundError, SchedulerClosedError):
+                return  # deleted by its role's name, or with the scheduler
+
+    def close(self) -> None:
+        """Give all devices back, and close the scheduler if it was made here. Idempotent."""
+        self.destroy_placement_group()
+        if self._owns_scheduler:
+            self.scheduler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _table(nodes: Sequence[Node]) -> str:
+    rows = [("node", "devices", "free", "CPU", "free")]
+    for node in nodes:
+        name = f"{node.hostname} ({node.address})" if node.hostname and node.hostname != node.address else node.address
+        devices = f"{node.num_devices} {node.accelerator}".strip()
+        rows.append((name, devices, str(node.num_free_devices), f"{node.num_cpus:g}", f"{node.num_free_cpus:g}"))
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
+    """What would do."""
+    enough = [size for size in sorted({node.num_devices for node in nodes}, reverse=True) if size]
+    options = []
+    for size in enough:
+        if size < num_gpus and sum(node.num_devices >= size for node in nodes) >= wanted:
+            options.append(f"set num_gpus_per_node to {size}")
+            break
+    if fitting := sum(node.num_devices >= num_gpus for node in nodes):
+        options.append(f"set num_nodes to {fitting}")
+    text = ", or ".join([*options, "add nodes"])
+    return text[0].upper() + text[1:]

@@ -1,0 +1,1 @@
+"""Agent workflows: episodes, bounded staleness, rewards."""

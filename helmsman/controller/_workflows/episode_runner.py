@@ -1,0 +1,378 @@
+"""EpisodeRunner: a user's async function per episode, many at once on one event loop, and batches of what comes out.
+
+Everything here runs on that loop, and time is the loop's, so that samplers can be tried on a virtual clock (virtual_time.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import logging
+import re
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import EpisodeTimeoutError, HelmsmanError, WorkflowFailuresError
+from helmsman.controller._workflows.staleness import BoundedStaleness, Episode, Pipe, Sampler
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+_PACKAGE = str(Path(__file__).parents[2])
+
+Workflow = Callable[[Any], Awaitable[Any]]
+"""``async def workflow(item)``: what becomes of an item, or None when nothing of use does. It awaits generation
+(``rollout.agenerate``), tools and rewards; what blocks belongs into a RewardPool or ``asyncio.to_thread``."""
+
+
+class WorkflowFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the episodes so far. All but those of rollout_batch are counted, each in one place."""
+
+    num_started: int
+    num_running: int
+    num_waiting: int
+    num_used: int
+    num_rejected: int
+    """Without a value, or not kept by the sampler."""
+    num_evicted: int
+    """Ended, and then too old, or more than batches had room for."""
+    num_stopped: int
+    """The same of those that ran still; they were cancelled."""
+    num_failed: int
+    """Raised, or took too long."""
+
+
+class EpisodeRunner:
+    """Runs episodes on the event loop of its caller; WorkflowExecutor has the arguments, and is what scripts use."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        *,
+        sampler: Sampler | None = None,
+        max_in_flight: int = 4096,
+        max_failures: int = 16,
+        failure_window: int = 256,
+        episode_timeout_s: float | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("max_in_flight", max_in_flight, 1),
+            ("max_failures", max_failures, 0),
+            ("failure_window", failure_window, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected {least} or more")
+        if episode_timeout_s is not None and not episode_timeout_s > 0:
+            raise ValueError(f"episode_timeout_s is {episode_timeout_s:g}; expected seconds above 0, or None")
+        _require_async(workflow)
+        self._workflow, self._sampler = workflow, sampler or BoundedStaleness()
+        self._max_in_flight, self._max_failures, self._failure_window = max_in_flight, max_failures, failure_window
+        self._timeout_s = episode_timeout_s
+        self._version = 0
+        self._feeding: tuple[Iterator[Any], int] | None = None
+        """Where items come from, and the size of a batch."""
+        self._source_error: Exception | None = None
+        """What the source raised while nobody asked for a batch."""
+        self._ended_source: Iterator[Any] | None = None
+        """The source whose end was logged."""
+        self._handed_at: int | None = None
+        """Version at which the last batch was handed over."""
+        self._running: dict[int, int] = {}
+        """Number of each episode that counts -> version at its start, in the order of the starts."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._given: set[asyncio.Task[Any]] = set()
+        """Episodes of rollout_batch."""
+        self._workflows: set[asyncio.Task[Any]] = set()
+        """All that has not ended, also where it was cancelled and nobody waits for it any more."""
+        self._waiting: list[Episode] = []
+        self._num_started = self._num_used = self._num_rejected = 0
+        self._num_evicted = self._num_stopped = self._num_failed = 0
+        self._recent: list[BaseException | None] = []
+        self._changed = asyncio.Event()
+        self._num_asking = 0
+        """Batches that wait for it; who asks for one then does what there is to do."""
+        self._is_closing = False
+
+    async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
+        """See WorkflowExecutor."""
+        tasks = [asyncio.ensure_future(self._run(item)) for item in items]
+        self._given.update(tasks)
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
+        finally:
+            self._given.difference_update(tasks)
+        errors = [None if task.cancelled() else task.exception() for task in tasks]  # all of them are seen
+        if self._is_closing:
+            raise closed_error()
+        for error in errors:
+            if error is not None:
+                raise error
+        return [task.result() for task in tasks]
+
+    async def prepare_batch(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
+        """See WorkflowExecutor."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
+        self._feeding = (source, batch_size)
+        while True:
+            if self._is_closing:
+                raise closed_error()
+            self._changed.clear()
+            if (error := self._source_error) is not None:
+                self._source_error = None
+                raise error
+            has_more = self._turn(batch_size)
+            self._require_few_failures()
+            with _no_exit("the sampler"):
+                batch = list(self._sampler.select(self._waiting, self._pipe(batch_size)))
+            _require_known("select", [each.number for each in batch], (each.number for each in self._waiting), "wait")
+            if not batch and not has_more and not self._running:
+                batch = sorted(self._waiting, key=lambda each: each.number)[:batch_size]  # all that will ever come
+                self._take(batch)
+                self._warn_of_end(source, len(batch), batch_size)
+                return batch
+            if batch:
+                self._take(batch)
+                self._turn(batch_size)
+                return batch
+            self._num_asking += 1
+            try:
+                await self._changed.wait()
+            finally:
+                self._num_asking -= 1
+
+    def _warn_of_end(self, source: Iterator[Any], num_episodes: int, batch_size: int) -> None:
+        if num_episodes < batch_size and source is not self._ended_source:
+            self._ended_source = source
+            log.warning(
+                "the source of items has ended: this batch has %d of %d episodes, and later ones are empty. End the loop at an "
+                "empty batch, or give an endless source, such as itertools.cycle(items)",
+                num_episodes,
+                batch_size,
+            )
+
+    def set_version(self, version: int) -> None:
+        """See WorkflowExecutor."""
+        if version < self._version:
+            raise ValueError(f"weight version {version} after {self._version}; versions only grow")
+        self._version = version
+        self._changed.set()
+
+    def figures(self) -> WorkflowFigures:
+        """What has become of the episodes so far."""
+        return WorkflowFigures(
+            num_started=self._num_started,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_used=self._num_used,
+            num_rejected=self._num_rejected,
+            num_evicted=self._num_evicted,
+            num_stopped=self._num_stopped,
+            num_failed=self._num_failed,
+        )
+
+    async def close(self) -> None:
+        """Cancel what runs, and wait for it a while; what swallows the cancellation is left. Idempotent."""
+        self._is_closing, self._feeding = True, None
+        self._changed.set()
+        for task in [*self._tasks.values(), *self._given, *self._workflows]:
+            task.cancel()
+        if self._workflows:
+            await asyncio.wait(list(self._workflows), timeout=_STOP_S)
+
+    # --- flow -------------------------------------------------------------------------------------------------------------
+
+    def _turn(self, batch_size: int) -> bool:
+        """Let go of what is of no use any more, and start what may be started; whether the source may have more."""
+        with _no_exit("the sampler"):
+            stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
+            old = {each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))}
+        _require_known("stop", stopped, self._running, "run")
+        _require_known("evict", old, (each.number for each in self._waiting), "wait")
+        for number in stopped:
+            self._leave(number).cancel()
+        self._num_stopped += len(stopped)
+        if old:
+            self._waiting = [each for each in self._waiting if each.number not in old]
+            self._num_evicted += len(old)
+        return self._feed()
+
+    def _pipe(self, batch_size: int) -> Pipe:
+        return Pipe(
+            version=self._version,
+            batch_size=batch_size,
+            has_batch=self._handed_at == self._version,
+            running=MappingProxyType(self._running),
+            num_waiting=len(self._waiting),
+            num_used=self._num_used,
+        )
+
+    def _take(self, batch: Sequence[Episode]) -> None:
+        taken = {each.number for each in batch}
+        self._waiting = [each for each in self._waiting if each.number not in taken]
+        self._num_used += len(batch)
+        self._handed_at = self._version
+
+    def _feed(self) -> bool:
+        if self._feeding is None:
+            return False
+        source, batch_size = self._feeding
+        with _no_exit("the sampler"):
+            num_admitted = self._sampler.admit(self._pipe(batch_size))
+        for _ in range(min(num_admitted, self._max_in_flight - len(self._running))):
+            try:
+                with _no_exit("the source of items"):
+                    item = next(source)
+            except StopIteration:
+                self._feeding = None
+                return False
+            number, self._num_started = self._num_started, self._num_started + 1
+            self._running[number] = self._version
+            self._tasks[number] = asyncio.ensure_future(self._episode(item, number, self._version))
+        return True
+
+    def _leave(self, number: int) -> asyncio.Task[None]:
+        """An episode counts no more, however it ends."""
+        del self._running[number]
+        return self._tasks.pop(number)
+
+    # --- episodes ---------------------------------------------------------------------------------------------------------
+
+    async def _run(self, item: Any) -> Any:
+        """What the workflow makes of an item. Ends at once when it is cancelled, or the time is over, whatever that does."""
+        work = asyncio.ensure_future(self._work(item))
+        self._workflows.add(work)
+        work.add_done_callback(self._workflows.discard)
+        try:
+            await asyncio.wait([work], timeout=self._timeout_s)
+        except asyncio.CancelledError:
+            self._abandon(work)
+            raise
+        if not work.done():
+            self._abandon(work)
+            raise EpisodeTimeoutError(item=item, limit_s=self._timeout_s or 0.0)
+        if work.cancelled():
+            raise HelmsmanError("the episode was cancelled by something that it awaited, and not by its executor.")
+        return work.result()
+
+    async def _work(self, item: Any) -> Any:
+        with _no_exit("the episode"):
+            made: Any = self._workflow(item)
+            if not inspect.isawaitable(made):
+                raise TypeError(f"the workflow {_name_of(self._workflow)} returned {made!r:.80}; {_WRITE_ASYNC}")
+            return await made
+
+    def _abandon(self, work: asyncio.Future[Any]) -> None:
+        work.cancel()
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen; nobody waits for it any more
+
+    async def _episode(self, item: Any, number: int, version: int) -> None:
+        try:
+            value = await self._run(item)
+            episode = Episode(item=item, value=value, number=number, version=version)
+            with _no_exit("the sampler"):
+                is_of_use = value is not None and self._sampler.keep(episode)
+        except Exception as error:  # noqa: BLE001 - it is this episode's failure; too many of them are the batch's
+            log.warning("an episode failed (%s): %s: %s", _place_of(error), type(error).__name__, error)
+            self._num_failed += 1
+            self._note(error)
+        else:
+            self._note(None)
+            if is_of_use:
+                self._waiting.append(episode)
+            else:
+                self._num_rejected += 1
+        self._leave(number)
+        self._changed.set()
+        if self._feeding is not None and not self._num_asking and len(self._failures()) <= self._max_failures:
+            try:
+                self._turn(self._feeding[1])  # also while the script trains
+            except Exception as error:  # noqa: BLE001 - of the source or the sampler, for whoever asks for the next batch
+                self._feeding, self._source_error = None, error
+
+    def _note(self, error: BaseException | None) -> None:
+        self._recent = [*self._recent, error][-self._failure_window :]
+
+    def _failures(self) -> list[BaseException]:
+        return [error for error in self._recent if error is not None]
+
+    def _require_few_failures(self) -> None:
+        failures = self._failures()
+        if len(failures) > self._max_failures:
+            self._recent = []
+            raise WorkflowFailuresError(
+                num_failed=len(failures), limit=self._max_failures, window=self._failure_window, last=failures[-1]
+            ) from failures[-1]
+
+
+_AWAITABLE = re.compile("Any|Awaitable|Coroutine|Future|Task")
+_WRITE_ASYNC = "expected a coroutine. Define it with `async def`, and await what it waits for"
+
+
+def _require_async(workflow: Workflow) -> None:
+    """Refuse a function that is defined without ``async``. Raises: TypeError.
+
+    A lambda, a decorated function, or one whose annotation says so may return a coroutine, which its first call shows.
+    """
+    function: Any = workflow
+    while isinstance(function, functools.partial):
+        function = function.func
+    if callable(function) and not (inspect.isroutine(function) or isinstance(function, type)):
+        function = type(function).__call__
+    is_plain = inspect.isfunction(function) or inspect.ismethod(function)
+    if inspect.iscoroutinefunction(function) or (callable(function) and not is_plain):
+        return
+    returned = str(getattr(function, "__annotations__", {}).get("return", ""))
+    may_be_async = hasattr(function, "__wrapped__") or _AWAITABLE.search(returned) is not None
+    may_be_async = may_be_async or getattr(function, "__name__", "") == "<lambda>"
+    if not may_be_async or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"the workflow {_name_of(workflow)} is no async function; {_WRITE_ASYNC}")
+
+
+def _name_of(workflow: object) -> str:
+    return getattr(workflow, "__qualname__", None) or repr(workflow)
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line of the innermost frame outside of Helmsman, or of the innermost one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)] or frames
+    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}" if theirs else "no traceback"
+
+
+@contextlib.contextmanager
+def _no_exit(whose: str) -> Iterator[None]:
+    """A user's code: what would end the script is an error as others are, since it is not on the script's thread."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise HelmsmanError(f"{whose} raised {error!r}, which cannot end the script from here; raise an Exception.") from error
+
+
+def _require_known(what: str, chosen: Collection[int], known: Iterable[int], state: str) -> None:
+    """A sampler's choice: each once, and of those that there are; or an episode would be used twice, or counted twice."""
+    if not chosen:
+        return
+    there, distinct = set(known), set(chosen)
+    if len(distinct) < len(chosen) or not distinct <= there:
+        raise ValueError(
+            f"the sampler's {what} returned episodes {sorted(chosen)}; expected each once, and only those that {state}: "
+            f"{sorted(there)}"
+        )
+
+
+def closed_error() -> HelmsmanError:
+    """What is raised after close."""
+    return HelmsmanError("this WorkflowExecutor is closed; make a new one.")

@@ -1,0 +1,289 @@
+"""RewardPool: a user's reward function on workers of any scheduler, with a limit of time that holds.
+
+All of it runs on Helmsman's own event loop, so nothing is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from helmsman.api.errors import (
+    CallTimeoutError,
+    HelmsmanError,
+    NotFoundError,
+    RewardLostError,
+    RewardTimeoutError,
+    SchedulerClosedError,
+    WorkerFailedError,
+)
+from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
+from helmsman.controller._aio.event_loop import in_own_thread, run_async, run_sync
+from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._transport.client import encode_arguments
+from helmsman.controller._transport.health import require_answer
+from helmsman.controller._workflows.reward_workers import Process, RewardWorkers
+from helmsman.rpc_server._host.reward import Overtime
+from helmsman.rpc_server._wire.codec import Packed
+
+_ENGINE = "helmsman.rpc_server._host.reward.RewardEngine"
+_GRACE_S = 5.0
+"""How much later than an async function's limit its worker's silence means that the worker hangs."""
+_SHUTDOWN_S = 2.0
+"""A score that runs when the pool of this machine is closed has half of it to end."""
+
+
+class RewardPool(RoleController):
+    """Scores by a user's function, on the workers of one role.
+
+    A score goes to the worker that has the fewest, or waits in order while all have as many as they take: one of a ``def``
+    function, ``max_in_flight_per_worker`` of an ``async def``. Each is computed once, at most. One that takes too long fails
+    alone: an async function is cancelled, and the worker of a synchronous one is started anew, as one that has died is, while
+    the others go on.
+
+    Args:
+        scheduler: of any kind. On the inline scheduler what takes too long is left to run beside the script.
+        function: ``def`` or ``async def``; picklable, or an import path 'package.module.function'.
+        job: the workers, such as ``Job(role="reward", replicas=8)``.
+        timeout_s: seconds from sending a score to a worker until its result; ``timeouts.call_s`` when None. What blocks a
+            worker's event loop, or holds the interpreter's lock, is noticed some seconds later.
+        max_in_flight_per_worker: scores that run at once on a worker, of an async function.
+        max_restarts: of all workers together, within an hour; beyond them a worker that is lost stays so.
+    """
+
+    _ready_methods = ()
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        function: str | Callable[..., Any],
+        job: Job,
+        timeout_s: float | None = None,
+        *,
+        max_in_flight_per_worker: int = 64,
+        max_restarts: int = 64,
+    ) -> None:
+        super().__init__(scheduler, _ENGINE, job, (function,))
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s:g}; expected seconds above 0, or None")
+        for name, value, least in (
+            ("max_in_flight_per_worker", max_in_flight_per_worker, 1),
+            ("max_restarts", max_restarts, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected {least} or more")
+        self.timeout_s = scheduler.timeouts.call_s if timeout_s is None else timeout_s
+        self._max_in_flight, self._max_restarts = max_in_flight_per_worker, max_restarts
+        self._is_async = False
+        self._places: RewardWorkers | None = None
+        self._attempts: set[asyncio.Task[Any]] = set()
+        """The event loop itself holds tasks only weakly."""
+        self._owned: Scheduler | None = None
+
+    @classmethod
+    def on_this_machine(
+        cls,
+        function: str | Callable[..., Any],
+        num_processes: int = 4,
+        timeout_s: float | None = None,
+        *,
+        max_in_flight_per_worker: int = 64,
+        max_restarts: int = 64,
+    ) -> Self:
+        """A pool of processes of this machine, started, that ends them when it is closed. Raises: as initialize."""
+        scheduler = LocalScheduler(num_gpus=0, preload=(), timeouts=Timeouts(shutdown_s=_SHUTDOWN_S))
+        try:
+            pool = cls(
+                scheduler,
+                function,
+                Job(role="reward", replicas=num_processes),
+                timeout_s,
+                max_in_flight_per_worker=max_in_flight_per_worker,
+                max_restarts=max_restarts,
+            )
+            pool._owned = scheduler
+            pool.initialize()
+        except BaseException:
+            scheduler.close()
+            raise
+        return pool
+
+    # --- scores -----------------------------------------------------------------------------------------------------------
+
+    async def ascore(self, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` on a worker; may be awaited on any event loop, and as ``await pool(...)``.
+
+        When the await is cancelled, a score that waits is withdrawn, and one that runs goes on for nobody.
+
+        Raises: EngineCallError, what the function raised, with its traceback; RewardTimeoutError; RewardLostError (its worker
+            died); RewardWorkersSpentError (no worker is left); ArgumentNotSerializableError.
+        """
+        return await run_async(self._score(self._call(args, kwargs)))
+
+    __call__ = ascore
+
+    def map(self, items: Iterable[Any]) -> list[Any]:
+        """The scores of all items, in their order.
+
+        Raises: the first error in their order, as ascore, once all have ended.
+        """
+        calls = [self._call((item,), {}) for item in items]
+
+        async def score_all() -> list[Any]:
+            outcomes = await asyncio.gather(*map(self._score, calls), return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            return outcomes
+
+        return run_sync(score_all())
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        """Packed here, in the caller's thread: what cannot be sent fails before it waits."""
+        self._check_started()
+        return _Call(args, kwargs, Packed(encode_arguments(self.role, "", "score", (args, kwargs))))
+
+    async def _score(self, call: _Call) -> Any:
+        self._check_started()
+        places = self._places
+        assert places is not None
+        is_again = False
+        while True:
+            process = await places.acquire(is_again=is_again)
+            # A task of its own: a worker has what it was sent, also when nobody waits for it any more.
+            attempt = asyncio.ensure_future(self._attempt(places, process, call))
+            self._attempts.add(attempt)
+            attempt.add_done_callback(self._attempts.discard)
+            attempt.add_done_callback(lambda attempt: attempt.cancelled() or attempt.exception())  # seen, by somebody or not
+            try:
+                return await asyncio.shield(attempt)
+            except _NotBegunError:
+                is_again = True
+
+    async def _attempt(self, places: RewardWorkers, process: Process, call: _Call) -> Any:
+        try:
+            await self._require_alive(places, process)
+            return self._answer(process, call, await self._sent(process, call))
+        except CallTimeoutError as error:
+            places.lose(process, f"a score did not end within {error.elapsed_s:.2f} s, so it is started anew")
+            raise self._overtime(process, call, error.elapsed_s, "The worker is started anew", error.stack) from error
+        except WorkerFailedError as error:
+            reason = _reason(error)
+            places.lose(process, reason)
+            raise self._lost(process, call, reason) from error
+        except (NotFoundError, SchedulerClosedError):
+            self._check_started()  # a pool that is being closed says so
+            raise
+        finally:
+            places.give_back(process)
+
+    async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
+        """While a process has been sent nothing, nobody would notice that it is gone; so it is asked, once for all who wait."""
+        if not process.num_sent:
+            if process.alive is None:
+                limit_s = self.scheduler.timeouts.health_s
+                process.alive = asyncio.ensure_future(require_answer(self.scheduler, process.worker_id, limit_s))
+            try:
+                await asyncio.shield(process.alive)
+            except (CallTimeoutError, WorkerFailedError) as error:
+                places.lose(process, _reason(error))
+                raise _NotBegunError from error
+            process.alive = None
+        if process.lost.done():  # noticed by another meanwhile
+            raise _NotBegunError
+
+    async def _sent(self, process: Process, call: _Call) -> Any:
+        """What the worker answers."""
+        method, limit_s, arguments = "score", self.timeout_s, tuple[Any, ...]((call.packed,))
+        if self._is_async:
+            method, limit_s, arguments = "ascore", self.timeout_s + _GRACE_S, (call.packed, self.timeout_s)
+        process.num_sent += 1
+        try:
+            sent = self.scheduler.async_call_engine(process.worker_id, method, None, *arguments, timeout=limit_s)
+            work = asyncio.ensure_future(sent)
+            await asyncio.wait([work, process.lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            process.num_sent -= 1
+        if work.done():
+            return work.result()
+        work.cancel()
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen, though nobody waits for it
+        raise self._lost(process, call, process.lost.result())
+
+    def _lost(self, process: Process, call: _Call, reason: str) -> HelmsmanError:
+        self._check_started()  # as above
+        return RewardLostError(worker_id=process.worker_id, call=str(call), reason=reason)
+
+    def _answer(self, process: Process, call: _Call, answer: Any) -> Any:
+        if isinstance(answer, Overtime):
+            raise self._overtime(process, call, answer.elapsed_s, "The function was cancelled", "")
+        return answer
+
+    def _overtime(self, process: Process, call: _Call, elapsed_s: float, then: str, stack: str) -> RewardTimeoutError:
+        return RewardTimeoutError(
+            worker_id=process.worker_id, call=str(call), elapsed_s=elapsed_s, limit_s=self.timeout_s, then=then, stack=stack
+        )
+
+    # --- life -------------------------------------------------------------------------------------------------------------
+
+    async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
+        await super()._make_ready(workers, ranks)
+        limit_s = self.scheduler.timeouts.create_engine_s
+        self._is_async = await self.scheduler.async_call_engine(workers[ranks[0]].id, "is_async", None, timeout=limit_s)
+
+    def _on_started(self) -> None:
+        async def start() -> RewardWorkers:
+            ids = [worker.id for worker in self._workers]
+            capacity = self._max_in_flight if self._is_async else 1
+            return RewardWorkers(self.role, ids, capacity, self._max_restarts, self._rebuild)
+
+        self._places = run_sync(start())
+
+    async def _rebuild(self, worker_id: str) -> None:
+        await in_own_thread(self.scheduler.restart_worker, worker_id)
+        rank = [worker.id for worker in self._workers].index(worker_id)
+        await self._make_ready(self._workers, [rank])
+
+    def _on_closing(self) -> None:
+        places = self._places
+        assert places is not None
+
+        async def end() -> None:
+            places.close(HelmsmanError(f"the reward pool of role {self.role!r} was closed.", role=self.role))
+
+        run_sync(end())
+
+    def close(self) -> None:
+        """End the workers; what waits or runs fails. Idempotent. Raises: ShutdownIncompleteError."""
+        try:
+            super().close()
+            if self._places is not None:  # a process whose start was under way is ended when that sees that its role is gone
+                run_sync(self._places.settle(self.scheduler.timeouts.shutdown_s))
+        finally:
+            if self._owned is not None:
+                self._owned.close()
+
+
+class _NotBegunError(Exception):
+    """The worker was gone before it was sent anything."""
+
+
+class _Call:
+    """What is to be scored."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], packed: Packed) -> None:
+        self.packed = packed
+        self._args, self._kwargs = args, kwargs
+
+    def __str__(self) -> str:
+        shown = [*map(reprlib.repr, self._args), *(f"{name}={reprlib.repr(value)}" for name, value in self._kwargs.items())]
+        return f"score({', '.join(shown)})"
+
+
+def _reason(error: CallTimeoutError | WorkerFailedError) -> str:
+    if isinstance(error, WorkerFailedError):
+        return f"process {error.pid} {error.cause}"
+    return f"it has not answered for {error.elapsed_s:.1f} s"

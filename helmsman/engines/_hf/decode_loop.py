@@ -1,0 +1,352 @@
+"""The thread that decodes: it takes requests and commands between steps and resolves their futures.
+
+A request waits until a slot is free, runs from its prefill to its last token, and is resolved exactly once:
+
+    WAITING -> RUNNING -> resolved with a result (stop, length, abort), or with the error that a step raised
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import nn
+
+from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.platforms import current_platform
+from helmsman.api.weights import Weights
+from helmsman.engines._hf.decode_batch import DecodeBatch
+from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.host_swap import Parking
+from helmsman.engines.weight_transfer import incoming
+from helmsman.engines.weights import TornWeightsError, apply_weights
+
+logger = logging.getLogger(__name__)
+
+
+class _Sequence:
+    """A request and what it has generated."""
+
+    def __init__(self, request: GenerationRequest, max_len: int) -> None:
+        params = request.sampling
+        self.request = request
+        self.future: Future[GenerationResult] = Future()
+        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self.max_new_tokens = min(params.max_new_tokens, max_len - len(request.prompt_ids))
+        self.stop_tokens = frozenset(params.stop_token_ids)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+
+    def resolve(self, stop_reason: StopReason) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(
+                GenerationResult(
+                    request_id=self.request.request_id,
+                    token_ids=self.tokens,
+                    logprobs=self.logprobs,
+                    versions=self.versions,
+                    stop_reason=stop_reason,
+                )
+            )
+
+    def fail(self, cause: Exception) -> None:
+        if self.future.set_running_or_notify_cancel():
+            error = RuntimeError(f"a decoding step failed while this request was in flight: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            self.future.set_exception(error)
+
+
+class DecodeLoop:
+    """Continuous batching in a thread of its own. All public methods may be called from any thread.
+
+    Args:
+        model: The model; only this thread uses it from now on.
+        batch: Slots for it.
+        max_len: Most tokens of a sequence.
+        max_prefill_tokens: Most prompt tokens, padding included, between two decoding steps.
+        version: Weight version of the model.
+    """
+
+    def __init__(self, model: nn.Module, batch: DecodeBatch, *, max_len: int, max_prefill_tokens: int, version: int) -> None:
+        self._model = model
+        self._batch = batch
+        self._max_len = max_len
+        self._max_prefill_tokens = max_prefill_tokens
+        self._version = version
+        self._is_torn = False
+        """Whether an update ended half-way, or sleep has dropped the weights: nothing is decoded until an update is completed,
+        and requests wait or are aborted."""
+        self._is_asleep = False
+        """Whether there is no cache; no request is accepted then."""
+        self._has_weight_memory = True
+        self._parking = Parking()
+        """Weights of an engine that sleeps."""
+        self._weight_group = WeightGroup(next(model.parameters()).device)
+        self._num_generated = self._num_prefilled = 0
+        self._waiting: deque[list[_Sequence]] = deque()
+        """Those of an entry join together, so that their prompt is computed once."""
+        self._running: list[_Sequence] = []
+        self._ids: set[str] = set()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="helmsman-decode", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """The weight version that is served."""
+        return self._version
+
+    def stats(self) -> dict[str, int]:
+        """Counts as of the last step: running, waiting, tokens computed and generated; and the version."""
+        return {
+            "num_running": len(self._running),
+            "num_waiting": sum(map(len, list(self._waiting))),
+            "num_prompt_tokens": self._num_prefilled,
+            "num_generated_tokens": self._num_generated,
+            "version": self._version,
+        }
+
+    def submit(self, request: GenerationRequest) -> Future[GenerationResult]:
+        """Queue a request that fits the model.
+
+        Raises:
+            ValueError: Its id is in flight already.
+            RuntimeError: The loop is closed.
+        """
+        return self.submit_together([request])[0]
+
+    def submit_together(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
+        """Queue requests with the same prompt, which join together as soon as there are slots for all; on an error none.
+
+        Raises:
+            ValueError, RuntimeError: As submit.
+        """
+        sequences = [_Sequence(request, self._max_len) for request in requests]
+        ids: set[str] = set()
+        with self._changed:
+            self._check_open()
+            if self._is_asleep:
+                raise RuntimeError("the rollout engine is asleep, and accepts no request; call wake() first")
+            for id_ in (request.request_id for request in requests):
+                if id_ in self._ids or id_ in ids:
+                    raise ValueError(f"the request id {id_!r} is already in flight; ids are unique among those")
+                ids.add(id_)
+            self._ids |= ids
+            most = self._batch.num_slots
+            self._waiting += [sequences[start : start + most] for start in range(0, len(sequences), most)]
+            self._changed.notify()
+        return [sequence.future for sequence in sequences]
+
+    def abort(self, request_ids: Sequence[str] | None) -> Future[int]:
+        """End requests before the next step; the future has their number."""
+        return self._command(lambda: self._abort(None if request_ids is None else frozenset(request_ids)))
+
+    def update_weights(self, weights: Weights, version: int) -> Future[int]:
+        """Exchange the weights before the next step, which waits until all are there; the future has the version that is served
+        then."""
+        return self._command(lambda: self._update_weights(weights, version))
+
+    def sleep(self, level: int) -> Future[int]:
+        """Give the cache's memory back, and the weights': at level 1 they wait on the host, at level 2 they are dropped. The
+        future has the level."""
+        return self._command(lambda: self._sleep(level))
+
+    def wake(self, weights_only: bool) -> Future[int]:
+        """Take the memory of weights and cache again; the future has the version."""
+        return self._command(lambda: self._wake(weights_only))
+
+    def close(self, timeout_s: float) -> None:
+        """End all requests as aborted, and the thread. Idempotent.
+
+        Raises:
+            TimeoutError: A step did not end in time.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the decoding thread did not end within {timeout_s:g} s; one step is still running")
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeError("the rollout engine was destroyed")
+
+    def _command(self, run: Callable[[], int]) -> Future[int]:
+        future: Future[int] = Future()
+
+        def execute() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(run())
+            except Exception as exc:  # noqa: BLE001  it belongs to the caller, who waits on the future
+                future.set_exception(exc)
+
+        with self._changed:
+            self._check_open()
+            self._commands.append(execute)
+            self._changed.notify()
+        return future
+
+    # --- the decoding thread ------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._commands or self._has_work)
+                commands, closing = self._commands, self._closing
+                self._commands = deque()
+            while commands:
+                commands.popleft()()  # and nothing remembers it: with the weights of an update goes the memory of their sender
+            if closing:
+                self._abort(None)
+                self._weight_group.close()
+                return
+            if not self._has_work:
+                continue
+            try:
+                self._admit()
+                self._step()
+            except Exception as exc:
+                logger.exception("a decoding step failed; its requests fail with it")
+                self._fail(exc)
+
+    @property
+    def _has_work(self) -> bool:
+        return not self._is_torn and bool(self._waiting or self._running)
+
+    def _admit(self) -> None:
+        """Prefill waiting requests, as many as slots and the prefill budget allow, first come first served."""
+        joining: list[_Sequence] = []
+        prompts: set[tuple[int, ...]] = set()
+        longest = 0
+        with self._changed:
+            while self._waiting and len(joining) + len(self._waiting[0]) <= self._batch.num_free:
+                prompt = self._waiting[0][0].request.prompt_ids
+                prompts.add(tuple(prompt))
+                longest = max(longest, len(prompt))
+                if joining and longest * len(prompts) > self._max_prefill_tokens:
+                    break
+                for sequence in self._waiting.popleft():
+                    if sequence.future.cancelled():
+                        self._ids.discard(sequence.request.request_id)
+                    else:
+                        joining.append(sequence)
+            self._running += joining
+        if joining:
+            requests = [sequence.request for sequence in joining]
+            self._num_prefilled += self._batch.add(
+                [request.prompt_ids for request in requests],
+                [request.sampling for request in requests],
+                [sequence.seed for sequence in joining],
+            )
+
+    def _step(self) -> None:
+        if not self._running:
+            return
+        tokens, logprobs = self._batch.step()
+        self._num_generated += len(tokens)
+        done: list[tuple[int, StopReason]] = []
+        for row, (sequence, token, logprob) in enumerate(zip(self._running, tokens, logprobs, strict=True)):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self._version)
+            if token in sequence.stop_tokens:
+                done.append((row, "stop"))
+            elif len(sequence.tokens) == sequence.max_new_tokens:
+                done.append((row, "length"))
+            elif sequence.future.cancelled():
+                done.append((row, "abort"))
+        self._remove(done)
+
+    def _remove(self, done: Sequence[tuple[int, StopReason]]) -> None:
+        """Resolve rows, given in rising order. The last row takes a removed one's place, so the highest goes first."""
+        resolved: list[tuple[_Sequence, StopReason]] = []
+        for row, reason in reversed(done):
+            self._batch.remove(row)
+            resolved.append((self._running[row], reason))
+            self._running[row] = self._running[-1]
+            self._running.pop()
+        with self._changed:
+            self._ids.difference_update(sequence.request.request_id for sequence, _ in resolved)
+        for sequence, reason in resolved:
+            sequence.resolve(reason)
+
+    def _abort(self, request_ids: frozenset[str] | None) -> int:
+        def is_meant(sequence: _Sequence) -> bool:
+            return request_ids is None or sequence.request.request_id in request_ids
+
+        with self._changed:
+            dropped = [sequence for together in self._waiting for sequence in together if is_meant(sequence)]
+            left = ([sequence for sequence in together if not is_meant(sequence)] for together in self._waiting)
+            self._waiting = deque(together for together in left if together)
+            self._ids.difference_update(sequence.request.request_id for sequence in dropped)
+        for sequence in dropped:
+            sequence.resolve("abort")
+        rows: list[tuple[int, StopReason]] = [
+            (row, "abort") for row, sequence in enumerate(self._running) if is_meant(sequence)
+        ]
+        self._remove(rows)
+        return len(dropped) + len(rows)
+
+    def _sleep(self, level: int) -> int:
+        if level not in (1, 2):
+            raise ValueError(f"level is {level}; expected 1, which keeps the weights on the host, or 2, which drops them")
+        with self._changed:
+            if self._ids:
+                raise RuntimeError(
+                    f"{len(self._ids)} request(s) are in flight, and the engine stays awake; wait for their end or abort them"
+                )
+            self._is_asleep = True
+        self._has_weight_memory = False
+        if level == 2:
+            self._is_torn = True
+            self._parking.drop(self._model.parameters())
+        self._parking.park([*self._model.parameters(), *self._model.buffers()])
+        self._batch.cache.release()
+        current_platform.empty_cache()
+        return level
+
+    def _wake(self, weights_only: bool) -> int:
+        try:
+            self._parking.bring_back()
+            self._has_weight_memory = True
+            if not weights_only:
+                self._batch.cache.allocate()
+                self._is_asleep = False
+        except BaseException:
+            current_platform.empty_cache()
+            raise
+        return self._version
+
+    def _update_weights(self, weights: Weights, version: int) -> int:
+        if not self._has_weight_memory:
+            raise RuntimeError("the rollout engine is asleep, and has no room for weights; call wake(weights_only=True) first")
+        try:
+            with incoming(weights, self._weight_group) as arriving:
+                apply_weights(self._model, arriving)
+        except TornWeightsError:
+            self._is_torn = True
+            raise
+        self._version, self._is_torn = version, False
+        return version
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            failed = [*self._running, *(sequence for together in self._waiting for sequence in together)]
+            self._running.clear()
+            self._waiting.clear()
+            self._ids.clear()
+        self._batch.clear()
+        for sequence in failed:
+            sequence.fail(error)

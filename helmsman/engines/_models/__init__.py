@@ -1,0 +1,1 @@
+"""Hugging Face models and their files: loading, heads, checkpoints, export."""

@@ -1,0 +1,271 @@
+"""Checkpoints of a sharded training state, which every rank writes its part of: all or nothing, for any number of ranks.
+
+    <path>/helmsman.json     how far training has come, and on how many ranks
+    <path>/config.json       the model's configuration, with the tokenizer's files where the model came from a folder
+    <path>/state/            torch.distributed.checkpoint: parameters and optimizer state by name, each rank's random state
+
+Tensors are saved by their place in the whole, which their DTensor knows, so ranks of another number or mesh read what they
+need of them. The folder gets its name when everything is in it. To give the weights to others there is hf_export.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from helmsman.engines._models.checkpoint_files import (
+    STATE_FOLDER,
+    Progress,
+    Saved,
+    Writer,
+    begin_folder,
+    missing_part,
+    plain_errors,
+    read_contents,
+    read_saved,
+)
+from helmsman.engines._models.distributed import failing_together, gather_objects
+from helmsman.engines._models.files import replace_folder
+from helmsman.engines._models.heads import check_saved_head, head_of
+from helmsman.engines._models.model import named_tensors
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and loads the state of a training job. Every method but ``close`` is called on all ranks.
+
+    Args:
+        device: Whose random state is part of the state, beside the host's.
+        timeout_s: How long ranks wait for each other's writing.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        self._group: Any = None
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+        """Of the last save in the background, on rank 0, until it is told."""
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        source: str | None = None,
+        *,
+        background: bool = False,
+    ) -> None:
+        """Write a checkpoint; one that was at ``path`` is replaced when it is complete.
+
+        Args:
+            path: A folder that all ranks reach.
+            source: The folder that the model came from, whose tokenizer is copied.
+            background: Return once the state has been copied to the host, and write it while training goes on. What
+                goes wrong then is raised by the next call of save, load, or wait.
+
+        Raises:
+            OSError: A rank cannot write there, or there is something else than a checkpoint; other ranks raise RuntimeError.
+        """
+        self.wait()
+        path = os.path.abspath(path)
+        is_root = dist.get_rank() == 0
+        unfinished = ""
+        with failing_together(f"saving to {path}"):
+            if is_root:
+                unfinished = begin_folder(path, model, source, Saved(progress, dist.get_world_size()))
+        unfinished = gather_objects(unfinished)[0]
+        state = {**_tensors(model, optimizer), **self._random_state()}
+        self._join_group()
+        if background:
+            try:
+                with failing_together(f"copying the state for {path}"):
+                    state = {name: _staged(tensor) for name, tensor in state.items()}
+            except BaseException:
+                if is_root:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            writing = threading.Thread(
+                target=self._write_and_note, args=(state, unfinished, path, is_root), name="helmsman-checkpoint"
+            )
+            writing.start()
+            self._writing = writing
+            return
+        with failing_together(f"saving to {path}"):
+            self._write(state, unfinished, path, is_root)
+
+    def _write_and_note(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
+        try:
+            self._write(state, unfinished, path, is_root)
+        except Exception as error:
+            logger.exception("%s was not saved", path)
+            if is_root:
+                self._failure = error
+
+    def _write(self, state: Mapping[str, torch.Tensor], unfinished: str, path: str, is_root: bool) -> None:
+        folder = os.path.join(unfinished, STATE_FOLDER)
+        try:
+            with plain_errors(f"writing to {path}"):
+                metadata = dcp.save(dict(state), storage_writer=Writer(folder), process_group=self._group)
+            if is_root:
+                if problem := missing_part(folder, metadata):
+                    raise OSError(f"{problem}, which another rank has written; {path} must be one folder for all ranks")
+                replace_folder(unfinished, path)
+        finally:
+            if is_root:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises: what the last save in the background met."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        with failing_together("the last save in the background"):
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what a save in the background met, once: on rank 0 alone, so inside a block that fails together."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and leave the group of the writers. Idempotent."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            logger.error("the last checkpoint was not saved, and nobody has asked: %s", self._failure)
+            self._failure = None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _join_group(self) -> None:
+        """Have a group of its own: what is written in the background must not meet the collectives of training."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+
+    # --- loading ----------------------------------------------------------------------------------------------------------
+
+    def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """Read a checkpoint into a model and an optimizer that has not stepped.
+
+        Raises:
+            ValueError: There is no checkpoint, a part of one, or one of another model; nothing has changed.
+            RuntimeError: It cannot be read to its end; the model has some of its parameters. Or another rank failed.
+        """
+        self.wait()
+        with failing_together(f"loading {path}"):
+            saved = read_saved(path)
+            check_saved_head(path, head_of(model), exact=True)
+            reader, found = read_contents(path)
+            _check_shapes(path, model, found)
+            states = _empty_states(model, found)
+        self._join_group()
+        random = self._random_state() if saved.num_ranks == dist.get_world_size() else {}
+        # One that was saved on another kind of device has no state of this one.
+        random = {name: tensor for name, tensor in random.items() if name in found and found[name].size == tensor.shape}
+        state = {**_model_tensors(model), **{name: tensor for _, _, name, tensor in states}, **random}
+        with plain_errors(f"loading {path}"):
+            dcp.load(state, storage_reader=reader, process_group=self._group)
+        for parameter, key, _, tensor in states:
+            optimizer.state[parameter][key] = tensor
+        self._set_random_state(random)
+        return saved.progress
+
+    # --- random numbers ---------------------------------------------------------------------------------------------------
+
+    def _random_state(self) -> dict[str, torch.Tensor]:
+        """Of this rank, which dropout draws from."""
+        state = {f"random.{dist.get_rank()}.host": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            state[f"random.{dist.get_rank()}.device"] = torch.get_device_module(self._device).get_rng_state()
+        return state
+
+    def _set_random_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in state.items():
+            if name.endswith(".host"):
+                torch.set_rng_state(tensor)
+            else:
+                torch.get_device_module(self._device).set_rng_state(tensor)
+
+
+def read_parameters(path: str, model: nn.Module) -> None:
+    """Read the parameters of a checkpoint into a model that is not sharded, in one process. Raises: ValueError as load."""
+    read_saved(path)
+    reader, found = read_contents(path)
+    _check_shapes(path, model, found)
+    with plain_errors(f"reading {path}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
+
+
+# --- what is saved ------------------------------------------------------------------------------------------------------------
+
+
+def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Of model and optimizer by name, sharded as they are. An optimizer that has not stepped has none."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    tensors = _model_tensors(model)
+    for parameter, states in optimizer.state.items():
+        for key, value in states.items():
+            tensors[f"optimizer.{names[id(parameter)]}.{key}"] = value.detach()
+    return tensors
+
+
+def _empty_states(
+    model: nn.Module, found: Mapping[str, TensorStorageMetadata]
+) -> list[tuple[torch.Tensor, str, str, torch.Tensor]]:
+    """(parameter, key, name in the checkpoint, tensor to read it into) for each of the optimizer's tensors that there are."""
+    states: list[tuple[torch.Tensor, str, str, torch.Tensor]] = []
+    parameters = named_tensors(model)
+    for name, each in found.items():
+        kind, _, rest = name.partition(".")
+        if kind != "optimizer":
+            continue
+        parameter_name, _, key = rest.rpartition(".")
+        parameter = parameters[parameter_name]
+        if each.size == parameter.shape:  # sharded as the parameter is
+            tensor = torch.zeros_like(parameter.detach(), dtype=each.properties.dtype)
+        else:
+            tensor = torch.zeros(each.size, dtype=each.properties.dtype)
+        states.append((parameter, key, name, tensor))
+    return states
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, sharded as the tensor is."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().to("cpu", copy=True)
+        return DTensor(local, tensor._spec, requires_grad=False)  # from_local would bring it to the mesh's device again
+    return tensor.to("cpu", copy=True)
+
+
+def _check_shapes(path: str, model: nn.Module, found: Mapping[str, TensorStorageMetadata]) -> None:
+    own = {name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
+    other = {name: tuple(each.size) for name, each in found.items() if name.startswith("model.")}
+    if own != other:
+        names = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+        shown = ", ".join(f"{name} {own.get(name)} here, {other.get(name)} there" for name in names[:4])
+        raise ValueError(f"{path!r} holds another model; {len(names)} of its parameters differ: {shown}")

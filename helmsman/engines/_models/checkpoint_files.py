@@ -1,0 +1,143 @@
+"""The folder of a checkpoint: made beside its place and named when it is complete, and read only if it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import msgspec
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from helmsman.engines._models.files import check_replaceable, copy_tokenizer
+from helmsman.engines._models.heads import plain_config
+
+PROGRESS_FILE = "helmsman.json"
+STATE_FOLDER = "state"
+_OLD_OPTIMIZER_FILE = "optimizer.pt"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far training has come; the schedule of the learning rate follows from it and the configuration."""
+
+    version: int
+    """Weight version."""
+    num_steps: int
+    """Optimizer steps that were taken."""
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """What helmsman.json has."""
+
+    progress: Progress
+    num_ranks: int
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a folder is what a Checkpointer has written."""
+    return os.path.isfile(os.path.join(path, PROGRESS_FILE)) and os.path.isdir(os.path.join(path, STATE_FOLDER))
+
+
+def begin_folder(path: str, model: nn.Module, source: str | None, saved: Saved) -> str:
+    """Make a folder beside ``path`` with everything but the state; returns its name. Raises: OSError."""
+    check_replaceable(path, PROGRESS_FILE)
+    parent, name = os.path.split(path)
+    os.makedirs(parent, exist_ok=True)
+    unfinished = tempfile.mkdtemp(prefix=f".{name}.", dir=parent)
+    try:
+        os.chmod(unfinished, 0o755)
+        plain_config(model).save_pretrained(unfinished)
+        copy_tokenizer(source, unfinished)
+        with open(os.path.join(unfinished, PROGRESS_FILE), "wb") as file:
+            file.write(msgspec.json.encode(saved))
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return unfinished
+
+
+def read_saved(path: str) -> Saved:
+    """What helmsman.json has. Raises: ValueError where there is no checkpoint, or only a part of one."""
+    progress_path = os.path.join(path, PROGRESS_FILE)
+    if not os.path.isfile(progress_path):
+        raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {PROGRESS_FILE}")
+    if not os.path.isfile(os.path.join(path, STATE_FOLDER, ".metadata")):
+        if os.path.isfile(os.path.join(path, _OLD_OPTIMIZER_FILE)):
+            raise ValueError(
+                f"{path!r} is a checkpoint of an earlier layout ({_OLD_OPTIMIZER_FILE}), which is not read any more; its "
+                "weights can still be given as the engine's model"
+            )
+        raise ValueError(f"{path!r} is a part of a checkpoint: it has no {STATE_FOLDER}/.metadata")
+    with open(progress_path, "rb") as file, _readable(progress_path):
+        return msgspec.json.decode(file.read(), type=Saved)
+
+
+def read_contents(path: str) -> tuple[dcp.FileSystemReader, dict[str, TensorStorageMetadata]]:
+    """A reader of a checkpoint's state, and the tensors that it has by name. Raises: ValueError where a file is not whole."""
+    folder = os.path.join(path, STATE_FOLDER)
+    reader = dcp.FileSystemReader(folder)
+    with _readable(os.path.join(folder, ".metadata")):
+        metadata = reader.read_metadata()
+    if problem := missing_part(folder, metadata):
+        raise ValueError(f"{path!r} is a part of a checkpoint: {problem}")
+    found = {name: each for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
+    return reader, found
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Whatever a file's decoder makes of what is not its format, as ValueError; what the system says of it stays."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # a decoder, pickle's above all, raises anything
+        raise ValueError(
+            f"{path!r} cannot be read, as after a crash of its host: {type(error).__name__}: {error}. Load another checkpoint"
+        ) from error
+
+
+def missing_part(folder: str, metadata: Metadata) -> str:
+    """Which of the files that should be there are not, or not whole; '' when all are."""
+    sizes: dict[str, int] = {}
+    for each in (metadata.storage_data or {}).values():
+        sizes[each.relative_path] = max(sizes.get(each.relative_path, 0), each.offset + each.length)
+    for name, size in sizes.items():
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            return f"it has no {STATE_FOLDER}/{name}"
+        if os.path.getsize(path) < size:
+            return f"{STATE_FOLDER}/{name} has {os.path.getsize(path)} of {size} bytes"
+    return ""
+
+
+class Writer(dcp.FileSystemWriter):
+    """Says what the system has said: where a file takes no more, torch's archive fails once again while it is closed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror) from error
+            raise
+
+
+@contextlib.contextmanager
+def plain_errors(what: str) -> Iterator[None]:
+    """torch's error of several ranks, which is no Exception, as that of the first of them. Raises: OSError, RuntimeError."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (first, _) = next(iter(error.failures.items()))
+        kind = OSError if isinstance(first, OSError) else RuntimeError
+        raise kind(f"{what} failed on rank {rank}: {type(first).__name__}: {first}") from first

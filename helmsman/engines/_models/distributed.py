@@ -1,0 +1,125 @@
+"""The process group of a training job: joining, leaving, and failing together.
+
+Several engines of one process (an actor and its reference model, say) share the default group: the first one makes it, the
+last one to leave takes it down, and a group that somebody else made is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from helmsman.api.platforms import current_platform
+
+_num_users = 0
+
+
+def environment_int(name: str, default: int) -> int:
+    """An integer of the environment, such as RANK; ValueError names the variable when it is none."""
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError as exc:
+        raise ValueError(f"the environment variable {name} is {text!r}; expected an integer") from exc
+
+
+def local_device_index() -> int:
+    """Index of this rank's device among those it sees: LOCAL_RANK, or 0 where each process is shown one device only."""
+    return 0 if current_platform.device_count() == 1 else environment_int("LOCAL_RANK", 0)
+
+
+def join_process_group(*, rendezvous_timeout_s: float, collective_timeout_s: float) -> bool:
+    """Join the default process group from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    A job of one rank needs no address and opens no port.
+
+    Args:
+        rendezvous_timeout_s: How long to wait for the other ranks.
+        collective_timeout_s: How long a collective may wait for a rank later on.
+
+    Returns:
+        Whether the group is ours to leave; False when somebody else had made it.
+
+    Raises:
+        ConnectionError: Not all ranks came together in time.
+        ValueError: The environment does not say where they meet.
+    """
+    global _num_users
+    if dist.is_initialized():
+        _num_users += _num_users > 0
+        return _num_users > 0
+    rank, world_size = environment_int("RANK", 0), environment_int("WORLD_SIZE", 1)
+    device_type, backend = current_platform.device_type, current_platform.communication_backend
+    dist.init_process_group(
+        # The host backend carries small objects and optimizer scalars, which do not live on the device.
+        "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{backend}",
+        store=_meet(rank, world_size, rendezvous_timeout_s),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    _num_users = 1
+    return True
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    if world_size == 1:
+        return dist.HashStore()
+    address, port = os.environ.get("MASTER_ADDR", ""), environment_int("MASTER_PORT", 0)
+    if not address or not port:
+        raise ValueError(
+            f"rank {rank} of {world_size} needs MASTER_ADDR and MASTER_PORT; they are {address!r} and {port or ''!r}"
+        )
+    try:
+        return dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as exc:
+        hint = "is the port taken?" if rank == 0 else "is rank 0 alive, and can this node reach it?"
+        raise ConnectionError(
+            f"rank {rank} of {world_size} did not meet the other ranks at {address}:{port} within {timeout_s:g} s; {hint} "
+            "Look at the ranks that did not report this."
+        ) from exc
+
+
+def leave_process_group() -> None:
+    """Give up one use of the group that join_process_group made; the last one takes it down."""
+    global _num_users
+    _num_users -= 1
+    if _num_users == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's small picklable value, by rank, on every rank. A collective."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """A block whose failure on one rank is an error on every rank, instead of the others' hang in the next collective.
+
+    The block itself must not communicate. The rank that failed raises its own error.
+
+    Raises:
+        RuntimeError: Another rank failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as exc:  # noqa: BLE001  whatever went wrong here, the other ranks must not wait for this one
+        error = exc
+    failures = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+    if failed:
+        # By these words the controller knows that the cause is elsewhere (helmsman/controller/_roles/call_all.py).
+        raise RuntimeError(f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}")

@@ -1,0 +1,194 @@
+"""Building a Hugging Face model, and the log-probabilities of tokens under it.
+
+Every rank of a training job and every rollout instance builds its model here, from the same description and seed, so
+that all of them start from the same weights before the first transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from helmsman.api.engines import Head
+from helmsman.api.platforms import current_platform
+from helmsman.engines._models.checkpoint_files import is_checkpoint
+from helmsman.engines._models.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head, give_values
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices and float32 on the host.
+
+    Raises:
+        ValueError: There is no such type.
+    """
+    if name == "auto":
+        return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"there is no floating-point type {name!r}; give 'auto' or a name of torch, such as 'bfloat16'")
+    return dtype
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep the bars of ``transformers`` out of a worker's log while a block reads or writes weights."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+_drawing = threading.Lock()
+"""Held while weights are drawn, from a random state that engines in threads of one process (inline) share."""
+
+
+def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype, head: Head = "lm") -> nn.Module:
+    """Build a causal model on the host.
+
+    Args:
+        model: A local folder in the Hugging Face layout, or a checkpoint (weights are read); or the entries of its
+            configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
+        seed: Seed of the drawn weights, and of a value head that the folder does not have. The global random state is left
+            as it was.
+        dtype: Floating-point type of the parameters.
+        head: ``lm`` for a model whose outputs have ``logits``; ``value`` for one that returns values (B, T) float32.
+
+    Returns:
+        A ``transformers`` model in evaluation mode.
+
+    Raises:
+        ValueError: The folder or the model type does not exist, the checkpoint is not whole, or the folder's model has a value
+            head where none is wanted.
+    """
+    auto_class, entries = AUTO_CLASSES[head], CONFIG_ENTRIES[head]
+    if isinstance(model, str):
+        if not os.path.isdir(model):
+            raise ValueError(
+                f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
+            )
+        from helmsman.engines._models.checkpoint import read_parameters  # which reads models by this module
+
+        check_saved_head(model, head, exact=is_checkpoint(model))
+        with without_progress_bars(), _seeded(seed):
+            if is_checkpoint(model):
+                built: nn.Module = auto_class.from_config(AutoConfig.from_pretrained(model, **entries), dtype=dtype)
+                read_parameters(model, built)
+            else:
+                built = auto_class.from_pretrained(model, dtype=dtype, local_files_only=True, **entries)
+    else:
+        if "model_type" not in model:
+            raise ValueError(f"the model's configuration has no 'model_type'; it has: {', '.join(sorted(model)) or 'nothing'}")
+        config = AutoConfig.for_model(**{**model, **entries})
+        with _seeded(seed):
+            built = auto_class.from_config(config, dtype=dtype)
+    if head == "value":
+        give_values(built)
+    return built.eval()
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw weights from a seed, and leave the global random state as it was."""
+    with _drawing, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+_LENGTH_INCLUDED = ("longrope", "su", "llama3")
+"""Kinds of rotary scaling for which max_position_embeddings already is the scaled length."""
+
+
+def max_positions(config: Any) -> int | None:
+    """Most tokens of a sequence for which a model was built; None where its configuration does not say.
+
+    Rotary embeddings that are scaled allow ``factor`` times as many, by the rules of vLLM. Where a configuration may include
+    the factor or not, the larger number is returned.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not positions or positions < 0:
+        return None
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    most = int(positions)
+    for each in (rope, *rope.values()):  # one for all layers, or one for each kind of layer
+        if isinstance(each, Mapping) and each.get("factor") and each.get("rope_type", each.get("type")) not in _LENGTH_INCLUDED:
+            most = max(most, int((each.get("original_max_position_embeddings") or positions) * each["factor"]))
+    return most
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, or shards of them; one with several names (tied embeddings) by its first name only."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a shard."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks that sharding and checkpointing treat as units: what ``transformers`` declares as not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """Make every decoder layer recompute its activations in the backward pass instead of keeping them (arXiv:1604.06174)."""
+    for layer in decoder_layers(model):
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+class _GatherLogSoftmax(torch.autograd.Function):
+    """``log_softmax(logits)[i, targets[i]]`` in float32 without a float32 copy of all logits, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, chunk_numel: int) -> torch.Tensor:
+        ctx.rows = rows = max(1, chunk_numel // logits.shape[-1])
+        normalizer = torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
+        ctx.save_for_backward(logits, targets, normalizer)
+        return logits.gather(-1, targets[:, None])[:, 0].float() - normalizer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets, normalizer = ctx.saved_tensors
+        (grad,) = grads
+        grad_logits = torch.empty_like(logits)
+        pieces = zip(*(tensor.split(ctx.rows) for tensor in (logits, targets, normalizer, grad, grad_logits)), strict=True)
+        for chunk, target, norm, grad_chunk, out in pieces:
+            softmax = (chunk.float() - norm[:, None]).exp_().mul_(-grad_chunk[:, None])
+            out.copy_(softmax.scatter_add_(-1, target[:, None], grad_chunk[:, None]))
+        return grad_logits, None, None
+
+
+def target_logprobs(logits: torch.Tensor, targets: torch.Tensor, chunk_numel: int = 1 << 24) -> torch.Tensor:
+    """Log-probability of a target under each row of logits.
+
+    Args:
+        logits: (..., V) of any floating-point type.
+        targets: (...) int64.
+        chunk_numel: Logits that are turned to float32 at once, 64 MiB of them; bounds the extra memory.
+
+    Returns:
+        (...) float32, differentiable in ``logits``.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    picked: torch.Tensor = _GatherLogSoftmax.apply(flat, targets.reshape(-1), chunk_numel)  # type: ignore[no-untyped-call]
+    return picked.view(targets.shape)

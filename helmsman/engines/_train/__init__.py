@@ -1,0 +1,1 @@
+"""Parts of the training engine: meshes, packing, attention, losses over chunks."""

@@ -1,0 +1,200 @@
+"""From samples to micro-batches under a token budget: checked, grouped, and as the padded columns that losses see."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from helmsman.api.engines import Sample, SampleShare, sample_numbers
+from helmsman.api.pairs import sample_units
+from helmsman.engines._train.packing import TokenRows, pack, pad
+
+Columns = Mapping[str, torch.Tensor]
+"""The entries of one sample, on the host."""
+
+
+class MicroBatch(msgspec.Struct, frozen=True):
+    """Some samples of a batch: what a loss sees of them, and what the model does."""
+
+    indices: tuple[int, ...]
+    """Which samples these are, one per row of the columns."""
+    lengths: tuple[int, ...]
+    """Their lengths before padding."""
+    columns: dict[str, torch.Tensor]
+    """``input_ids`` (B, T) int64, ``loss_mask`` (B, T) bool, and the samples' other entries: (B, T) or (B,), on the host;
+    padded on the right to one length."""
+    rows: TokenRows
+    """The same tokens as the model gets them."""
+
+    def to(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The columns on a device."""
+        return {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
+
+
+class Batching(msgspec.Struct, frozen=True, kw_only=True):
+    """How samples become micro-batches; the same on every rank."""
+
+    max_tokens: int
+    """Budget of one micro-batch, padding included; a longer sample, or pair, gets a micro-batch of its own."""
+    vocab_size: int
+    """Token ids are below this."""
+    packing: bool = False
+    """Whether the model gets the samples end to end in one row, or one row each, padded."""
+    multiple: int = 1
+    """The model's rows are padded to a multiple of this, since so many ranks share them."""
+
+
+def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
+    """The entries of each sample as tensors.
+
+    Args:
+        samples: As ``helmsman.api.engines.Sample``, all with the same entries. Without ``loss_mask`` every token
+            but the first counts. Messages name the samples of a SampleShare by their numbers in the whole batch.
+        vocab_size: Token ids are below this.
+
+    Raises:
+        ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
+            entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
+    """
+    numbers = sample_numbers(samples)
+    checked: list[Columns] = [_to_columns(number, sample, vocab_size) for number, sample in zip(numbers, samples, strict=True)]
+    for number, columns in zip(numbers, checked, strict=True):
+        if columns.keys() != checked[0].keys():
+            raise ValueError(
+                f"sample {number} has the entries {sorted(columns)}, but sample {numbers[0]} has {sorted(checked[0])}"
+            )
+        for name, column in columns.items():
+            if column.ndim != checked[0][name].ndim:
+                scalar, other = (number, numbers[0]) if column.ndim == 0 else (numbers[0], number)
+                raise ValueError(f"{name!r} is a scalar in sample {scalar}, and has one entry per token in sample {other}")
+    sample_units(SampleShare(checked, numbers))
+    # Padded, a column takes the type of its first row: fractions beside a row of integers would be cut off.
+    fractions = {name for columns in checked for name, column in columns.items() if column.is_floating_point()}
+    return [{name: column.float() if name in fractions else column for name, column in columns.items()} for columns in checked]
+
+
+def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int = 0) -> list[list[int]]:
+    """Which samples go together, longest first, as few groups as the budget allows; ``at_least`` so many where it can be.
+
+    Packed, the number of tokens in the groups is about the same, so that ranks with the same number of groups keep step. The
+    two samples of a pair (helmsman.api.pairs) are neighbours in one group, in the order of the batch.
+    """
+    units = sample_units(samples)
+    lengths = [[len(samples[index]["input_ids"]) for index in unit] for unit in units]
+    sizes = [sum(each) if batching.packing else len(each) * max(each) for each in lengths]
+    order = sorted(range(len(units)), key=lambda number: -sizes[number])
+    if batching.packing:
+        groups = _first_fit(order, sizes, batching.max_tokens)
+        groups = _balanced(order, sizes, min(max(at_least, len(groups)), len(units)), batching.max_tokens) or groups
+    else:
+        groups = _under_padded_budget(order, sizes, batching.max_tokens)
+    return [[index for number in group for index in units[number]] for group in groups]
+
+
+def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batching: Batching) -> MicroBatch:
+    """The micro-batch of these samples, given all of them."""
+    chosen = [samples[index] for index in indices]
+    columns = {
+        name: torch.nn.utils.rnn.pad_sequence([sample[name] for sample in chosen], batch_first=True)
+        if first.ndim
+        else torch.stack([sample[name] for sample in chosen])
+        for name, first in chosen[0].items()
+    }
+    return MicroBatch(
+        indices=tuple(indices),
+        lengths=tuple(len(sample["input_ids"]) for sample in chosen),
+        columns=columns,
+        rows=(pack if batching.packing else pad)([sample["input_ids"] for sample in chosen], batching.multiple),
+    )
+
+
+def empty_micro_batch(batching: Batching) -> MicroBatch:
+    """A stand-in for a rank that has fewer micro-batches than the others and must still take part in their collectives."""
+    tokens = torch.zeros(2, dtype=torch.int64)
+    stand_in = {"input_ids": tokens, "loss_mask": torch.zeros(2, dtype=torch.bool)}
+    made = make_micro_batch([0], [stand_in], batching)
+    return msgspec.structs.replace(made, indices=(), lengths=())
+
+
+def fingerprint(samples: Sequence[Columns]) -> int:
+    """A number by which ranks that must have the same samples find out that they have not."""
+    found = 0
+    for sample in samples:
+        found = zlib.crc32(sample["input_ids"].contiguous().numpy().tobytes(), found)
+        found = zlib.crc32(sample["loss_mask"].numpy().tobytes(), found)
+    return found
+
+
+def _under_padded_budget(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit, longest first: at most 11/9 of the fewest possible groups, and one (Johnson 1973, Yue 1991)."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        place = next((place for place, free in enumerate(room) if lengths[index] <= free), None)
+        if place is None:
+            groups.append([])
+            room.append(max_tokens)
+            place = len(groups) - 1
+        groups[place].append(index)
+        room[place] -= lengths[index]
+    return groups
+
+
+def _balanced(order: Sequence[int], lengths: Sequence[int], num: int, max_tokens: int) -> list[list[int]] | None:
+    """So many groups of about equally many tokens; None where that would break the budget."""
+    groups: list[list[int]] = [[] for _ in range(num)]
+    tokens = [0] * num
+    for index in order:
+        place = min(range(num), key=lambda place: (tokens[place], len(groups[place])))
+        groups[place].append(index)
+        tokens[place] += lengths[index]
+    too_long = any(total > max_tokens and len(group) > 1 for total, group in zip(tokens, groups, strict=True))
+    return None if too_long else groups
+
+
+def _to_columns(number: int, sample: Mapping[str, Any], vocab_size: int) -> dict[str, torch.Tensor]:
+    if "input_ids" not in sample:
+        raise ValueError(f"sample {number} has no 'input_ids'; it has: {', '.join(sorted(sample)) or 'nothing'}")
+    columns = {name: _to_tensor(number, name, value) for name, value in sample.items()}
+    input_ids = columns["input_ids"]
+    if input_ids.ndim != 1 or not len(input_ids) or input_ids.dtype.is_floating_point:
+        raise ValueError(
+            f"sample {number}: 'input_ids' is {tuple(input_ids.shape)} {input_ids.dtype}; expected (T,) int, T > 0"
+        )
+    input_ids = input_ids.long()  # torch has no minimum of the unsigned types that token files have
+    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocab_size:
+        raise ValueError(f"sample {number}: 'input_ids' has ids outside the vocabulary, which has {vocab_size}")
+    for name, column in columns.items():
+        if column.ndim > 1 or (column.ndim == 1 and len(column) != len(input_ids)):
+            raise ValueError(
+                f"sample {number}: {name!r} has the shape {tuple(column.shape)}; expected ({len(input_ids)},), one entry per "
+                "token, or a scalar"
+            )
+    mask = columns.get("loss_mask", torch.ones(len(input_ids), dtype=torch.bool))
+    if mask.ndim != 1:
+        raise ValueError(f"sample {number}: 'loss_mask' is a scalar; expected one entry per token")
+    mask = mask.bool().clone()
+    mask[0] = False
+    return {**columns, "input_ids": input_ids, "loss_mask": mask}
+
+
+def _to_tensor(number: int, name: str, value: Any) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise ValueError(f"sample {number}: {name!r} (a {type(value).__name__}) is not numeric: {exc}") from exc
+    return tensor.float() if tensor.dtype.is_floating_point else tensor

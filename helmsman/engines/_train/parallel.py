@@ -1,0 +1,191 @@
+"""Where each rank of a training job stands: a mesh of replicas x shards x tensor-parallel ranks, and who shares a batch.
+
+Ranks are numbered with tensor parallelism innermost, then context parallelism, then data parallelism, so that the ranks that
+talk most are neighbours:
+
+    rank = (data_parallel_rank * context_parallel_size + context_rank) * tensor_parallel_size + tensor_rank
+
+Parameters are sharded over the data-parallel and the context-parallel ranks alike: each of them sees tokens of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from helmsman.api.errors import ParallelLayoutError
+from helmsman.engines._models.model import decoder_layers
+from helmsman.engines._train.parallel_plan import TensorPlan
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's coordinates; plain numbers, which are known before the ranks have met."""
+
+    rank: int
+    world_size: int
+    tensor_size: int
+    context_size: int
+    num_replicas: int
+
+    @classmethod
+    def of(cls, *, rank: int, world_size: int, tensor_size: int, context_size: int, num_replicas: int) -> Layout:
+        """The coordinates of a rank.
+
+        Raises: ParallelLayoutError where the sizes do not make up the world.
+        """
+        sizes = {
+            "tensor_parallel_size": tensor_size,
+            "context_parallel_size": context_size,
+            "data_parallel_replicas": num_replicas,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ParallelLayoutError(
+                    what=name, requested=size, observed="a number of ranks", step=f"Set {name} to 1 or more"
+                )
+        product = tensor_size * context_size * num_replicas
+        if world_size % product:
+            raise ParallelLayoutError(
+                what=" x ".join(f"{name} {size}" for name, size in sizes.items()),
+                requested=product,
+                observed=f"a world of {world_size} ranks",
+                step=f"Start a multiple of {product} ranks, or choose sizes whose product divides {world_size}",
+            )
+        return cls(
+            rank=rank, world_size=world_size, tensor_size=tensor_size, context_size=context_size, num_replicas=num_replicas
+        )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that share one data-parallel coordinate, and so the samples."""
+        return self.tensor_size * self.context_size
+
+    @property
+    def data_rank(self) -> int:
+        """Coordinate along the data-parallel axis."""
+        return self.rank // self.model_size
+
+    @property
+    def data_size(self) -> int:
+        """Ranks along the data-parallel axis."""
+        return self.world_size // self.model_size
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which a copy of the parameters is sharded, tensor parallelism aside."""
+        return self.world_size // self.tensor_size // self.num_replicas
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank is the first of those that share its samples, and speaks for them."""
+        return self.rank % self.model_size == 0
+
+
+class ParallelMesh:
+    """The process groups of a layout. Made by all ranks together, once the default group is there.
+
+    Args:
+        timeout_s: How long a collective of these groups waits for the slowest rank; torch gives them not that of the default
+            group, but its own.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
+        self.layout = layout
+        sizes = {"replicate": layout.num_replicas, "shard": layout.shard_size, "tensor": layout.tensor_size}
+        # FSDP needs its axis even if it has one rank.
+        axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        ranks = torch.arange(layout.world_size).view(tuple(axes.values()))
+        lines = [_along(ranks, axis) for axis in range(ranks.ndim)]
+        groups = [_group_of(rows, timeout_s) if len(rows) > 1 else _everybody() for rows in lines]
+        mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+        self.data: DeviceMesh = mesh["replicate", "shard"] if "replicate" in axes else mesh["shard"]
+        """What FSDP shards over, and replicates over."""
+        self.tensor: DeviceMesh | None = mesh["tensor"] if "tensor" in axes else None
+        coordinates = torch.arange(layout.world_size).view(-1, layout.context_size, layout.tensor_size)
+        self.model_group = None if layout.model_size == 1 else _group_of(coordinates.flatten(1), timeout_s)
+        """The ranks that share this one's samples; None when it is alone."""
+        self.context_group = None if layout.context_size == 1 else _group_of(_along(coordinates, 1), timeout_s)
+        """The ranks that have the other parts of its sequences; None when it has all of them."""
+
+    @property
+    def context_rank(self) -> int:
+        """Which part of the sequences this rank has."""
+        return 0 if self.context_group is None else dist.get_rank(self.context_group)
+
+
+def _along(ranks: torch.Tensor, axis: int) -> torch.Tensor:
+    """Ranks that differ along an axis alone, in rows."""
+    return ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
+
+
+def _everybody() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _group_of(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's of new groups, one for each row of ranks."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))
+    return group
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    plan: TensorPlan | None,
+    policy: MixedPrecisionPolicy,
+    *,
+    reshard_after_forward: bool,
+    offload_policy: OffloadPolicy,
+) -> None:
+    """Keep only this rank's part of each parameter: that of the plan, and of that what FSDP leaves it.
+
+    Layer by layer, so that no device holds more than one whole layer, and what belongs to none.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = decoder_layers(model)
+    for layer in layers:
+        if plan is not None and mesh.tensor is not None:
+            plan.apply(layer, names[id(layer)], mesh.tensor)
+        fully_shard(
+            layer,
+            mesh=mesh.data,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload_policy,
+        )
+    if plan is not None and mesh.tensor is not None:
+        plan.apply(model, "", mesh.tensor, but_for=layers)
+    fully_shard(model, mesh=mesh.data, mp_policy=policy, offload_policy=offload_policy)
+
+
+@contextlib.contextmanager
+def whole_pass(model: nn.Module) -> Iterator[None]:
+    """A forward or a backward pass. FSDP forgets what an error cuts off, and the next pass is like any other.
+
+    Else it would take the next backward pass for a part of this one, whose end never came, and leave out the gradients that it
+    reduces at the end: those of the embeddings.
+    """
+    try:
+        yield
+    except BaseException:
+        model.zero_grad(set_to_none=True)  # of what is gathered, too, which FSDP would add to the next ones
+        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built anew
+            model.reset_iter_state()  # type: ignore[operator]
+        raise
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a pass without a backward pass has left gathered, which is neither loaded into nor stepped on then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,1 @@
+"""The engine host: named engines, their threads, and the verbs that they serve."""

@@ -1,0 +1,514 @@
+"""EngineHost: the engines of one worker. It knows no transport; an adapter gives it requests and takes its replies."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.api.engines import InferenceEngine
+from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.extras import needed_by
+from helmsman.api.platforms import current_platform
+from helmsman.api.scheduler import EngineSpec, WorkerHealth
+from helmsman.api.suggestions import nearest
+from helmsman.api.topology import RankInfo
+from helmsman.api.worker_context import WorkerContext, within
+from helmsman.api.worker_group import GroupWorker
+from helmsman.rpc_server._host import connectivity, inspection
+from helmsman.rpc_server._host.broadcast import broadcast_arguments, needs_broadcast
+from helmsman.rpc_server._host.faults import Faults, Prepared
+from helmsman.rpc_server._host.handles import HandleStore, keep
+from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
+from helmsman.rpc_server._process.environment import Environment, follow_thread_count
+from helmsman.rpc_server._process.pulse import Pulse
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
+from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
+from helmsman.rpc_server._wire.remote_errors import clipped, remote_error, traceback_text
+from helmsman.rpc_server.ports import PortLeases
+
+ReplyFn = Callable[[Reply, Payload], None]
+
+_REMEMBERED = 10_000
+
+
+class EngineHost:
+    """Holds named engines and answers requests.
+
+    Synchronous engine methods run one after another on the engine thread, async ones on an event loop; control verbs are
+    answered on the thread that brings them, so a long call never delays them. The host catches whatever an engine raises: it
+    is the process boundary.
+
+    Args:
+        pulse: by which others can observe this process while it cannot answer; None where it is the controller's own.
+    """
+
+    def __init__(
+        self, identity: WorkerIdentity, store: HandleStore, *, seeding: bool = True, pulse: Pulse | None = None
+    ) -> None:
+        self.identity = identity
+        self.engine_thread = EngineThread(pulse.thread_call if pulse else None)
+        self.on_shutdown: Callable[[], None] = lambda: None
+        self.ends_at: float | None = None
+        """When this process ends, by time.monotonic(); None while nobody has told it to."""
+        self._store = store
+        self._seeding = seeding
+        self._seed: int | None = None
+        self._loop = EngineLoop(f"{identity.worker_id} async", pulse.loop_call if pulse else None)
+        self._engines: dict[str, Any] = {}
+        self._creating: set[str] = set()
+        self._cancelled: dict[object, None] = {}
+        """Requests that were given up before they arrived, if they ever do; of late."""
+        self._lock = threading.Lock()
+        self._ports = PortLeases()
+        self._environment = Environment("node" if seeding else "driver")  # what is not seeded is the driver's own process
+        self._listener = connectivity.Listener()
+        self._faults = Faults()
+        self._num_calls = 0
+        self._is_closed = False
+        self._pid = os.getpid()
+        if pulse is not None:
+            pulse.start(lambda: msgspec.msgpack.encode(self._activity()))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def handle(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        """Answer a request; ``reply`` is called exactly once, from any thread. Returns without waiting for engine code."""
+        try:
+            if request.id in self._cancelled:
+                self._decline(request, reply)
+            elif request.verb is Verb.CALL:
+                self._begin_call(request, payload, reply)
+            elif request.verb is Verb.CREATE_ENGINE:
+                self._begin_create(request, payload, reply)
+            elif request.verb is Verb.DESTROY:
+                names = decode(payload)[0]
+                self.engine_thread.submit(
+                    request.id,
+                    "destroy",
+                    lambda: self._answer(request, reply, lambda: self._destroy_engines(names)),
+                    lambda: self._decline(request, reply),
+                )
+            elif request.verb is Verb.REACH:  # it waits for another machine, and nothing else may wait for it
+                work = functools.partial(connectivity.reach, *decode(payload))
+                threading.Thread(target=self._answer, args=(request, reply, work), name="reach", daemon=True).start()
+            elif request.verb is Verb.FAULT:  # a helper has to start
+                threading.Thread(target=self._suffer, args=(request, payload, reply), name="fault", daemon=True).start()
+            else:
+                self._answer(request, reply, lambda: self._control(request, payload))
+                if request.verb is Verb.SHUTDOWN:
+                    self.on_shutdown()
+        except errors.HelmsmanError as error:
+            reply(Reply(request.id, False), encode(error))
+        except BaseException as error:  # noqa: BLE001 - the process boundary: finding a method runs the engine's __getattr__
+            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+
+    def close(self) -> None:
+        """Stop the host's threads and give its ports back; engines are not asked, and calls in flight not answered."""
+        self._is_closed = True
+        self.engine_thread.stop()
+        self._loop.stop()
+        self._listener.close()
+        self._ports.close()
+
+    def join(self) -> None:
+        """After close, wait for the calls in flight to have ended, so that the process can; a second or two at most."""
+        self._loop.join()
+
+    def set_environment(self, variables: Sequence[EnvironmentVariable]) -> None:
+        """Set variables of this process, before its engines are created, and remember who set them."""
+        self._environment.set(variables)
+        if any(variable.name == "OMP_NUM_THREADS" for variable in variables):
+            self.engine_thread.submit(object(), "follow_thread_count", follow_thread_count)
+
+    def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
+        """Run ``work`` and reply with its result or its error."""
+        try:
+            result = work()
+        except errors.HelmsmanError as error:
+            reply(Reply(request.id, False), encode(error))
+        except BaseException as error:  # noqa: BLE001 - the process boundary: whatever a request causes goes back as its error
+            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+        else:
+            self._send_result(request, reply, result)
+
+    def _decline(self, request: Request, reply: ReplyFn) -> None:
+        """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
+        reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
+
+    def _suffer(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        prepared: list[Prepared] = []
+
+        def prepare() -> str:
+            prepared.append(self._faults.prepare(*decode(payload)))
+            return prepared[0].ended
+
+        self._answer(request, reply, prepare)
+        for fault in prepared:
+            fault.happen()
+
+    # --- control verbs ----------------------------------------------------------------------------------------------
+
+    def _control(self, request: Request, payload: Payload) -> Any:
+        arguments: tuple[Any, ...] = decode(payload)
+        match request.verb:
+            case Verb.HEALTH:
+                return msgspec.msgpack.encode(self.health())
+            case Verb.STACKS:
+                return inspection.all_stacks()
+            case Verb.CONFIGURE:
+                return self._configure(*arguments)
+            case Verb.SET_ENV:
+                return self.set_environment(
+                    [EnvironmentVariable(name, value, "set_worker_env") for name, value in arguments[0].items()]
+                )
+            case Verb.ENVIRONMENT:
+                return self._environment.describe()
+            case Verb.LEASE_PORTS:
+                return self._ports.lease(arguments[0])
+            case Verb.LISTEN:
+                return self._listener.listen(*arguments)
+            case Verb.INSPECT:
+                return self._inspect(arguments[0])
+            case Verb.CANCEL:
+                return self._cancel(arguments[0])
+            case Verb.RELEASE:
+                return self._store.drop(arguments[0])
+            case Verb.SHUTDOWN:
+                return None
+        raise errors.ProtocolError(f"{self.identity.worker_id} does not know the verb {request.verb!r}")
+
+    def health(self) -> WorkerHealth:
+        """What the worker is doing now."""
+        return msgspec.structs.replace(
+            self._activity(),
+            cpu_s=time.process_time(),
+            rss_bytes=_resident_bytes(),
+            failed_engines=self._failed_engines(),
+        )
+
+    def _activity(self) -> WorkerHealth:
+        """Its health as far as it is told without running an engine's code or asking the kernel."""
+        running = self.engine_thread.running
+        return WorkerHealth(
+            worker_id=self.identity.worker_id,
+            pid=os.getpid(),
+            node=self.identity.node,
+            engines={name: type(engine).__qualname__ for name, engine in list(self._engines.items())},
+            running=running.name if running else None,
+            running_s=time.monotonic() - running.since if running else None,
+            num_queued=self.engine_thread.num_waiting,
+            async_running=self._loop.counts(),
+            num_calls=self._num_calls,
+            ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
+            failure=self._loop.failure,
+        )
+
+    def _failed_engines(self) -> dict[str, str]:
+        failures = {}
+        for name, engine in list(self._engines.items()):
+            if not isinstance(engine, InferenceEngine):
+                continue
+            try:
+                reason = engine.failure()
+            except Exception as error:  # noqa: BLE001 - an engine's own code, and health is answered all the same
+                reason = f"{dotted(name, 'failure')} raised {type(error).__name__}: {error}"
+            if reason is not None:
+                failures[name] = str(reason)
+        return failures
+
+    def _configure(self, config: WorkerConfig) -> None:
+        self.set_environment(config.environment)
+        if config.grant is not None:
+            current_platform.expect(config.grant)
+        if self._seeding:
+            digest = hashlib.sha256(f"{config.seed}/{config.role}/{config.rank}".encode()).digest()
+            self._seed = int.from_bytes(digest[:4], "little")
+            current_platform.seed(self._seed)
+
+    def _seed_libraries(self) -> None:
+        """Seed what engines draw from, once they are imported; importing torch only for this would cost a second."""
+        if self._seed is None:
+            return
+        current_platform.seed(self._seed)
+        self._seed = None  # an engine that is created later must not repeat the first one's numbers
+
+    def _cancel(self, request_id: object) -> CallState:
+        if self.engine_thread.withdraw(request_id):
+            return self._on_engine_thread("withdrawn")
+        seen = self._inspect([request_id])[request_id]
+        if seen.state == "ended":
+            self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
+            if len(self._cancelled) > _REMEMBERED:
+                del self._cancelled[next(iter(self._cancelled))]
+        return seen
+
+    def _on_engine_thread(self, state: Literal["waiting", "running", "withdrawn"]) -> CallState:
+        running = self.engine_thread.running
+        return CallState(
+            state=state,
+            stack=inspection.thread_stack(self.engine_thread.thread),
+            running=running.name if running else None,
+            running_s=time.monotonic() - running.since if running else None,
+        )
+
+    def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
+        engine_thread = self._on_engine_thread("running")
+        running, now = self.engine_thread.running, time.monotonic()
+        tasks = {call.request_id: call for call in list(self._loop.running.values())}
+
+        def state_of(request_id: object) -> CallState:
+            if self.engine_thread.is_waiting(request_id):
+                return msgspec.structs.replace(engine_thread, state="waiting")
+            if running and running.request_id == request_id:
+                return engine_thread
+            call = tasks.get(request_id)
+            if call is None or call.task is None:
+                return CallState(state="ended")
+            stack = inspection.task_stack(call.task)
+            return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
+
+        return {request_id: state_of(request_id) for request_id in request_ids}
+
+    # --- engines ----------------------------------------------------------------------------------------------------
+
+    def _begin_create(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        name = str(request.engine_name)
+        with self._lock:
+            if name in self._engines or name in self._creating:
+                engine_type = type(self._engines[name]).__qualname__ if name in self._engines else "engine under construction"
+                raise errors.EngineExistsError(worker_id=self.identity.worker_id, engine_name=name, engine_type=engine_type)
+            self._creating.add(name)
+
+        def withdrawn() -> None:
+            self._creating.discard(name)
+            self._decline(request, reply)
+
+        self.engine_thread.submit(
+            request.id,
+            dotted(name, "__init__"),
+            lambda: self._answer(request, reply, lambda: self._create_engine(request, name, payload)),
+            withdrawn,
+        )
+
+    def _create_engine(self, request: Request, name: str, payload: Payload) -> None:
+        try:
+            engine, args, kwargs = self._load(request, payload)
+            spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
+            if spec.env:
+                self.set_environment([EnvironmentVariable(key, value, "EngineSpec.env") for key, value in spec.env.items()])
+            engine_type = self._import(name, spec.target) if isinstance(spec.target, str) else spec.target
+            self._seed_libraries()
+            named = {**spec.kwargs, **kwargs}
+            me = WorkerContext(worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased)
+            with within(me):
+                self._engines[name] = self._run_engine_code(
+                    request, lambda: _construct(engine_type, spec.rank_info, args, named)
+                )
+        finally:
+            self._creating.discard(name)
+
+    def _run_engine_code(self, request: Request, work: Callable[[], Any]) -> Any:
+        """Whatever ``work`` raises, one of our own errors too, becomes our error about the engine, with the traceback."""
+        try:
+            return work()
+        except BaseException as error:
+            raise remote_error(self.identity, request, error) from error
+        finally:
+            self._end_forked_child(request)
+
+    def _end_forked_child(self, request: Request) -> None:
+        """End this process if a method of an engine has forked it and has returned or raised in the child as well.
+
+        The child has copies of the queued calls and of the connections: it would execute calls a second time, and answer them.
+        """
+        if os.getpid() != self._pid:
+            name = dotted(request.engine_name or self.identity.worker_id, request.method or request.verb.value)
+            print(f"helmsman: {name} forked this process and did not end it with os._exit(); it ends here", file=sys.stderr)
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _import(self, name: str, path: str) -> Any:
+        module_name, _, attribute = path.replace(":", ".").rpartition(".")
+        try:
+            if not module_name:
+                raise ImportError("it has no module part")
+            with needed_by(path):
+                return getattr(importlib.import_module(module_name), attribute)
+        except BaseException as error:
+            reason = clipped(f"{type(error).__name__}: {error}")
+            if not isinstance(error, (ImportError, AttributeError)):
+                reason += "\n" + traceback_text(error)
+            raise errors.EngineImportError(
+                worker_id=self.identity.worker_id, engine_name=name, path=path, reason=reason
+            ) from error
+
+    def _destroy_engines(self, names: list[str] | None) -> list[str]:
+        """Destroy engines, newest first; returns what went wrong, since one failure must not keep the others alive."""
+        problems = []
+        for name, engine in reversed(list(self._engines.items())):
+            if names is not None and name not in names:
+                continue
+            try:
+                destroy = getattr(engine, "destroy", None)
+                result = destroy() if callable(destroy) else None
+                if inspect.isawaitable(result):
+                    done = threading.Event()
+                    self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
+                    done.wait()
+            except BaseException as error:  # noqa: BLE001 - an engine's own clean-up may raise anything
+                problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
+            del self._engines[name]
+        return problems
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+        if request.engine_name is None:
+            request = msgspec.structs.replace(request, engine_name=self.identity.worker_id)
+        engine, method = self._find(request)
+        name = dotted(request.engine_name, request.method)
+        self._num_calls += 1
+
+        async def run_async() -> None:
+            try:
+                args, kwargs = self._load(request, payload)
+            except errors.HelmsmanError as error:
+                reply(Reply(request.id, False), encode(error))
+                return
+            try:
+                try:
+                    result = await method(*args, **kwargs)
+                finally:
+                    self._end_forked_child(request)
+            except BaseException as error:  # noqa: BLE001 - the process boundary, as in _answer
+                if self._is_closed:
+                    return  # this is no answer of the engine's: its caller learns of the worker's end
+                reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+            else:
+                self._send_result(request, reply, result)
+
+        def run_sync() -> None:
+            self._answer(request, reply, lambda: self._call(request, payload, engine, method))
+
+        if inspect.iscoroutinefunction(method):
+            self._loop.submit(request.id, name, run_async)
+        else:
+            self.engine_thread.submit(request.id, name, run_sync, lambda: self._decline(request, reply))
+
+    def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
+        if needs_broadcast(engine, request.broadcast):
+            args, kwargs = broadcast_arguments(engine, lambda: self._load(request, payload), self.identity.worker_id, request)
+        else:
+            args, kwargs = self._load(request, payload)
+        return self._run_engine_code(request, lambda: method(*args, **kwargs))
+
+    def _find(self, request: Request) -> tuple[Any, Callable[..., Any]]:
+        worker_id, name = self.identity.worker_id, str(request.engine_name)
+        engine = self._engines.get(name)
+        if engine is None:
+            raise errors.EngineNotFoundError(name=name, known=list(self._engines), where=f"worker {worker_id}")
+        method, reason = None, ""
+        if request.method.startswith("_"):
+            reason = "it is private"
+        elif isinstance(inspect.getattr_static(type(engine), request.method, None), property):
+            reason = "it is a property"  # whose code has no business on this thread, which answers for the worker's health
+        else:
+            method = getattr(engine, request.method, None)
+            reason = "" if method is None else "it is not callable"
+        if not callable(method):
+            public = [m for m in dir(type(engine)) if not m.startswith("_") and callable(getattr(type(engine), m, None))]
+            raise errors.MethodNotFoundError(
+                worker_id=worker_id,
+                engine_name=name,
+                method=request.method,
+                engine_type=type(engine).__qualname__,
+                suggestions=nearest(request.method, public),
+                reason=reason,
+            )
+        return engine, method
+
+    def _load(self, request: Request, payload: Payload) -> Any:
+        """Unpack the arguments of a request, with the values of handles in their place."""
+        try:
+            return decode(payload, resolve=lambda handle: decode(self._store.fetch(handle)))
+        except errors.CodecError as error:
+            raise errors.ArgumentNotLoadableError(
+                worker_id=self.identity.worker_id,
+                engine_name=request.engine_name,
+                method=request.method or request.verb.value,
+                path=error.path,
+                value_type=error.value_type,
+                reason=error.reason,
+            ) from error
+
+    # --- replies ----------------------------------------------------------------------------------------------------
+
+    def _send_result(self, request: Request, reply: ReplyFn, result: Any) -> None:
+        if request.discard:
+            result = None
+        try:
+            payload = encode(result, root="result")
+            if request.keep and result is not None:
+                payload = encode(keep(self._store, self.identity.worker_id, payload, result))
+            reply(Reply(request.id, True), payload)
+        except errors.CodecError as error:
+            failure = errors.ResultNotSerializableError(
+                worker_id=self.identity.worker_id,
+                engine_name=request.engine_name,
+                method=request.method or request.verb.value,
+                path=error.path,
+                value_type=error.value_type,
+                reason=error.reason,
+            )
+            reply(Reply(request.id, False), encode(failure))
+        except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
+            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+
+
+def _construct(engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if rank_info is None or not (isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)):
+        return engine_type(*args, **kwargs)
+    if type(engine_type).__call__ is not type.__call__:  # its metaclass makes instances in a way of its own
+        engine = engine_type(*args, **kwargs)
+        _set_rank_info(engine, rank_info)
+        return engine
+    engine = engine_type.__new__(engine_type, *args, **kwargs)
+    _set_rank_info(engine, rank_info)  # its constructor may already ask for it
+    engine_type.__init__(engine, *args, **kwargs)
+    return engine
+
+
+def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
+    try:
+        engine.rank_info = rank_info
+    except AttributeError:  # a frozen data class
+        object.__setattr__(engine, "rank_info", rank_info)
+
+
+async def _await_then(awaitable: Any, done: threading.Event) -> None:
+    try:
+        await awaitable
+    finally:
+        done.set()
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

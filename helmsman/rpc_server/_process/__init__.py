@@ -1,0 +1,1 @@
+"""The worker as an operating-system process: guardian, ports, environment, pulse, files."""

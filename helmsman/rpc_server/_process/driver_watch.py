@@ -1,0 +1,116 @@
+"""Ends a forkserver and its run when the driver has ended, even while the forkserver still imports. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+
+from helmsman.rpc_server._process.guardian import Mark, bear_mark, descendants, end_all, process_table, run_members
+
+NO_PIDFD = -1
+"""Number that replaces the driver's pidfd on a system without pidfds."""
+
+_GRACE_S = 3.0
+"""How long a forkserver may take to end its workers itself."""
+
+
+@contextlib.contextmanager
+def pidfd_of_this_process() -> Iterator[int]:
+    """A pidfd for a forkserver. It reports the driver's end also while children of the driver hold its sockets."""
+    if not hasattr(os, "pidfd_open"):
+        yield NO_PIDFD
+        return
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
+    """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its driver.
+
+    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks workers must have one thread. It
+    is to be called before the first import that may take long.
+
+    Args:
+        driver: the driver's pidfd.
+        folder: a folder of the run without sub-folders, which is removed with it; '' for none.
+        channel: a socket to the driver. If given, the run ends when the driver closes it, and goes on if the forkserver exits;
+            else the run ends with the forkserver.
+
+    Returns:
+        The watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
+    """
+    bear_mark(Mark(run_id, 0))
+    if driver == NO_PIDFD:
+        return 0
+    server, starter = os.pidfd_open(os.getpid()), os.getppid()
+    pid = os.fork()
+    if pid:
+        os.close(server)
+        return pid
+    code = 1
+    try:
+        _watch(driver, server, starter, run_id, folder, channel)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process's outermost frame: it ends here in any case
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _watch(driver: int, server: int, starter: int, run_id: str, folder: str, channel: int | None) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    kept = {2, driver, server, channel}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(int(name))
+    ending = select.poll()
+    ending.register(driver, select.POLLIN)
+    if channel is None:
+        ending.register(server, select.POLLIN)
+    else:
+        ending.register(channel, 0)  # its end alone, not the messages on it
+    ending.poll()
+    exit_ = select.poll()
+    exit_.register(server, select.POLLIN)
+    if not exit_.poll(_GRACE_S * 1000):
+        signal.pidfd_send_signal(server, signal.SIGKILL)
+
+    def left() -> set[int]:
+        members = run_members(run_id)
+        return members if channel is not None or _has_ended(driver) else members - _successors(starter, run_id)
+
+    end_all(left)
+    if folder:
+        _remove(folder)
+
+
+def _has_ended(pidfd: int) -> bool:
+    look = select.poll()
+    look.register(pidfd, select.POLLIN)
+    return bool(look.poll(0))
+
+
+def _successors(starter: int, run_id: str) -> set[int]:
+    """The forkserver by which a living driver has replaced the one that ended, and all that it has started."""
+    table, members = process_table(), run_members(run_id)
+    servers = {pid for pid in members if pid in table and table[pid].parent == starter}
+    return servers.union(*(descendants(pid, table) for pid in servers))
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # the forkserver has removed it
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for name in os.listdir(opened):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=opened)
+        os.rmdir(folder)

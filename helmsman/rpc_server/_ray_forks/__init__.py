@@ -1,0 +1,1 @@
+"""Forking of the workers of an embedded Ray. `install` is the entry point."""

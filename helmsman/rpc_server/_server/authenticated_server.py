@@ -1,0 +1,347 @@
+"""Authentication of incoming connections on one event loop, and a server that gives each authenticated one a thread.
+
+Peers that are silent or slow cost a file descriptor for a few seconds, and no thread.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import collections
+import contextlib
+import os
+import select
+import socket
+import ssl
+import struct
+import sys
+import threading
+from collections.abc import Callable
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server._host.threads import start_loop
+from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S, authenticate_connector
+from helmsman.rpc_server._wire.frames import FrameReader, pack_length
+from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server._wire.tls import ServerTls
+
+BACKLOG = 1024
+"""Connections that the kernel keeps for a listener until it accepts them."""
+MAX_PENDING = 256
+"""Handshakes that may be pending at a time."""
+MAX_PENDING_OF_HOST = 64
+"""Handshakes of one peer address that may be pending at a time."""
+REPORT_INTERVAL_S = 60.0
+
+_ACCEPT_PAUSE_S = 0.1
+_CLOSE_S = 1.0
+_READ_BYTES = 1 << 16
+
+
+class RefusalLog:
+    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported.
+
+    Args:
+        report: writes a line.
+        interval_s: shortest time between two lines.
+    """
+
+    def __init__(self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S) -> None:
+        self._report = report
+        self._interval_s = interval_s
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._latest = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, what: str, host: str) -> None:
+        """Count a refused connection; ``what`` is the predicate of a sentence whose subject is a process on ``host``."""
+        if self._timer is None:
+            self._report(f"a process on {host} {what}")
+            self._start_interval()
+        else:
+            self._counts[what] += 1
+            self._latest = host
+
+    def _start_interval(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
+
+    def _end_interval(self) -> None:
+        self._timer = None
+        if self._counts:
+            self._flush()
+            self._start_interval()
+
+    def _flush(self) -> None:
+        kinds = "; ".join(f"{count} x '{what}'" for what, count in self._counts.most_common())
+        self._report(
+            f"{self._counts.total()} more connections were refused in {self._interval_s:g} s at most, the latest from "
+            f"{self._latest}: {kinds}"
+        )
+        self._counts.clear()
+
+    def close(self) -> None:
+        """Report the connections that are counted and not reported yet. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._counts:
+            self._flush()
+
+
+class Door:
+    """Accepts connections on the running event loop and authenticates them.
+
+    When too many handshakes are pending, of one address or altogether, a new connection evicts the one that has made no step
+    for the longest time. So silent peers, which stay, make way for a peer of this run, which takes a few round trips.
+
+    Args:
+        listener: a listening socket, which close() closes.
+        key: the run's key.
+        tls: the listener's certificate; None for plain connections.
+        admit: takes each authenticated connection, with the peer's address.
+        refusals: where refused connections are reported.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        *,
+        tls: ServerTls | None,
+        admit: Callable[[Stream, str], None],
+        refusals: RefusalLog,
+    ) -> None:
+        self._listener = listener
+        self._key = key
+        self._tls = tls
+        self._admit = admit
+        self._refusals = refusals
+        self._pending: dict[asyncio.Task[None], str] = {}
+        """Peer address by handshake, ordered by the time of the last step, oldest first."""
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Accept no more connections, and drop those that are not authenticated. Idempotent."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        if self._pause is not None:
+            self._pause.cancel()
+        for task in list(self._pending):
+            task.cancel()
+        self._refusals.close()
+
+    def _accept(self) -> None:
+        # One at a time, so that handshakes make steps between them however fast connections come.
+        try:
+            peer, address = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # too many open files
+            self._refusals.note(f"could not be heard: {error.strerror}", "this network")
+            self._evict(list(self._pending))
+            self._loop.remove_reader(self._listener)
+            self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+            return
+        host = "this machine"
+        if peer.family != socket.AF_UNIX:
+            host = address[0]
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not _is_allowed(peer):
+            self._refuse("belongs to another user", host)
+            peer.close()
+            return
+        if len(self._pending) >= MAX_PENDING:
+            self._evict(list(self._pending))
+        of_host = [task for task, each in self._pending.items() if each == host]
+        if len(of_host) >= MAX_PENDING_OF_HOST:
+            self._evict(of_host)
+        stream = Stream(peer)
+        task = self._loop.create_task(self._authenticate(stream, host))
+        self._pending[task] = host
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._pending.pop(task, None)
+            if task.cancelled():  # maybe before it began
+                stream.close()
+
+        task.add_done_callback(end)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _evict(self, candidates: list[asyncio.Task[None]]) -> None:
+        if candidates:
+            host = self._pending.pop(candidates[0])
+            candidates[0].cancel()
+            self._refuse("made way for newer connections before it had proved that it belongs to this run", host)
+
+    def _refuse(self, reason: str, host: str) -> None:
+        self._refusals.note(f"is not taken: it {reason}", host)
+
+    async def _authenticate(self, stream: Stream, host: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def step() -> None:
+            if task in self._pending:
+                self._pending[task] = self._pending.pop(task)
+
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                await authenticate_connector(stream, self._key, self._tls, step)
+        except ProtocolError as error:
+            stream.close()
+            self._refuse(str(error), host)
+        except TimeoutError:
+            stream.close()
+            self._refuse(f"did not prove that it belongs to this run within {HANDSHAKE_LIMIT_S:g} s", host)
+        except BaseException:
+            stream.close()
+            raise
+        else:
+            self._admit(stream, host)
+
+
+def _is_allowed(peer: socket.socket) -> bool:
+    """Whether the peer may authenticate itself: on a Unix socket it must be a process of this user."""
+    if peer.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True  # without SO_PEERCRED the socket's folder, which only its owner may enter, is the guard
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+class _Tls:
+    """Blocking reads and writes of a TLS socket by two threads at a time.
+
+    OpenSSL does not allow two threads in one connection. The socket stays non-blocking, and a lock guards each operation; no
+    thread holds the lock while it waits for the peer.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
+
+    def recv(self, size: int) -> bytes:
+        """Read at most ``size`` bytes, for one thread; b'' at the end of the connection."""
+        while True:
+            with self._lock:
+                has_more = self._socket.pending() > 0
+            if not has_more:  # an attempt to read would fail, at the price of an exception
+                self._readable.poll()
+            with self._lock, contextlib.suppress(*WOULD_BLOCK):
+                return self._socket.recv(size)
+
+    def sendall(self, data: bytes) -> None:
+        """Send all of ``data``, for one thread."""
+        unsent = memoryview(data)
+        while unsent:
+            with self._lock, contextlib.suppress(*WOULD_BLOCK):
+                unsent = unsent[self._socket.send(unsent) :]
+                continue
+            self._writable.poll()
+
+
+class Connection:
+    """Whole messages over an authenticated socket, for one reading thread and any number of writing ones."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._reader = FrameReader()
+        self._messages: collections.deque[bytes] = collections.deque()
+        self._sending = threading.Lock()
+        self._tls = _Tls(sock) if isinstance(sock, ssl.SSLSocket) else None
+        if self._tls is None:
+            sock.setblocking(True)
+
+    def receive(self) -> bytes:
+        """The next message. Raises EOFError, OSError, ProtocolError."""
+        while not self._messages:
+            data = (self._tls or self._socket).recv(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._messages.extend(self._reader.feed(data))
+        return self._messages.popleft()
+
+    def send(self, message: bytes) -> None:
+        """Send a message whole. Raises OSError, ProtocolError."""
+        data = pack_length(len(message)) + message
+        with self._sending:
+            (self._tls or self._socket).sendall(data)
+
+    def close(self) -> None:
+        """End the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+class AuthenticatedServer(abc.ABC):
+    """Serves each connection on a thread of its own, once its peer is authenticated.
+
+    Args:
+        listener: a listening socket, which close() closes.
+        key: the run's key.
+        tls: the listener's certificate; None for plain connections.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
+        self._listener = listener
+        self._key = key
+        self._tls = tls
+        self._closing = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @abc.abstractmethod
+    def _serve_requests(self, connection: Connection) -> None:
+        """Serve an authenticated connection until it ends."""
+
+    def start(self) -> None:
+        """Accept on a thread of its own."""
+        self._loop, self._thread = start_loop("accept", run=self._run)
+
+    def close(self) -> None:
+        """Accept no more connections. Idempotent."""
+        if self._loop is None or self._thread is None:
+            self._listener.close()
+            return
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_CLOSE_S)  # until it has written how many connections were refused
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(self._accept())
+
+    async def _accept(self) -> None:
+        door = Door(self._listener, self._key, tls=self._tls, admit=self._admit, refusals=RefusalLog(_report))
+        try:
+            await self._closing.wait()
+        finally:
+            door.close()
+
+    def _admit(self, stream: Stream, host: str) -> None:
+        sock = stream.detach()
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
+        except RuntimeError as error:  # the limit on threads: this connection is lost, and later ones may be served
+            _report(f"closed a connection from {host}: no thread can be started for it ({error})")
+            sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One connection. A peer that breaks the protocol loses its connection only."""
+        connection = Connection(sock)
+        try:
+            self._serve_requests(connection)
+        finally:
+            connection.close()
+
+
+def _report(line: str) -> None:
+    print(f"helmsman: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,276 @@
+"""The parent of a LocalScheduler's workers: it has imported torch once and forks each worker in milliseconds.
+
+It runs no user code and has one thread, so it always answers, and it is the one process that knows how each worker ended. It
+is also the guarantee that nothing survives the driver: when its connection to the driver closes, or the driver's process ends,
+it ends all workers with their families, removes the run's folder and exits. Where it cannot, its watcher does so
+(driver_watch.py).
+
+    driver <--- Unix socket pair: Spawn, Kill -> / <- Spawned, Exited ---> forkserver --- fork ---> workers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgspec
+
+from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._process.driver_watch import NO_PIDFD
+from helmsman.rpc_server._process.environment import extend_search_path
+from helmsman.rpc_server._process.safe_files import open_log, remove_tree
+from helmsman.rpc_server._server.local_server import listen, serve_worker
+from helmsman.rpc_server._wire.frames import FrameReader, pack_length
+from helmsman.rpc_server._wire.messages import WorkerIdentity
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Start a worker."""
+
+    identity: WorkerIdentity
+    socket_path: str
+    key: bytes
+    """The run's key."""
+    env: dict[str, str]
+    """The worker's whole environment."""
+    search_path: list[str] = []
+    """The driver's ``sys.path``, which may have grown since the forkserver was started."""
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """End a worker's process at once; its Exited follows."""
+
+    pid: int
+
+
+class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process exists."""
+
+    socket_path: str
+    """Of its order."""
+    pid: int
+
+
+class NotSpawned(msgspec.Struct, frozen=True, tag=True):
+    """A worker's log cannot be opened, or the operating system refused its socket or process."""
+
+    socket_path: str
+    """Of its order."""
+    reason: str
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process has ended, and its family with it."""
+
+    pid: int
+    status: int
+    """As waitpid gives it."""
+    survivors: list[int]
+    """Pids of its family that could not be ended."""
+
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Spawn | Kill).decode
+decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited).decode
+
+
+class _ForkServer:
+    """
+    Args:
+        driver: its pidfd. The channel alone is not enough: a child that the driver forked holds the driver's end of it open.
+        watcher: pid of the process that ends the run where this one cannot.
+    """
+
+    def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
+        self._channel = channel
+        self._driver = driver
+        self._watcher = watcher
+        self._run_dir = run_dir
+        self._workers: dict[int, str] = {}
+        self._reader = FrameReader()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminate)
+        watched: list[Any] = [self._channel, self._wake_read] + ([self._driver] if self._driver != NO_PIDFD else [])
+        try:
+            while True:
+                ready, _, _ = select.select(watched, [], [])
+                if self._driver in ready:
+                    return
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                if self._channel in ready:
+                    data = self._channel.recv(1 << 16)
+                    if not data:
+                        return
+                    for frame in self._reader.feed(data):
+                        self._obey(decode_order(frame))
+        except (ConnectionError, BrokenPipeError):
+            return  # the driver has gone
+        finally:
+            self._end()
+
+    def _terminate(self, *_: Any) -> None:
+        self._end()
+        os._exit(128 + signal.SIGTERM)
+
+    def _obey(self, order: Spawn | Kill) -> None:
+        if isinstance(order, Kill):
+            if order.pid in self._workers:
+                os.kill(order.pid, signal.SIGKILL)
+            return
+        gc.freeze()
+        me = os.getpid()
+        try:
+            log = open_log(order.identity.log_path, order.identity.run_id)  # before the fork, so that a failure is told
+            try:
+                with listen(order.socket_path) as listener:  # before the fork, so that the controller can connect at once
+                    pid = os.fork()
+                    if pid == 0:
+                        inherited = [self._channel.fileno(), self._wake_read, self._wake_write]
+                        inherited += [self._driver] if self._driver != NO_PIDFD else []
+                        _become_worker(order, listener, log, inherited, me)
+            finally:
+                os.close(log)
+        except OSError as error:
+            self._tell(NotSpawned(order.socket_path, str(error)))
+            return
+        self._workers[pid] = worker_tag(order.identity)
+        self._tell(Spawned(order.socket_path, pid))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            tag = self._workers.pop(pid, None)
+            if tag is not None:  # otherwise an orphan of a worker, adopted by us
+                survivors = guardian.end_family(pid, tag)
+                self._tell(Exited(pid, status, sorted(survivors)))
+
+    def _tell(self, event: Spawned | NotSpawned | Exited) -> None:
+        message = encode_message(event)
+        self._channel.sendall(pack_length(len(message)) + message)
+
+    def _end(self) -> None:
+        """End every worker and every descendant; as subreaper, we inherit those that lost their parents."""
+        for pid in self._workers:
+            _kill(pid)
+        for pid, tag in self._workers.items():
+            guardian.end_family(pid, tag)
+        me = os.getpid()
+        guardian.wait_until(lambda: not self._kill_descendants(me), 5.0)
+        with contextlib.suppress(OSError):  # the controller removes it, too
+            remove_tree(self._run_dir)
+
+    def _kill_descendants(self, me: int) -> bool:
+        while True:
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    break
+            except ChildProcessError:
+                break
+        left = guardian.descendants(me, guardian.process_table()) - {self._watcher}
+        for pid in left:
+            _kill(pid)
+        return bool(left)
+
+
+def worker_tag(identity: WorkerIdentity) -> str:
+    """The tag of a worker's family."""
+    return f"{identity.run_id}/{identity.worker_id}"
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: list[int], parent: int) -> None:
+    """The child's side of the fork; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        for fd in inherited:
+            os.close(fd)
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if os.getppid() != parent:
+            os._exit(1)  # the forkserver died before the line above
+        _redirect_output(log)
+        os.environ.clear()
+        os.environ.update(order.env)
+        os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
+        guardian.bear_mark(guardian.Mark(order.identity.run_id, os.getpid()))
+        extend_search_path(order.search_path)
+        code = serve_worker(order.identity, listener, order.key)
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the process's outermost frame: the log is where its error can be read
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect_output(log: int) -> None:
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def main(watcher: int, argv: list[str]) -> None:
+    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``.
+
+    Args:
+        watcher: what watch_driver returned.
+    """
+    driver = int(argv[1])
+    channel = socket.socket(fileno=int(argv[0]))
+    os.set_inheritable(channel.fileno(), False)
+    if driver != NO_PIDFD:
+        os.set_inheritable(driver, False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for module in filter(None, argv[3].split(",")):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - a module that cannot be preloaded is the engine's business, which imports it again
+            print(f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr)
+    _ForkServer(channel, driver, watcher, argv[2]).run()

@@ -1,0 +1,100 @@
+"""The observer of a Ray worker on another machine than the controller: a process beside it, which reads its page (pulse.py).
+
+It answers while the worker's interpreter is stuck, and exits with the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+from helmsman.rpc_server._process.pulse import Pulse, map_page, observe
+from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
+from helmsman.rpc_server._wire.auth import connect
+from helmsman.rpc_server._wire.frames import LENGTH_BYTES, unpack_length
+from helmsman.rpc_server._wire.stream import Stream
+from helmsman.rpc_server._wire.tls import ServerTls, server_tls
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from helmsman.rpc_server._server.observer import main; main(sys.argv[2:])"
+)
+
+
+class _Observer(AuthenticatedServer):
+    """Sends one observation to each authenticated peer."""
+
+    def __init__(self, listener: socket.socket, key: bytes, page: mmap.mmap, pid: int, *, tls: ServerTls | None) -> None:
+        super().__init__(listener, key, tls)
+        self._page, self._pid = page, pid
+
+    def _serve_requests(self, connection: Connection) -> None:
+        connection.send(observe(self._page, self._pid))
+
+
+async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, tls: bool) -> bytes:
+    """Ask a worker's observer for an observation.
+
+    Args:
+        address: numeric host and port.
+        key: the run's key.
+        limit_s: for all of it.
+        tls: whether the observer uses TLS.
+
+    Returns:
+        The observation, for ``pulse.read``.
+
+    Raises: OSError, EOFError, TimeoutError, ProtocolError.
+    """
+    async with asyncio.timeout(limit_s):
+        stream = Stream(await connect(address, key, limit_s, tls=tls))
+        try:
+            return await stream.read(unpack_length(await stream.read(LENGTH_BYTES)))
+        finally:
+            stream.close()
+
+
+def start_observer(listener: socket.socket, key: bytes, pulse: Pulse, *, tls: bool) -> None:
+    """Start an observer of this process.
+
+    Args:
+        listener: at which it answers; the caller closes its own copy.
+        key: the run's key.
+        pulse: this process's.
+        tls: whether it uses TLS.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    arguments = [str(listener.fileno()), str(pulse.fd), str(os.getpid()), "tls" if tls else "plain"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
+        stdin=subprocess.PIPE,
+        pass_fds=[listener.fileno(), pulse.fd],
+        start_new_session=True,  # a signal to the worker's group is not for it
+    )
+    assert process.stdin is not None
+    with process.stdin as its_stdin:
+        its_stdin.write(key)
+
+
+def main(argv: list[str]) -> None:
+    """Entry point: ``LISTENER_FD PAGE_FD PID tls|plain``, with the key on standard input."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pid = int(argv[2])
+    process = os.pidfd_open(pid)
+    key = sys.stdin.buffer.read()
+    if os.getppid() != pid:
+        return  # the worker ended before
+    listener = socket.socket(fileno=int(argv[0]))
+    server = _Observer(listener, key, map_page(int(argv[1])), pid, tls=server_tls() if argv[3] == "tls" else None)
+    server.start()
+    select.select([process], [], [])

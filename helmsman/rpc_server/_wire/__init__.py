@@ -1,0 +1,1 @@
+"""Bytes between driver and worker: messages, codec, frames, encryption, authentication."""

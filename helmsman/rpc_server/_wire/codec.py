@@ -1,0 +1,235 @@
+"""The payload codec: arguments and results of engine calls as a pickle stream and a list of raw buffers.
+
+Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by value), and every large
+buffer, of a tensor, a NumPy array or anything else that exports one, stays out of the stream and is not copied: the
+transport decides how its bytes move. Neither torch nor NumPy is imported until a value needs it.
+
+What the sender must know: buffers are the caller's own memory until the transport has packed them, so a tensor must not be
+written to before that. What arrives is private to the receiver: each tensor and array has memory of its own, so two views of
+one storage come back as two storages, while one object that occurs twice stays one object.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import msgspec
+
+from helmsman.api.batch import Batch
+from helmsman.api.columns import Ragged
+from helmsman.api.errors import NotLoadableError, NotSerializableError
+from helmsman.api.scheduler import ResultHandle
+from helmsman.rpc_server._wire.memory import own_copy, without_write_check
+from helmsman.rpc_server._wire.pickle_diagnostics import find_culprit
+from helmsman.rpc_server._wire.remote_errors import clipped
+from helmsman.rpc_server._wire.struct_classes import StructMeta, reduce_struct_class
+
+__all__ = ["Packed", "Payload", "ResultHandle", "decode", "encode"]
+
+_ATOMS = frozenset({type(None), bool, int, float, str})
+_CONTAINERS = frozenset({tuple, list, dict})
+_PLAIN_DEPTH = 4
+_PLAIN_LENGTH = 8
+_NONE = pickle.dumps(None, 5)
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """An encoded value. Pickling it with protocol 5 (as Ray does) leaves its buffers out of band once more."""
+
+    data: Any
+    """The pickle stream; bytes, or a view of them."""
+    buffers: list[Any]
+    """One-dimensional views of bytes, in the order in which the stream refers to them. Read-only ones after ``encode``."""
+    handles: list[ResultHandle]
+    """The handles inside the value, each once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of stream and buffers in bytes."""
+        return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Payload, (pickle.PickleBuffer(self.data), [pickle.PickleBuffer(buffer) for buffer in self.buffers], self.handles)
+
+
+class Packed:
+    """A value that is packed already, as a part of others: packed once for many messages, it arrives as the value."""
+
+    __slots__ = ("payload",)
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The handles are pickled as such, so by the time this is unpacked they are what the receiver makes of them.
+        # Without their mark: pickle would restore it, and what arrives is the receiver's own, to be written to.
+        buffers = [pickle.PickleBuffer(without_write_check(buffer)) for buffer in self.payload.buffers]
+        return _unpack, (pickle.PickleBuffer(self.payload.data), buffers, self.payload.handles)
+
+
+def _unpack(data: Any, buffers: list[Any], values: list[Any]) -> Any:
+    if not values:
+        return pickle.loads(data, buffers=buffers)
+    return _HandleUnpickler(data, buffers, values).load()
+
+
+def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payload:
+    """Pack a value.
+
+    Args:
+        obj: any value that pickle or cloudpickle can take; tensors of any dtype and layout. Those on an accelerator arrive
+            on the host.
+        root: what the top of the value is called in an error, such as ``args``.
+        inband_below: buffers with fewer bytes than this go inside the stream.
+
+    Returns:
+        The payload. Its buffers are read-only views of the caller's memory and keep it alive.
+
+    Raises:
+        NotSerializableError: with the path to the part that cannot be pickled.
+    """
+    if obj is None:
+        return Payload(_NONE, [], [])  # what most methods return
+    if _is_plain(obj, _PLAIN_DEPTH):
+        return Payload(pickle.dumps(obj, 5), [], [])
+    try:
+        return _encode(obj, inband_below)
+    except Exception as exc:  # the objects' own __reduce__ and __getstate__ run here, and may raise anything
+        path, value_type, reason = find_culprit(obj, exc, root, lambda part: _encode(part, inband_below))
+        raise NotSerializableError(path=path, value_type=value_type, reason=clipped(reason)) from exc
+
+
+def decode(
+    payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = None, copy_readonly: bool = True, root: str = "value"
+) -> Any:
+    """Unpack a value.
+
+    Args:
+        payload: from ``encode``, on this machine or another. Buffers that can be written to are taken over: the value
+            lives in their memory from here on.
+        resolve: gives the value of a handle, once for each. Its errors pass through. Without it, handles stay handles.
+        copy_readonly: make a private copy of each read-only buffer, so that what arrives can be written to. With False
+            tensors alias that memory, and **writing to them is forbidden**: it changes others' data or ends the process.
+        root: what the value is called in an error.
+
+    Returns:
+        The value, of the same types as it was packed from.
+
+    Raises:
+        NotLoadableError: something in it cannot be unpickled here, such as a class of a module that is missing.
+    """
+    if payload.data == _NONE:
+        return None
+    values, buffers = payload.handles, payload.buffers
+    if resolve is not None and values:
+        values = [resolve(handle) for handle in values]
+    if copy_readonly and buffers:
+        buffers = [own_copy(each) if memoryview(each).readonly else each for each in buffers]
+    try:
+        if not values:
+            return pickle.loads(payload.data, buffers=buffers)
+        return _unpack(payload.data, buffers, values)
+    except Exception as exc:  # unpickling imports modules and runs constructors, which may raise anything
+        raise NotLoadableError(
+            path=root,
+            value_type=f"pickle of {len(payload.data)} bytes and {len(buffers)} buffers",
+            reason=clipped(f"{type(exc).__name__}: {exc}"),
+        ) from exc
+
+
+def _is_plain(obj: Any, depth: int) -> bool:
+    """Whether the value is small and of built-in types alone, so that the C pickler serves it without our hooks."""
+    kind = type(obj)
+    if kind in _ATOMS or kind is bytes:
+        return True
+    if kind not in _CONTAINERS or len(obj) > _PLAIN_LENGTH or not depth:
+        return False
+    if kind is dict:
+        for key in obj:
+            if type(key) not in _ATOMS:
+                return False
+        obj = obj.values()
+    for item in obj:  # noqa: SIM110 - half the time of all()
+        if type(item) not in _ATOMS and not _is_plain(item, depth - 1):
+            return False
+    return True
+
+
+def _encode(obj: Any, inband_below: int) -> Payload:
+    buffers: list[Any] = []
+    handles: dict[str, ResultHandle] = {}
+
+    def keep_inband(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < inband_below:
+            return True
+        buffers.append(view.toreadonly())
+        return False
+
+    stream = io.BytesIO()
+    _Pickler(stream, keep_inband, handles, inband_below).dump(obj)
+    return Payload(stream.getvalue(), buffers, list(handles.values()))
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not typed
+    """cloudpickle, with tensors as raw bytes and handles by number."""
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        keep_inband: Callable[[pickle.PickleBuffer], bool],
+        handles: dict[str, ResultHandle],
+        inband_below: int,
+    ) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=keep_inband)
+        self._handles = handles
+        self._inband_below = inband_below
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        # A module whose import another thread has only begun may lack the name yet.
+        self._tensor_type = getattr(torch, "Tensor", None)
+        self._array_type = getattr(numpy, "ndarray", None)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called for all but the built-in types, so that lists of numbers pay nothing."""
+        kind = type(obj)
+        if kind is self._tensor_type:
+            from helmsman.rpc_server._wire.tensors import reduce_tensor
+
+            reduced = reduce_tensor(obj)
+            return NotImplemented if reduced is None else reduced
+        if kind is ResultHandle:
+            self._handles.setdefault(obj.id, obj)
+            return _handle_at, (list(self._handles).index(obj.id),)
+        if kind is Batch or kind is Ragged:
+            return obj.__reduce__()  # views as they are: of their memory nothing else is sent
+        if kind is self._array_type and obj.nbytes >= self._inband_below and not obj.flags.forc:
+            # NumPy puts an array with gaps inside the stream; its compact copy goes out of band.
+            return obj.copy(order="K").__reduce_ex__(5)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, StructMeta) and reduced is not NotImplemented:
+            return reduce_struct_class(obj)  # cloudpickle would send it by value, and lose its fields
+        return reduced
+
+
+def _handle_at(index: int) -> Any:
+    """Stands in the stream for a handle; the unpickler puts the value, or the handle, in its place."""
+    raise pickle.UnpicklingError(f"handle {index} outside of a payload")
+
+
+class _HandleUnpickler(pickle.Unpickler):
+    """Gives the values in place of the handles."""
+
+    def __init__(self, data: Any, buffers: Sequence[Any], values: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._values = values
+
+    def find_class(self, module: str, name: str) -> Any:
+        """As pickle's, but ``_handle_at`` looks into the values of this payload."""
+        if name == _handle_at.__name__ and module == __name__:
+            return self._values.__getitem__
+        return super().find_class(module, name)

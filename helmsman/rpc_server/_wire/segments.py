@@ -1,0 +1,423 @@
+"""Large buffers between processes of one machine: packed into memory that the receiver maps.
+
+A segment is a sealed memfd. It has no name in any file system, so nothing is left behind however its owner dies, and the
+kernel frees it with the last descriptor and mapping. The receiver opens it through ``/proc`` and maps it privately: what
+arrives is not copied, can be written to (pages are copied on write), and stays valid when the sender is gone. Its seals
+promise that nobody cuts a segment off below a receiver, and that nobody but its owner can write to it.
+
+    sender                                            receiver
+    segment = pack(buffers)
+    send segment.location ──────────────────────────> views = attach(location)
+    segment.close()  <──────────── any answer
+
+The sender must keep the segment open until the receiver has attached; sooner, and the receiver gets a ProtocolError.
+
+Fresh pages cost several times what copying into used ones does, so a closed segment is kept for a while and used again, once
+nobody has it mapped any more. The kernel knows: a write lease on a file is granted only while nobody else has it open, and a
+mapping counts as such, whoever holds it, also in a process that was killed. What is in a segment has a number, which is
+changed when it is closed, so before the lease is asked for: a receiver who comes too late finds another number and not other
+data.
+
+Limits: descriptors are close-on-exec, but a child made by a bare ``fork`` keeps its copies (and their memory) until it ends.
+What is left of one segment keeps the mapping of the whole segment. Both processes must see each other in ``/proc``, so they
+share a PID namespace and a user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import pickle
+import secrets
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import ProtocolError
+from helmsman.rpc_server._wire.memory import Span, address_of, advise, copy, libc, map_memory
+
+HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
+"""Whether this machine has segments."""
+
+_ALIGNMENT = 64
+_HEADER_BYTES = _ALIGNMENT
+"""Before the first buffer: the number of what is in the segment, as 8 bytes."""
+_NAME = "helmsman-"
+_MAX_VECTORS = 1024  # IOV_MAX of Linux
+_SMALLEST = 1 << 17
+_POPULATED_FROM = 1 << 18
+_SPARE_S = 60.0
+"""How long a closed segment is kept for the next."""
+_MOST_SPARES = 32
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
+_MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
+
+
+class SegmentLocation(msgspec.Struct, frozen=True):
+    """Where another process of this machine and user finds a segment."""
+
+    pid: int
+    """Its owner."""
+    fd: int
+    """The owner's descriptor."""
+    name: str
+    """Name of the memfd, which no other has: a recycled pid or descriptor is noticed."""
+    number: int
+    """Of what is in it: a segment that was closed meanwhile, and may be in use for something else, is noticed."""
+    size: int
+    """From its start to the end of the last buffer, in bytes."""
+    offsets: list[int]
+    """Start of each buffer, in bytes."""
+    sizes: list[int]
+    """Length of each buffer, in bytes."""
+
+
+class ShmSegment:
+    """Buffers packed into shared memory, as their owner holds them. A context manager; ``close`` gives the memory back, or
+    keeps it for a segment to come."""
+
+    def __init__(self, location: SegmentLocation, memory: _Memory) -> None:
+        self.location = location
+        self._memory: _Memory | None = memory
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.location.size
+
+    def close(self) -> None:
+        """Let go of the segment; idempotent. Receivers that have attached keep theirs."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            _spares.give(memory)
+
+    def __enter__(self) -> ShmSegment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def pack(buffers: Sequence[Any]) -> ShmSegment:
+    """Copy buffers into a segment.
+
+    Args:
+        buffers: one-dimensional contiguous buffers of bytes; none of them may be empty.
+
+    Raises:
+        OSError: no memory, or no file descriptor, is left.
+    """
+    views = [memoryview(buffer) for buffer in buffers]
+    sizes = [view.nbytes for view in views]
+    offsets, end = [], _HEADER_BYTES
+    for each in sizes:
+        offsets.append(end)
+        end += -(-each // _ALIGNMENT) * _ALIGNMENT
+    memory = _spares.take(end)
+    if memory is None:
+        memory = _Memory.holding(views, end)
+    else:
+        try:
+            memory.fill(views, offsets, end)
+        except OSError:
+            memory.close()
+            raise
+    location = SegmentLocation(
+        pid=os.getpid(), fd=memory.fd, name=memory.name, number=memory.number, size=end, offsets=offsets, sizes=sizes
+    )
+    return ShmSegment(location, memory)
+
+
+def attach(location: SegmentLocation) -> list[memoryview]:
+    """Map a segment of another process privately.
+
+    Returns:
+        Its buffers, aligned to 64 bytes. They can be written to, which nobody else sees, and keep the mapping alive. The first
+        write to a page of 4 KiB copies it.
+
+    Raises:
+        ProtocolError: the segment is gone (its owner closed it, or died), or is not what the location says.
+    """
+    path = f"/proc/{location.pid}/fd/{location.fd}"
+    try:
+        owner_uid = os.stat(f"/proc/{location.pid}").st_uid
+        # NONBLOCK and NOCTTY: whatever else this number has become by now must not make us wait.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as exc:
+        raise _lost(location, f"it cannot be opened any more ({exc.strerror})") from exc
+    try:
+        _verify(location, fd, owner_uid)
+        array = map_memory(fd, location.size, mmap.MAP_PRIVATE)
+    finally:
+        os.close(fd)
+    address = ctypes.addressof(array)
+    if ctypes.c_uint64.from_address(address).value != location.number:
+        raise _lost(location, "its owner has let go of it")
+    if location.size >= _POPULATED_FROM:
+        # A third of what the faults of a reader would cost. An older kernel refuses, which does not matter.
+        advise(address, location.size, _MADV_POPULATE_READ)
+    whole = pickle.PickleBuffer(array).raw()
+    return [whole[offset : offset + size] for offset, size in zip(location.offsets, location.sizes, strict=True)]
+
+
+def can_attach(location: SegmentLocation) -> bool:
+    """Whether this process can map a segment, so whether it shares a machine, PID namespace and user with the owner."""
+    try:
+        attach(location)
+    except (ProtocolError, OSError):
+        return False
+    return True
+
+
+def can_reuse() -> bool:
+    """Whether this system lets segments be used again; they are slower where it does not."""
+    with pack([b"helmsman"]) as segment:
+        return segment._memory is not None and segment._memory.capacity > 0
+
+
+def drop_spares() -> None:
+    """Give back the memory of segments that were closed and kept for the next."""
+    _spares.drop()
+
+
+class _Memory:
+    """A memfd that this process alone can write to: by a mapping that was made before it was sealed.
+
+    Use ``holding``.
+    """
+
+    def __init__(self, name: str, fd: int, array: ctypes.Array[ctypes.c_char] | None, allocated: int) -> None:
+        self.name = name
+        self.fd = fd
+        self.number = 0
+        self.idle_since = 0.0
+        self._pid = os.getpid()
+        # A file object and not the bare number: it is closed once at most, and a forgotten one shows as a ResourceWarning.
+        self._file = open(fd, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._array = array
+        self._allocated = allocated
+
+    @classmethod
+    def holding(cls, views: Sequence[memoryview], end: int) -> _Memory:
+        """New memory with these buffers in it. Raises OSError."""
+        name = _NAME + secrets.token_hex(8)
+        made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Opened once more, since the kernel counts as writers, for leases, only files that were opened.
+            fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(made)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            # Written and not copied to the mapping: a page is allocated and filled at once, without a fault and without being
+            # zeroed before.
+            padding = bytes(_ALIGNMENT)
+            vectors = [memoryview(bytes(_HEADER_BYTES))]
+            for view in views:
+                vectors.append(view)
+                if view.nbytes % _ALIGNMENT:
+                    vectors.append(memoryview(padding)[: -view.nbytes % _ALIGNMENT])
+            _write_all(fd, vectors)
+            # Room for what may come next; it takes no memory until it is written to.
+            capacity = max(_SMALLEST, 1 << (end - 1).bit_length())
+            os.ftruncate(fd, capacity)
+            array = _sealed_mapping(fd, capacity)
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # what a broken lease would send is ignored then, and not deadly
+            undo.pop_all()
+        return cls(name, fd, array, end)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that fit; 0 when it cannot be used again."""
+        return 0 if self._array is None or self._pid != os.getpid() else len(self._array)
+
+    def void(self) -> None:
+        """Let nobody find any more what is in it; those that have it mapped keep it."""
+        if self.capacity:
+            assert self._array is not None
+            self.number += 1
+            ctypes.c_uint64.from_buffer(self._array).value = self.number
+
+    def fill(self, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> None:
+        """Copy buffers in. Raises OSError."""
+        assert self._array is not None
+        if end > self._allocated:  # here a lack of memory is an error; in the mapping it would be a signal
+            os.posix_fallocate(self.fd, self._allocated, end - self._allocated)
+            self._allocated = end
+        address = ctypes.addressof(self._array)
+        copy([Span(address + at, address_of(view), view.nbytes) for view, at in zip(views, offsets, strict=True)])
+
+    def close(self) -> None:
+        """Give it back."""
+        self._array = None
+        self._file.close()
+
+
+class _Spares:
+    """Memory of closed segments, which the next may use. At most a thirty-second of the machine's, and 1 GiB."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[_Memory] = []
+        """The longest idle first."""
+
+    @functools.cached_property
+    def _limit(self) -> int:
+        return min(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 32)
+
+    def take(self, num_bytes: int) -> _Memory | None:
+        """The smallest spare memory of so many bytes that nobody has mapped any more."""
+        with self._lock:
+            for memory in sorted(self._kept, key=lambda each: each.capacity):
+                if (
+                    memory.capacity >= num_bytes
+                    and memory.capacity <= max(_SMALLEST, 4 * num_bytes)
+                    and _nobody_else_has_it_open(memory.fd)
+                ):
+                    self._kept.remove(memory)
+                    return memory
+        return None
+
+    def give(self, memory: _Memory) -> None:
+        """Keep memory, at the price of what was idle for long, or lies there too much."""
+        now = memory.idle_since = time.monotonic()
+        memory.void()
+        with self._lock:
+            if 0 < memory.capacity <= self._limit:
+                self._kept.append(memory)
+            else:
+                memory.close()
+            total = sum(each.capacity for each in self._kept)
+            while self._kept and (
+                total > self._limit or len(self._kept) > _MOST_SPARES or now - self._kept[0].idle_since > _SPARE_S
+            ):
+                oldest = self._kept.pop(0)
+                total -= oldest.capacity
+                oldest.close()
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        with self._lock:
+            while self._kept:
+                self._kept.pop().close()
+
+    def after_fork(self) -> None:
+        """In the child: the parent's memory is not its own to write to."""
+        self._lock = threading.Lock()
+        self.drop()
+
+
+_spares = _Spares()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_spares.after_fork)
+
+
+@functools.cache
+def _leases_tell() -> bool:
+    """Whether this kernel refuses a lease on what somebody has mapped; one that does not would let data change below him."""
+    made = os.memfd_create(_NAME + "lease", os.MFD_CLOEXEC)
+    try:
+        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            os.close(made)
+            made = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            reader = map_memory(made, mmap.PAGESIZE, mmap.MAP_PRIVATE)
+            os.close(made)
+            made = -1
+            refused = not _nobody_else_has_it_open(fd)
+            del reader
+            return refused and _nobody_else_has_it_open(fd)
+        finally:
+            os.close(fd)
+    finally:
+        if made >= 0:
+            os.close(made)
+
+
+def _nobody_else_has_it_open(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
+
+
+def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
+    """A mapping to write by, of a memfd that is sealed against all other writes; None where the kernel cannot do so, or has no
+    leases: then the memfd can be used once."""
+    if _leases_tell() and _nobody_else_has_it_open(fd):
+        array = map_memory(fd, size, mmap.MAP_SHARED, owner=os.getpid())
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW") | _F_SEAL_FUTURE_WRITE)
+        except OSError:
+            del array
+        else:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SEAL"))
+            libc().madvise(ctypes.addressof(array), size, mmap.MADV_DONTFORK)  # a child does not unmap it, see map_memory
+            return array
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE", "F_SEAL_SEAL"))
+    return None
+
+
+def _seals(*names: str) -> int:
+    # By name: the module has them on Linux alone, and this one must import everywhere.
+    return sum(getattr(fcntl, name) for name in names)
+
+
+def _write_all(fd: int, vectors: list[memoryview]) -> None:
+    first = 0
+    while first < len(vectors):
+        written = os.writev(fd, vectors[first : first + _MAX_VECTORS])
+        while first < len(vectors) and written >= vectors[first].nbytes:
+            written -= vectors[first].nbytes
+            first += 1
+        if written:  # Linux writes at most 2 GiB at once
+            vectors[first] = vectors[first][written:]
+
+
+def _lost(location: SegmentLocation, reason: str) -> ProtocolError:
+    return ProtocolError(
+        f"the shared memory {location.name} ({location.size} bytes, descriptor {location.fd} of process {location.pid}) cannot "
+        f"be attached: {reason}. Its process has ended, or let go of it too early; look at the log of that process.",
+        location=location,
+    )
+
+
+def _verify(location: SegmentLocation, fd: int, owner_uid: int) -> None:
+    """Make sure that ``fd`` is the segment that the location names, made by this user, and is sealed."""
+    target, status = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
+    if target != f"/memfd:{location.name} (deleted)" or not location.name.startswith(_NAME) or not stat.S_ISREG(status.st_mode):
+        raise _lost(location, f"the descriptor now is {target}")
+    if {owner_uid, status.st_uid} != {os.geteuid()}:
+        raise _lost(
+            location, f"it belongs to user {status.st_uid}, its process to user {owner_uid}, this one to {os.geteuid()}"
+        )
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as exc:
+        raise _lost(location, f"it is no memfd ({exc.strerror})") from exc
+    needed = _seals("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW")
+    if seals & needed != needed or not seals & (_seals("F_SEAL_WRITE") | _F_SEAL_FUTURE_WRITE):
+        raise _lost(location, "it is not sealed, so it could change while it is read")
+    ends = [offset + size for offset, size in zip(location.offsets, location.sizes, strict=True)]
+    if (
+        not location.offsets
+        or not _HEADER_BYTES <= location.size <= status.st_size
+        or min(location.offsets) < _HEADER_BYTES
+        or min(location.sizes) < 0
+        or max(ends) > location.size
+    ):
+        raise _lost(location, f"it has {status.st_size} bytes, which the buffers at {location.offsets} do not fit")

@@ -1,0 +1,129 @@
+"""Tensors for the codec: how an exact ``torch.Tensor`` becomes raw bytes, and how it comes back.
+
+The bytes that are sent are the tensor's own memory wherever its elements lie densely, in whatever order (contiguous,
+transposed, channels last): shape and strides travel beside them. Dimensions of stride 0 (``expand``) cost nothing. Views with
+gaps are copied compactly first, so that a slice of a large storage never sends more than its own elements.
+
+torch is imported here and only by those who have a tensor in hand: the codec imports this module when torch is loaded
+already (sender), or when the payload names it (receiver).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch  # noqa: TID253 - see above
+
+from helmsman.rpc_server._wire.memory import bytes_type, without_write_check
+
+# How the bytes are to be read, besides dtype, shape and strides.
+_CONJUGATED = 1
+_NEGATED = 2
+_REQUIRES_GRAD = 4
+
+# Not every dtype has copy kernels (the small integers have none), but the integer of its size has. Elements are only moved,
+# never computed with, so the type does not matter.
+_MOVED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Any, ...]
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Reduced | None:
+    """What pickle needs to rebuild ``tensor``, with its elements as one ``PickleBuffer``.
+
+    Args:
+        tensor: of exactly the type ``torch.Tensor``; any shape and dtype. One on an accelerator is copied to the host,
+            and arrives there. A non-leaf loses its graph and arrives as a leaf, as with torch's own pickling.
+
+    Returns:
+        A reduce tuple, or None for the kinds that torch's own pickling must handle: sparse, quantized, nested and meta
+        tensors, and those with backward hooks.
+    """
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_meta
+        or tensor._backward_hooks
+    ):
+        return None
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    flags = (
+        (_CONJUGATED if tensor.is_conj() else 0)
+        | (_NEGATED if tensor.is_neg() else 0)
+        | (_REQUIRES_GRAD if tensor.requires_grad else 0)
+    )
+    num_elements = tensor.numel()
+    data: pickle.PickleBuffer | None = None
+    if num_elements:
+        source = tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            source, num_elements, strides = _dense(tensor, shape, strides)
+        data = pickle.PickleBuffer(_memory_of(source, num_elements * source.element_size()))
+    arguments = (data, str(tensor.dtype)[len("torch.") :], shape, strides, flags)
+    if tensor.__dict__:
+        return rebuild_tensor, arguments, tensor.__dict__, None, None, _set_attributes
+    return rebuild_tensor, arguments
+
+
+def _dense(tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[torch.Tensor, int, tuple[int, ...]]:
+    """The host tensor whose first ``n`` elements in memory are to be sent, ``n``, and the strides to read them with."""
+    raw = tensor.detach()
+    # An involution takes a lazily set bit off again; the bytes below it are what is sent.
+    if raw.is_conj():
+        raw = raw.conj()
+    if raw.is_neg():
+        raw = torch._neg_view(raw)
+    raw = raw.view(_MOVED_AS[raw.element_size()])
+    own_shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+    num_own = functools.reduce(int.__mul__, own_shape, 1)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(own_shape, strides, strict=True))
+    if span <= num_own:
+        # Dense in some order, or overlapping windows: the stretch of memory is no longer than the elements.
+        flat = raw.as_strided((span,), (1,))
+        return flat.cpu(), span, strides
+    compact = raw.as_strided(own_shape, strides).contiguous()
+    own_strides = tuple(0 if old == 0 else new for old, new in zip(strides, compact.stride(), strict=True))
+    return compact.cpu(), num_own, own_strides
+
+
+def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_char]:
+    """The first ``num_bytes`` bytes from the tensor's first element on, without a copy.
+
+    The result keeps the storage alive, not only the tensor: ``tensor.data = other`` would free the memory of the latter.
+    """
+    array = bytes_type(num_bytes).from_address(tensor.data_ptr())
+    array.storage = tensor.untyped_storage()  # type: ignore[attr-defined]
+    return array
+
+
+def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int) -> torch.Tensor:
+    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it alive.
+
+    ``data`` that is read-only is read in place; the codec has made a private copy before where one is wanted.
+    """
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    if data is None:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+    else:
+        flat = torch.frombuffer(without_write_check(data), dtype=dtype)
+        if flat.data_ptr() % flat.element_size():
+            flat = flat.clone()
+        # .data: a tensor of its own and not a view of `flat`, which autograd would treat differently.
+        tensor = flat.as_strided(shape, strides).data
+    if flags:
+        if flags & _CONJUGATED:
+            tensor = tensor.conj().data
+        if flags & _NEGATED:
+            tensor = torch._neg_view(tensor).data
+        if flags & _REQUIRES_GRAD:
+            tensor.requires_grad_()
+    return tensor
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    tensor.__dict__.update(attributes)
