@@ -13,7 +13,7 @@ import torch
 from helmsman import Job, RolloutController, Scheduler, SchedulingSpec, SupervisionPolicy, TrainController
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory
-from tests.engines.models import QWEN2, random_tokens
+from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.sync_engines"
 SPEC = SchedulingSpec(cpu=0.1)

@@ -20,9 +20,9 @@ from helmsman.controller._bootstrap.connection import (
     connect,
     proof_key,
 )
-from tests.bootstrap.nodes import MakeNodes, Node, script
-from tests.bootstrap.plans import VERSIONS
 from tests.contract.helpers import LIMIT_S
+from tests.controller.bootstrap.nodes import MakeNodes, Node, script
+from tests.controller.bootstrap.plans import VERSIONS
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind
 from tests.hostile.proxy import Proxy
 

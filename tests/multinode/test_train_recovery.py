@@ -15,7 +15,7 @@ from helmsman.controller._training.recovery_policy import RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import plan_fault
-from tests.engines.models import QWEN2, random_tokens
+from tests.engines.small_models import QWEN2, random_tokens
 from tests.multinode.conftest import Nodes, gpu_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

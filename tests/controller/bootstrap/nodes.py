@@ -1,0 +1,266 @@
+"""Nodes of this machine: real supervisors over fake Rays, and a cable between them that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from helmsman.controller._bootstrap.connection import Patience
+from helmsman.rpc_server.ports import PortLeases
+from tests.contract.helpers import ROOT, wait_until
+from tests.controller.bootstrap.plans import make_plan
+
+HERE = Path(__file__).parent
+PATIENCE = Patience(beat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5)
+WAITS = """
+import os, signal, sys, time
+folder = sys.argv[1]
+def stop(number, frame):
+    open(os.path.join(folder, f"script-told-{number}"), "w").close()
+    sys.exit(int(sys.argv[2]))
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+open(os.path.join(folder, "script-started"), "w").close()
+while not os.path.exists(os.path.join(folder, "script-released")):
+    time.sleep(0.01)
+"""
+"""A script that goes on until it is let go."""
+
+
+def script(source: str) -> list[str]:
+    """The command of a script."""
+    return [sys.executable, "-I", "-S", "-c", source]
+
+
+class Node:
+    """A running supervisor."""
+
+    def __init__(self, cluster: Path, rank: int, plan: Any, name: str) -> None:
+        self.rank, self.plan = rank, plan
+        self._own = cluster / str(rank)
+        self._output = cluster / f"output-{name}"
+        plan_file = cluster / f"plan-{name}"
+        plan_file.write_bytes(pickle.dumps(plan))
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "supervisor.py"), str(plan_file), str(cluster)],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it and its script have printed."""
+        return self._output.read_text(errors="replace")
+
+    def lines(self, part: str) -> list[str]:
+        """Those of its lines that have this in them, without their beginning."""
+        return [line.partition("] ")[2] for line in self.output.splitlines() if part in line]
+
+    def said(self, text: str, count: int = 1) -> str:
+        """Wait until it has said this so many times; returns all that it has printed."""
+        wait_until(lambda: self.output.count(text) >= count or self.process.poll() is not None, f"{text!r} in:\n{self.output}")
+        assert self.output.count(text) >= count, self.output
+        return self.output
+
+    def wait(self) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"rank {self.rank} does not end:\n{self.output}") from None
+
+    def ends(self, code: int, *facts: str) -> None:
+        """It ends with this exit code, and has said all of these."""
+        assert self.wait() == code, self.output
+        for fact in facts:
+            assert fact in self.output, f"no {fact!r} in:\n{self.output}"
+        assert "Traceback" not in self.output, self.output
+        assert "never retrieved" not in self.output, self.output
+
+    def signal(self, number: int) -> None:
+        """To the supervisor alone."""
+        self.process.send_signal(number)
+
+    @property
+    def ray(self) -> dict[str, Any]:
+        """What its Ray was given, once it has started."""
+        wait_until((self._own / "started").exists, f"the Ray of rank {self.rank} starts:\n{self.output}")
+        return dict(json.loads((self._own / "started").read_text()))
+
+
+class Nodes:
+    """Nodes of one run, which share a folder that stands for the cluster.
+
+    Args:
+        count: how many there are to be.
+        changes: of all their plans.
+    """
+
+    def __init__(self, folder: Path, count: int, **changes: Any) -> None:
+        self.folder, self.count, self._changes = folder, count, changes
+        self._leases = PortLeases()
+        self.port = self._leases.lease(1)[0]
+        self.started: list[Node] = []
+        shutil.copy(str(shutil.which("sleep")), folder / "raylet")
+
+    def behaviour(self, rank: int, *words: str) -> None:
+        """What the fake Ray of a rank does; see fake_ray.py."""
+        (self.folder / str(rank)).mkdir(exist_ok=True)
+        (self.folder / str(rank) / "behaviour").write_text(" ".join(words))
+
+    def start(self, rank: int, **changes: Any) -> Node:
+        """Start a node."""
+        name = f"{rank}-{len(self.started)}"
+        fields: dict[str, Any] = {
+            "run_id": secrets.token_hex(5),
+            "count": self.count,
+            "control_port": self.port if self.count > 1 else 0,
+            "command": self.waiting_script(),
+            "patience": PATIENCE,
+            "ray_command": [sys.executable, "-I", "-S", str(HERE / "fake_ray.py"), str(self.folder)],
+            **self._changes,
+            **changes,
+        }
+        self.started.append(Node(self.folder, rank, make_plan(self.folder / f"run-{name}", rank=rank, **fields), name))
+        return self.started[-1]
+
+    def start_all(self) -> list[Node]:
+        """All of them, the head first."""
+        return [self.start(rank) for rank in range(self.count)]
+
+    # --- the script -------------------------------------------------------------------------------------------------------
+
+    def waiting_script(self, how: str = "0") -> list[str]:
+        """A script that goes on until it is let go. When told to stop it ends with this exit code; 'deaf' does not."""
+        return [sys.executable, "-I", "-S", "-c", WAITS, str(self.folder), how]
+
+    def wait_running(self) -> None:
+        """Wait until the script runs."""
+        told = "\n".join(node.output for node in self.started)
+        wait_until((self.folder / "script-started").exists, f"the script starts:\n{told}")
+
+    def release(self) -> None:
+        """Let the script end."""
+        (self.folder / "script-released").touch()
+
+    def script_was_told(self, number: int) -> bool:
+        """Whether it has got this signal."""
+        return (self.folder / f"script-told-{int(number)}").exists()
+
+    # --- the end ----------------------------------------------------------------------------------------------------------
+
+    def left(self) -> list[str]:
+        """Processes that a supervisor has caused, and itself."""
+        ids = [node.plan.run_id for node in self.started]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                told = " ".join(process.cmdline()) + str(process.environ().get("HELMSMAN_WORKER_TAG"))
+                if process.status() != psutil.STATUS_ZOMBIE and (any(one in told for one in ids) or str(self.folder) in told):
+                    found.append(f"{process.pid}: {told[:200]}")
+        return found
+
+    def wait_nothing_left(self) -> None:
+        """Fail unless all is gone: guardians go a moment after those whom they guard."""
+        wait_until(lambda: not self.left(), f"nothing is left: {self.left()}", 10.0)
+
+    def close(self) -> None:
+        """End what is left."""
+        for node in self.started:
+            if node.process.poll() is None:
+                node.signal(signal.SIGKILL)
+            node.process.wait()
+        self.wait_nothing_left()
+        self._leases.close()
+
+
+class Cable:
+    """Carries connections to a port, until it is cut."""
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._silent = False
+        self._deserted: set[socket.socket] = set()
+        self.is_given_up = threading.Event()
+        """Set when the far end has closed what it alone still had."""
+        self._ends: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                if self._silent:
+                    self._ends.append((near, near))
+                    continue
+                try:
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:
+                    near.close()
+                    continue
+                self._ends.append((near, far))
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                sink.sendall(data)
+            if source in self._deserted:
+                self.is_given_up.set()
+        for end in {source, sink} - self._deserted:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def desert(self) -> None:
+        """Close what it carries at the near ends alone: the far ones hear nothing of it, as where a firewall forgets one."""
+        for near, far in self._ends:
+            self._deserted.add(far)
+            near.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Close what it carries; new connections go through."""
+        for pair in self._ends:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def cut_and_swallow(self) -> None:
+        """Close what it carries; new connections are taken, and nothing is heard on them."""
+        self._silent = True
+        self.cut()
+
+    def close(self) -> None:
+        """End it."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for pair in self._ends:
+            for end in pair:
+                end.close()
+
+
+MakeNodes = Callable[..., Nodes]
+MakeCable = Callable[[int], Cable]

@@ -1,0 +1,54 @@
+"""A node's supervisor as a process: run as a script, with a file that holds its plan and the folder of a made-up cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+from helmsman.api.errors import BootstrapError
+from helmsman.controller._bootstrap.async_utils import stop_signals, teller
+from helmsman.controller._bootstrap.head import Head
+from helmsman.controller._bootstrap.joining_node import Member
+from helmsman.controller._bootstrap.node_plan import NodePlan
+from helmsman.controller._bootstrap.ray_view import NodeSeen
+from tests.controller.bootstrap.fake_ray import behaviour
+
+
+class Roll:
+    """Knows the nodes whose fake Ray has entered itself; also when that has died, as Ray's head does for a while."""
+
+    def __init__(self, cluster: Path) -> None:
+        self._cluster = cluster
+
+    async def nodes(self, run_id: str) -> dict[int, NodeSeen]:
+        """Those of the run, by rank."""
+        rows = {int(path.parent.name): json.loads(path.read_text()) for path in self._cluster.glob("*/listed")}
+        return {
+            rank: NodeSeen(str(rank), row["address"], row["resources"]) for rank, row in rows.items() if row["run"] == run_id
+        }
+
+    async def drain(self, node_id: str, reason: str, limit_s: float) -> None:
+        """Its Ray ends, as a node's does that has no work, unless it is busy."""
+        node = self._cluster / node_id
+        if "busy" not in behaviour(str(node)):
+            os.kill(json.loads((node / "started").read_text())["pid"], signal.SIGTERM)
+
+
+async def live(plan: NodePlan, cluster: Path) -> int:
+    stop, tell = stop_signals(), teller(plan.identity.rank)
+    try:
+        if plan.identity.rank:
+            return await Member(plan, tell, stop).run()
+        return await Head(plan, tell, stop, lambda address, environ: Roll(cluster)).run()
+    except BootstrapError as error:
+        tell(f"{type(error).__name__}: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(live(pickle.loads(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2]))))

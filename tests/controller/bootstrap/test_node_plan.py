@@ -1,0 +1,243 @@
+"""What follows from a node's plan: the command that starts Ray, and the environment of all that is started."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import UnfitNodeError
+from helmsman.controller._bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
+from helmsman.controller._bootstrap.settings import Setting
+from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
+from tests.controller.bootstrap.plans import make_plan
+
+AGENTS = {
+    "--node-manager-port",
+    "--object-manager-port",
+    "--runtime-env-agent-port",
+    "--dashboard-agent-listen-port",
+    "--dashboard-agent-grpc-port",
+    "--metrics-export-port",
+}
+"""What Ray would otherwise take from the ephemeral range, or from where another node of this machine has it."""
+
+
+@pytest.fixture
+def leases() -> Iterator[PortLeases]:
+    made = PortLeases()
+    yield made
+    made.close()
+
+
+def flags(command: list[str]) -> dict[str, str]:
+    """Flags and their values; '' for those without."""
+    return {flag: value for flag, _, value in (each.partition("=") for each in command if each.startswith("--"))}
+
+
+def first_ephemeral() -> int:
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_head(tmp_path: Path, leases: PortLeases) -> None:
+    plan = make_plan(tmp_path, resources={"CPU": 4.0, "GPU": 2.0, "fast": 0.5}, ray_command=["ray", "start"])
+    command = ray_start(plan, "run-1", leases)
+    assert command[:2] == ["ray", "start"]
+    said = flags(command)
+    assert {"--head", "--block", "--disable-usage-stats"} <= {flag for flag, value in said.items() if not value}
+    assert "--address" not in said
+    expected = {
+        "--port": "6379",
+        "--include-dashboard": "false",
+        "--node-ip-address": "127.0.0.1",
+        "--temp-dir": f"{tmp_path}/ray",
+        "--object-store-memory": str(1 << 28),
+        "--labels": "helmsman-run=run-1,helmsman-rank=0",
+        "--num-cpus": "4",
+        "--num-gpus": "2",
+        "--resources": '{"fast": 0.5}',
+    }
+    assert expected.items() <= said.items()
+
+
+def test_the_dashboard_is_started_where_it_is_asked_for(tmp_path: Path, leases: PortLeases) -> None:
+    assert flags(ray_start(make_plan(tmp_path, dashboard=True), "run-1", leases))["--include-dashboard"] == "true"
+
+
+def test_a_member(tmp_path: Path, leases: PortLeases) -> None:
+    said = flags(ray_start(make_plan(tmp_path, rank=2, count=3), "run-1", leases, "10.0.0.1:6379"))
+    assert said["--address"] == "10.0.0.1:6379"
+    assert said["--labels"] == "helmsman-run=run-1,helmsman-rank=2"
+    assert said["--temp-dir"] == f"{tmp_path}/ray", "else it would use the head's path"
+    assert not {"--head", "--port", "--ray-client-server-port", "--include-dashboard"} & said.keys()
+
+
+def test_ray_starts_by_the_interpreter_that_runs_helmsman(tmp_path: Path, leases: PortLeases) -> None:
+    command = ray_start(make_plan(tmp_path), "run-1", leases)
+    assert command[1:4] == ["-m", "helmsman.controller._bootstrap.ray_patience", "start"]
+    pytest.importorskip("ray.scripts.scripts")
+
+
+def test_ray_takes_every_flag(tmp_path: Path, leases: PortLeases) -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    known = {name for parameter in scripts.start.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    plan = make_plan(tmp_path, count=2, resources={"CPU": 1.0, "GPU": 1.0, "memory": 2.0**36, "x": 1.0})
+    for head in ("", "10.0.0.1:6379"):
+        arguments = ray_start(plan, "run-1", leases, head)[len(plan.ray_command) :]
+        assert flags(arguments).keys() <= known
+        scripts.start.make_context("start", arguments)  # which parses all values
+
+
+# --- ports --------------------------------------------------------------------------------------------------------------
+
+
+def ports_of(command: list[str]) -> list[int]:
+    return [int(value) for flag, value in flags(command).items() if flag in AGENTS or flag == "--ray-client-server-port"]
+
+
+def test_ports_of_two_nodes_of_one_machine_are_distinct_and_free_and_below_the_ephemeral_range(
+    tmp_path: Path, leases: PortLeases
+) -> None:
+    others = PortLeases()
+    try:
+        head = ray_start(make_plan(tmp_path), "run-1", leases)
+        member = ray_start(make_plan(tmp_path, rank=1, count=2), "run-1", others, "127.0.0.1:6379")
+    finally:
+        others.close()
+    assert flags(head).keys() >= AGENTS
+    assert flags(member).keys() >= AGENTS
+    ports = ports_of(head) + ports_of(member)
+    assert len(set(ports)) == len(ports)
+    assert all(1024 < port < first_ephemeral() for port in ports)
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+            probe.bind(("", port))
+
+
+def test_others_who_look_for_a_free_port_pass_those_by_until_ray_has_them(tmp_path: Path, leases: PortLeases) -> None:
+    (port, *_) = ports_of(ray_start(make_plan(tmp_path), "run-1", leases))
+    bind = "import socket; socket.socket().bind(('', int(input())))"  # not as an argument: the hold goes by these
+    bound = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", bind], input=str(port), capture_output=True, text=True, check=False
+    )
+    assert "Address already in use" in bound.stderr
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ([(6379, 6379), (20_000, 32_767)], (10_002, 19_999)),
+        ([(12_000, 12_000), (12_001, 12_001)], (12_002, 19_999)),
+        ([(19_000, 19_000), (0, 0)], (10_002, 18_999)),
+        ([(10_000, 10_500), (15_000, 15_000), (19_500, 32_000)], (10_501, 14_999)),
+    ],
+)
+def test_workers_have_the_longest_run_that_nobody_else_could_use(
+    taken: list[tuple[int, int]], expected: tuple[int, int]
+) -> None:
+    assert worker_ports(taken) == expected
+
+
+def test_no_ports_for_workers() -> None:
+    with pytest.raises(UnfitNodeError) as caught:
+        worker_ports([(1024, 65_535)])
+    for fact in ("10002 to 19999", "--port, --control-port and HELMSMAN_PORT_RANGE", "to a range outside"):
+        assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"port": 12_345}, {"port": 15_000, "control_port": 15_001, "count": 2}])
+def test_ports_of_the_user_are_not_those_of_workers(tmp_path: Path, leases: PortLeases, changes: dict[str, Any]) -> None:
+    plan = make_plan(tmp_path, **changes)
+    said = flags(ray_start(plan, "run-1", leases))
+    workers = range(int(said["--min-worker-port"]), int(said["--max-worker-port"]) + 1)
+    assert len(workers) > 1000
+    assert plan.port not in workers
+    assert plan.control_port not in workers
+
+
+def test_leased_ports_are_not_those_of_workers(tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANGE_VARIABLE, "12000-12100")
+    command = ray_start(make_plan(tmp_path), "run-1", leases)
+    said = flags(command)
+    assert all(12_000 <= port <= 12_100 for port in ports_of(command))
+    assert (said["--min-worker-port"], said["--max-worker-port"]) == ("12101", "19999")
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ("25000-25002", ("at most 3 of 6 ports", RANGE_VARIABLE, "wider range")),
+        ("many", (f"{RANGE_VARIABLE} is 'many'", "FIRST-LAST")),
+    ],
+)
+def test_too_few_ports(
+    tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch, text: str, facts: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(RANGE_VARIABLE, text)
+    with pytest.raises(UnfitNodeError) as caught:
+        ray_start(make_plan(tmp_path), "run-1", leases)
+    for fact in ("Ray has no ports on this node", *facts):
+        assert fact in str(caught.value)
+
+
+# --- the environment ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_set_comes_over_what_was_there_and_the_rest_stays(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, node_settings=[Setting("NCCL_DEBUG", "INFO", "--env")])
+    there = {
+        "HOME": "/home/u",
+        "NCCL_DEBUG": "WARN",
+        "RAY_worker_niceness": "15",
+        "RAY_ADDRESS": "10.9.9.9:6379",
+        "RAY_AUTH_TOKEN": "another",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": "/elsewhere",
+    }
+    assert node_environ(plan, {"RAY_worker_niceness": "0"}, "the token", there) == {
+        "HOME": "/home/u",
+        "NCCL_DEBUG": "INFO",
+        "RAY_worker_niceness": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+        "RAY_TMPDIR": str(tmp_path),
+    }
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077], ids=oct)
+def test_the_token_is_for_this_user_alone(tmp_path: Path, umask: int) -> None:
+    plan = make_plan(tmp_path / "run")
+    before = os.umask(umask)
+    try:
+        node_environ(plan, {}, "the token", {})
+        node_environ(plan, {}, "another", {})
+    finally:
+        os.umask(before)
+    assert (plan.folder / "token").read_text() == "another"
+    assert stat.S_IMODE((plan.folder / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(plan.folder.stat().st_mode) == 0o700
+
+
+def test_every_run_and_every_secret_has_a_token_of_its_own() -> None:
+    tokens = [ray_token(*of) for of in itertools.product(("a", "b"), ("run-1", "run-2"))]
+    assert len(set(tokens)) == 4
+    assert tokens[0] == ray_token("a", "run-1"), "which other nodes make, too"
+    assert all(len(token) == 64 for token in tokens)
+
+
+def test_jobs_without_a_secret_are_told_apart_and_a_secret_tells_more(tmp_path: Path) -> None:
+    plans = [make_plan(tmp_path, count=count, secret=secret) for count in (2, 3) for secret in ("", "a")]
+    assert plans[0].job != plans[2].job
+    assert plans[1].job == plans[3].job, "so that the head can say that the number of nodes differs"

@@ -1,0 +1,281 @@
+"""The supervisors of a run's nodes, as processes of this machine, over a Ray that does what a test wants: how a run begins."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman.controller._bootstrap.node_plan import RUN_VARIABLE
+from tests.contract.helpers import is_running
+from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
+
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+# --- a clean life -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ],
+)
+def test_the_exit_code_of_the_script_is_that_of_the_head(make_nodes: MakeNodes, source: str, code: int) -> None:
+    nodes = make_nodes(3, command=script(source))
+    head, *members = nodes.start_all()
+    head.ends(code, "3 nodes with 6 CPU at 127.0.0.1:6379, all there after", "the script starts")
+    for member in members:
+        member.ends(
+            0,
+            "joined the cluster at 127.0.0.1:6379",
+            f"the run has ended: the script has ended with exit code {code}; this node has left",
+        )
+    nodes.wait_nothing_left()
+
+
+def test_one_node(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(1, port=0, command=script("raise SystemExit(3)"))
+    head = nodes.start(0)
+    head.ends(3, "1 node with 2 CPU at 127.0.0.1:")
+    assert int(head.ray["flags"]["--port"]) >= 20_000, "one that nobody has to know beforehand"
+
+
+def test_the_script_is_told_its_cluster(make_nodes: MakeNodes) -> None:
+    shown = "import os; print({name: value for name, value in os.environ.items() if 'RAY' in name or 'HELMSMAN' in name})"
+    nodes = make_nodes(1, command=script(shown))
+    head = nodes.start(0)
+    head.ends(0)
+    told = head.output
+    assert "'RAY_ADDRESS': '127.0.0.1:6379'" in told
+    assert f"'{RUN_VARIABLE}': '{head.plan.run_id}'" in told
+    assert f"'RAY_AUTH_TOKEN_PATH': '{head.plan.folder}/token'" in told
+    assert "'RAY_AUTH_MODE': 'token'" in told
+
+
+@pytest.mark.parametrize("secret", ["a token of this test", ""])
+def test_all_nodes_have_the_heads_token_and_variables(make_nodes: MakeNodes, secret: str) -> None:
+    nodes = make_nodes(2, secret=secret, command=script("pass"))
+    head = nodes.start(0)
+    member = nodes.start(1, cluster_settings=[])
+    rays = [node.ray for node in (head, member)]
+    tokens = [Path(ray["environ"]["RAY_AUTH_TOKEN_PATH"]).read_text() for ray in rays]
+    assert tokens[0] == tokens[1] != ""
+    names = {setting.name for setting in head.plan.cluster_settings}
+    assert len(names) > 5
+    for name in names:
+        assert rays[0]["environ"][name] == rays[1]["environ"][name]
+    assert rays[1]["flags"]["--address"] == "127.0.0.1:6379"
+    assert rays[1]["flags"]["--labels"] == f"helmsman-run={head.plan.run_id},helmsman-rank=1"
+    head.ends(0)
+    member.ends(0)
+
+
+def test_what_the_script_leaves_behind_goes_with_the_run(make_nodes: MakeNodes) -> None:
+    leaves = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
+    nodes = make_nodes(1, command=script(leaves))
+    head = nodes.start(0)
+    head.ends(0)
+    (pid,) = [line for line in head.output.splitlines() if line.isdigit()]
+    assert not is_running(int(pid))
+
+
+def test_a_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=["no-such-program", "x"])
+    head, member = nodes.start_all()
+    head.ends(90, "UnfitNodeError", "the script cannot be started: no-such-program: No such file or directory")
+    member.ends(0, "the run has ended: the script cannot be started: no-such-program")
+
+
+# --- coming -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_never_comes(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(3)
+    member = nodes.start(1)
+    member.said("does not answer")
+    head = nodes.start(0, timeout_s=1.5)
+    head.ends(
+        91,
+        "NotJoinedError: 1 of 3 nodes are missing: rank 2, never heard of, after 1.5 s",
+        "There are: rank 0 (127.0.0.1), rank 1 (127.0.0.1)",
+        "Look at what the missing nodes have printed",
+        "--timeout",
+    )
+    member.ends(91, "NotJoinedError: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of")
+    nodes.wait_nothing_left()
+
+
+def test_many_ranks_that_never_come(make_nodes: MakeNodes) -> None:
+    head = make_nodes(30, timeout_s=0.3).start(0)
+    head.ends(91, "29 of 30 nodes are missing", "rank 8, never heard of; and 21 more, ranks 9-29")
+
+
+def test_a_head_that_never_comes(make_nodes: MakeNodes) -> None:
+    member = make_nodes(2, timeout_s=0.5).start(1)
+    member.ends(91, "NotJoinedError: the head at 127.0.0.1:", "does not answer", "after 0.5 s: rank 0 is missing", "Look at")
+
+
+def test_a_node_may_come_before_the_head(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    member = nodes.start(1)
+    member.said("does not answer")
+    head = nodes.start(0)
+    head.ends(0)
+    member.ends(0)
+    assert len(member.lines("does not answer")) == 1, "told once, not at every attempt"
+
+
+def test_news_is_a_line_for_each_change(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(3)
+    head = nodes.start(0)
+    head.said("rank 1, never heard of; rank 2, never heard of")
+    member = nodes.start(1)
+    member.said("1 of 3 nodes are missing: rank 2, never heard of")
+    head.signal(TERM)
+    head.ends(143)
+    member.ends(91)
+    told = [line.partition(" (after")[0] for line in head.lines("are missing")]
+    assert len(told) == len(set(told))
+    assert told[-1] == "1 of 3 nodes are missing: rank 2, never heard of"
+    assert len(told) <= 5
+    assert set(member.lines("are missing")) <= set(told), "the others hear of it"
+
+
+def test_devices_that_are_missing(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2)
+    member = nodes.start(1, num_devices=8, resources={"CPU": 2.0, "GPU": 6.0})
+    member.said("does not answer")
+    head = nodes.start(0, timeout_s=1.5)
+    head.ends(91, "1 of 2 nodes are missing: rank 1 (", "127.0.0.1), 6 of 8 GPU")
+    member.ends(91)
+
+
+def test_another_token(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0)
+    stranger = nodes.start(1, secret="another")
+    stranger.ends(92, "NodeRefusedError", f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN")
+    assert "a process on 127.0.0.1 is not taken: it has another token" in head.output
+    nodes.start(1).ends(0)
+    head.ends(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts"),
+    [
+        (
+            {"versions": {"python": "3.12.1", "ray": "2.60.0", "helmsman": "0.1.0"}},
+            ("versions differ: python 3.12.1 there, 3.11.7 on the head", "Install the same on every node"),
+        ),
+        ({"versions": {}}, ("ray none there, 2.60.0 on the head",)),
+        ({"count": 3}, ("it was told of 3 nodes, the head of 2",)),
+        ({"rank": 2}, ("its rank is 2", "waits for ranks 1 to 1")),
+    ],
+    ids=["another Python", "of unknown versions", "another number of nodes", "no such rank"],
+)
+def test_a_node_that_does_not_fit(make_nodes: MakeNodes, changes: dict[str, Any], facts: tuple[str, ...]) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0)
+    stranger = nodes.start(**{"rank": 1, **changes})
+    stranger.ends(92, "NodeRefusedError: the head at 127.0.0.1:", "does not take this node", *facts)
+    assert "is not taken" in head.output
+    for fact in facts:
+        assert fact in head.output
+    nodes.start(1).ends(0)
+    head.ends(0)
+
+
+def test_two_nodes_of_one_rank(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(3, command=script("pass"))
+    head, first = nodes.start(0), nodes.start(1)
+    first.said("joined the cluster")
+    nodes.start(1).ends(92, "NodeRefusedError", "rank 1 (", "is here already; every node needs a rank of its own")
+    nodes.start(2).ends(0)
+    head.ends(0)
+    first.ends(0)
+
+
+def test_a_node_that_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(4)
+    head, leaving, staying = nodes.start(0), nodes.start(1), nodes.start(2)
+    for member in (leaving, staying):
+        member.said("joined the cluster")
+    leaving.signal(TERM)
+    leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
+    head.ends(91, "NotJoinedError: rank 1 (", "left before the run began: this node was told to stop by SIGTERM")
+    staying.ends(91, "NotJoinedError: the run did not begin: rank 1 (")
+    nodes.wait_nothing_left()
+
+
+def test_a_node_that_was_killed_may_come_again_before_the_run_begins(make_nodes: MakeNodes) -> None:
+    """As a pod does; the run waits for it, whatever Ray still believes of the one before."""
+    nodes = make_nodes(3, command=script("pass"))
+    head, first = nodes.start(0), nodes.start(1)
+    first.said("joined the cluster")
+    first.signal(KILL)
+    head.said("rank 1 (")
+    head.said("was here and has gone")
+    again, other = nodes.start(1), nodes.start(2)
+    head.ends(0)
+    again.ends(0)
+    other.ends(0)
+
+
+def test_the_head_hears_again_after_it_had_too_many_open_files(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0)
+    head.said("rank 1, never heard of")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        resource.prlimit(head.process.pid, resource.RLIMIT_NOFILE, (40, hard))
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", nodes.port)))
+        head.said("could not be heard: Too many open files")
+    nodes.start(1).ends(0)
+    head.ends(0)
+
+
+def test_a_stranger_that_comes_again_and_again_is_told_of_once(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(2, command=script("pass"))
+    head = nodes.start(0)
+    head.said("rank 1, never heard of")
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", nodes.port)) as peer:
+            peer.shutdown(socket.SHUT_WR)
+            while peer.recv(4096):
+                continue
+    nodes.start(1).ends(0)
+    head.ends(0)
+    assert len(head.lines("a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run")) == 1
+
+
+def test_a_port_that_another_run_takes_at_the_same_moment(make_nodes: MakeNodes) -> None:
+    """After the plan was made, which has found it free."""
+    nodes = make_nodes(2)
+    with socket.create_server(("127.0.0.1", nodes.port)):
+        nodes.start(0).ends(
+            90, f"UnfitNodeError: port {nodes.port}, on which the nodes' supervisors meet, cannot be had", "--control-port"
+        )
+
+
+def test_a_first_connection_that_hangs(make_nodes: MakeNodes, make_cable: MakeCable) -> None:
+    """The head does not know yet that it is lost, and the node that comes again is not taken for a second one."""
+    nodes = make_nodes(2, command=script("pass"))
+    nodes.behaviour(0, "waits")
+    cable = make_cable(nodes.port)
+    head = nodes.start(0)
+    member = nodes.start(1, control_port=cable.port)
+    member.said("knows this node")
+    cable.desert()
+    member.said("does not answer (the connection was closed)")
+    nodes.behaviour(0, "")
+    head.ends(0)
+    member.ends(0)

@@ -1,0 +1,371 @@
+"""Samples, streams, pauses and resumed requests, as a script asks a RolloutController for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, RequestsInFlightError
+from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._generation.retries import RetryGeneration
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from tests.contract.helpers import wait_until
+from tests.controller.engines import CountingRollout
+from tests.controller.fakes import FakeScheduler
+from tests.controller.rollout.test_rollout_controller import LIMIT_S, Gated, engine, finish, settle, started, submit_all
+
+
+class Samples(CountingRollout):
+    """Draws the samples of a prompt by one call."""
+
+    def __init__(self, gated: bool = False) -> None:
+        super().__init__(gated)
+        self.together: list[list[str]] = []
+
+    async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
+        self.together.append([request.request_id for request in requests])
+        return list(await asyncio.gather(*map(self.agenerate, requests)))
+
+
+class GatedSamples(Samples):
+    def __init__(self) -> None:
+        super().__init__(gated=True)
+
+
+class Deaf(Gated):
+    """Answers no abort."""
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return await asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture
+def scheduler() -> Iterator[FakeScheduler]:
+    with FakeScheduler() as scheduler:
+        yield scheduler
+
+
+def is_idle(rollout: RolloutController) -> bool:
+    load = rollout.load()
+    return load.num_queued == 0 and not any(each.num_in_flight for each in load.instances.values())
+
+
+# --- samples --------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_come_in_a_row_under_ids_of_their_own(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, CountingRollout) as rollout:
+        named = GenerationRequest(request_id="mine", prompt_ids=[5])
+        results = rollout.generate([[1], named, [9]], num_samples=3)
+        assert [result.token_ids for result in results] == [[2]] * 3 + [[6]] * 3 + [[10]] * 3
+        assert [result.request_id for result in results[2:7]] == ["rollout-0#2", "mine#0", "mine#1", "mine#2", "rollout-1#0"]
+        assert sorted(len(engine(scheduler, index).served) for index in range(2)) == [4, 5], "they go where there is room"
+        assert [each.token_ids for each in asyncio.run(rollout.agenerate_samples([3], 2))] == [[4], [4]]
+        with pytest.raises(ValueError, match="num_samples is 0"):
+            rollout.generate([[1]], num_samples=0)
+
+
+def test_an_engine_draws_the_samples_of_a_prompt_by_one_call(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, Samples, samples_by_engine=True) as rollout:
+        results = rollout.generate([[1], [2]], num_samples=3)
+        assert [result.token_ids for result in results] == [[2]] * 3 + [[3]] * 3
+        together = [engine(scheduler, index).together for index in range(2)]  # type: ignore[attr-defined]
+        assert together == [[[f"rollout-0#{sample}" for sample in range(3)]], [[f"rollout-1#{sample}" for sample in range(3)]]]
+        assert "agenerate" not in scheduler.methods("rollout/0")
+        rollout.generate([[1]])
+        assert "agenerate" in scheduler.methods("rollout/0") + scheduler.methods("rollout/1"), "one is a request like any"
+
+
+def test_samples_of_a_dead_worker_go_on_elsewhere(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, GatedSamples, samples_by_engine=True, retries=RetryGeneration()) as rollout:
+        waiting = asyncio.run_coroutine_threadsafe(rollout.agenerate_samples([1], 4), background_loop())
+        settle()
+        scheduler.kill("rollout/0")
+        settle()
+        finish(scheduler, 1)
+        assert [result.token_ids for result in waiting.result(LIMIT_S)] == [[2]] * 4
+        assert engine(scheduler, 1).together == [[f"rollout-0#{sample}" for sample in range(4)]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("samples_by_engine", [False, True])
+def test_a_sample_that_fails_fails_its_group_and_the_others_are_aborted(
+    scheduler: FakeScheduler, samples_by_engine: bool
+) -> None:
+    class Picky(GatedSamples):
+        async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+            if request.request_id.endswith("#2"):
+                raise ValueError("not this one")
+            return await super().agenerate(request)
+
+    with started(scheduler, 1, Picky, samples_by_engine=samples_by_engine) as rollout:
+        other = submit_all(rollout, [[5]])[0]
+        with pytest.raises(EngineCallError, match="not this one"):
+            asyncio.run(rollout.agenerate_samples([1], 4))
+        settle()
+        assert not other.done()
+        assert rollout.load().instances["rollout/0"].num_in_flight == 1
+        finish(scheduler, 0)
+
+
+def test_an_engine_without_samples_says_what_to_do(scheduler: FakeScheduler) -> None:
+    with (
+        started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
+        pytest.raises(HelmsmanError, match="agenerate_samples"),
+    ):
+        rollout.generate([[1]], num_samples=2)
+
+
+# --- streams --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_gives_results_as_they_end(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1) as rollout:
+        stream = rollout.stream([[1], [2]], SamplingParams(max_new_tokens=1), num_samples=2)
+        settle()
+        assert is_idle(rollout), "nothing is sent before the first item is asked for"
+        first = asyncio.run_coroutine_threadsafe(asyncio.to_thread(next, stream), background_loop())
+        running = engine(scheduler, 0).running
+        wait_until(lambda: len(running) == 4, "they are sent")
+        seen: list[tuple[int, GenerationResult]] = []
+        for request_id in ("rollout-1#0", "rollout-0#1", "rollout-1#1", "rollout-0#0"):
+            background_loop().call_soon_threadsafe(running[request_id].set_result, "length")
+            seen.append(next(stream) if seen else first.result(LIMIT_S))
+            assert seen[-1][1].request_id == request_id
+        assert [(number, result.token_ids) for number, result in seen] == [(2, [3]), (1, [2]), (3, [3]), (0, [2])]
+        assert list(stream) == []
+
+
+def test_leaving_a_stream_early_withdraws_the_rest(scheduler: FakeScheduler) -> None:
+    class Half(CountingRollout):
+        """Every other prompt never ends by itself."""
+
+        async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+            self.gated = request.prompt_ids[0] % 2 == 0
+            return await super().agenerate(request)
+
+    with started(scheduler, 2, Half, max_in_flight_per_worker=2) as rollout:
+        for number, result in rollout.stream([[1], *[[2]] * 20]):
+            assert (number, result.token_ids) == (0, [2])
+            assert not is_idle(rollout)
+            break
+        rollout.wait_idle(LIMIT_S)
+        assert [engine(scheduler, index).running for index in range(2)] == [{}, {}]
+        assert sum(len(engine(scheduler, index).served) for index in range(2)) < 10
+
+        async def read() -> None:
+            async with contextlib.aclosing(rollout.astream([[1], *[[2]] * 20])) as stream:  # type: ignore[type-var]
+                async for _ in stream:
+                    break
+
+        asyncio.run(read())
+        rollout.wait_idle(LIMIT_S)
+
+        async def cancelled() -> None:
+            async def wait() -> None:
+                async for number, _ in rollout.astream([[2]] * 20):
+                    pytest.fail(f"{number} has ended")
+
+            reading = asyncio.create_task(wait())
+            await asyncio.to_thread(wait_until, lambda: not is_idle(rollout), "they are sent")
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+
+        asyncio.run(cancelled())
+        rollout.wait_idle(LIMIT_S)
+        assert [engine(scheduler, index).running for index in range(2)] == [{}, {}]
+
+
+def test_a_failure_ends_a_stream_or_is_one_of_its_items(scheduler: FakeScheduler) -> None:
+    prompts = [[1], [0], [2], [0]]
+    with started(scheduler, 1, CountingRollout) as rollout:
+        with pytest.raises(EngineCallError, match="token 0 is no prompt"):
+            for _ in rollout.stream(prompts):
+                pass
+        rollout.wait_idle(LIMIT_S)
+        items = dict(rollout.stream(prompts, on_error="yield"))
+        assert [isinstance(items[number], EngineCallError) for number in range(4)] == [False, True, False, True]
+
+        async def read() -> dict[int, Any]:
+            return {number: item async for number, item in rollout.astream(prompts, on_error="yield")}
+
+        assert sorted(asyncio.run(read())) == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="on_error is 'skip'; expected one of 'raise', 'yield'"):
+            rollout.stream(prompts, on_error="skip")  # type: ignore[call-overload]
+        with pytest.raises(ValueError, match="prompt 1 is empty"):
+            rollout.stream([[1], []])
+        assert list(rollout.stream([])) == []
+
+
+def test_a_stream_ends_with_its_controller(scheduler: FakeScheduler) -> None:
+    rollout = started(scheduler, 1, max_in_flight_per_worker=1)
+    stream = rollout.stream([[1], [2]], on_error="yield")
+    first = asyncio.run_coroutine_threadsafe(asyncio.to_thread(list, stream), background_loop())
+    wait_until(lambda: not is_idle(rollout), "they are sent")
+    rollout.close()
+    assert [isinstance(item, HelmsmanError) for _, item in sorted(first.result(LIMIT_S), key=lambda pair: pair[0])] == [
+        True
+    ] * 2
+
+
+# --- pause ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pause_that_finishes_returns_when_nothing_is_in_flight(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1]] * 4)
+        paused = asyncio.run_coroutine_threadsafe(rollout.apause("finish"), background_loop())
+        settle()
+        futures += submit_all(rollout, [[1]])
+        finish(scheduler, 0)
+        assert not paused.done()
+        finish(scheduler, 1)
+        paused.result(LIMIT_S)
+        load = rollout.load()
+        assert (load.paused, load.num_queued) == (True, 3)
+        rollout.wait_idle(LIMIT_S)  # holds although three wait
+        rollout.resume()
+        while not all(future.done() for future in futures):
+            finish(scheduler, 0)
+            finish(scheduler, 1)
+        rollout.wait_idle(LIMIT_S)
+
+
+def test_a_pause_that_recalls_gives_everything_back_and_it_goes_on(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
+        futures = submit_all(rollout, [[1, 2]] * 5, max_new_tokens=6)
+        rollout.pause("recall", LIMIT_S)
+        load = rollout.load()
+        assert (load.num_queued, [each.num_in_flight for each in load.instances.values()]) == (5, [0, 0])
+        assert [engine(scheduler, index).running for index in range(2)] == [{}, {}]
+        assert not any(future.done() for future in futures)
+        rollout.update_weights({"weight": []}, 3)
+        asyncio.run(rollout.aresume())
+        while not all(future.done() for future in futures):
+            finish(scheduler, 0)
+            finish(scheduler, 1)
+        # Two tokens of the first attempt, four of the second, which begins with the prompt and these two.
+        assert [future.result().token_ids for future in futures[:4]] == [[2, 3, 2, 3, 3, 4]] * 4
+        assert futures[0].result().versions == [0, 0, 3, 3, 3, 3]
+        assert futures[4].result().versions == [3, 3]
+
+
+def test_a_pause_tells_what_hangs_and_holds(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1, Deaf, max_in_flight_per_worker=1) as rollout:
+        futures = submit_all(rollout, [[1, 2]] * 2, max_new_tokens=3)
+        with pytest.raises(RequestsInFlightError, match="rollout/0 has 1. It is paused, and 1 wait") as caught:
+            rollout.pause("recall", 0.05)
+        assert (caught.value.in_flight, caught.value.num_queued) == ({"rollout/0": 1}, 1)
+        with pytest.raises(RequestsInFlightError, match="wait_idle has waited 0.05 s"):
+            rollout.wait_idle(0.05)
+        with pytest.raises(RequestsInFlightError):
+            asyncio.run(rollout.await_idle(0.05))
+        assert rollout.load().paused
+        give_back(scheduler, 0)  # it answers after all
+        rollout.wait_idle(LIMIT_S)
+        assert rollout.load().num_queued == 2
+        rollout.resume()
+        while not all(future.done() for future in futures):
+            finish(scheduler, 0)
+        assert futures[0].result().token_ids == [2, 3, 2]
+        with pytest.raises(ValueError, match="in_flight is 'stop'; expected one of 'continue', 'finish', 'recall'"):
+            rollout.pause("stop")  # type: ignore[arg-type]
+        assert not rollout.load().paused
+
+
+def give_back(scheduler: FakeScheduler, index: int) -> None:
+    """Have a deaf engine end its one request after all."""
+    answer = engine(scheduler, index).running[f"rollout-{index}"].set_result
+    background_loop().call_soon_threadsafe(answer, "abort")  # set by this thread, it would not wake the loop
+
+
+def test_what_is_recalled_from_a_worker_that_dies_goes_by_the_retry_policy(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, Deaf, retries=RetryGeneration()) as rollout:
+        futures = submit_all(rollout, [[1]] * 2)
+        paused = asyncio.run_coroutine_threadsafe(rollout.apause("recall"), background_loop())
+        settle()
+        scheduler.kill("rollout/0")
+        give_back(scheduler, 1)
+        paused.result(LIMIT_S)
+        assert rollout.load().num_queued == 1
+        assert futures[1].result(LIMIT_S).token_ids == [2], "its one token is its end"
+        rollout.resume()
+        settle()
+        finish(scheduler, 1)
+        assert futures[0].result(LIMIT_S).token_ids == [2]
+
+
+def test_to_be_rid_of_all_pause_abort_and_wait(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
+        futures = submit_all(rollout, [[1]] * 10)
+        rollout.pause()
+        assert rollout.abort() == 10
+        rollout.wait_idle(LIMIT_S)
+        assert {future.result(LIMIT_S).stop_reason for future in futures} == {"abort"}
+        late = rollout.submit([1])
+        assert rollout.load().num_queued == 1
+        rollout.resume()
+        settle()
+        for index in range(2):
+            finish(scheduler, index)
+        assert late.result(LIMIT_S).stop_reason == "length"
+
+
+# --- going on -----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_aborted_result_is_gone_on_from(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 1) as rollout:
+        sampling = SamplingParams(max_new_tokens=5, seed=4)
+        future = rollout.submit([1, 2], sampling)
+        settle()
+        rollout.abort()
+        partial = future.result(LIMIT_S)
+        assert partial.token_ids == [2, 3]
+        rollout.update_weights({"weight": []}, 2)
+        again = rollout.submit([1, 2], sampling, resume_from=partial)
+        settle()
+        (sent,) = scheduler.sent[-1].args
+        assert (sent.prompt_ids, sent.num_generated) == ([1, 2, 2, 3], 2)
+        assert sent.sampling == SamplingParams(max_new_tokens=3, seed=4)
+        finish(scheduler, 0)
+        result = again.result(LIMIT_S)
+        assert (result.token_ids, result.versions, len(result.logprobs)) == ([2, 3, 2, 3, 3], [0, 0, 2, 2, 2], 5)
+        awaited = asyncio.run_coroutine_threadsafe(rollout.agenerate([1, 2], sampling, resume_from=partial), background_loop())
+        settle()
+        finish(scheduler, 0)
+        assert awaited.result(LIMIT_S).token_ids == result.token_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stop_reason": "length"}, "has come to its end \\(stop_reason 'length'\\)"),
+        ({"logprobs": [0.0]}, "has 3 tokens, 1 log-probabilities and 3 versions"),
+        ({"token_ids": [7] * 8, "logprobs": [0.0] * 8, "versions": [0] * 8}, "has 8 tokens already, and max_new_tokens"),
+        ({"token_ids": [7, 7, 9]}, "ends with the stop token 9"),
+    ],
+)
+def test_a_result_that_nothing_follows_is_refused(scheduler: FakeScheduler, change: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {
+        "request_id": "r",
+        "token_ids": [7] * 3,
+        "logprobs": [0.0] * 3,
+        "versions": [0] * 3,
+        "stop_reason": "abort",
+    }
+    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(9,))
+    with started(scheduler, 1) as rollout:
+        with pytest.raises(ValueError, match=f"resume_from, the result of 'r', {message}"):
+            rollout.submit([1], sampling, resume_from=GenerationResult(**{**fields, **change}))
+        assert "agenerate" not in scheduler.methods("rollout/0")
+
+
+def test_a_group_error_names_the_failure_of_a_sample(scheduler: FakeScheduler) -> None:
+    with started(scheduler, 2, CountingRollout) as rollout, pytest.raises(GroupCallError, match="token 0 is no prompt"):
+        rollout.generate([[1], [0]], num_samples=2)

@@ -1,0 +1,86 @@
+"""Which weights made a token, by weights that can be told from it; with real engines in real processes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import random
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from helmsman import HelmsmanError, RetryGeneration, SamplingParams, SupervisionPolicy, make_scheduler
+from helmsman.api.generation import GenerationResult
+from helmsman.api.weights import WeightFormat
+from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, ViaMemory, WeightSync
+from tests.controller.sync_engines import KILL
+from tests.controller.sync_world import PROMPT, World
+from tests.engines.preload import PRELOAD
+from tests.engines.small_models import LLAMA, VOCAB
+
+SAMPLING = SamplingParams(max_new_tokens=110, temperature=0.0)
+NUM_PUSHES = 20
+
+
+def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
+    """While instances are killed and built anew, come and go, and weights are brought in all ways."""
+    policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1)
+    draw = random.Random(7)
+    with make_scheduler("local", preload=PRELOAD) as scheduler, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        options: dict[str, Any] = {"model": LLAMA, "trainer": "Marked", "retries": RetryGeneration()}
+        world = World(scheduler, 2, 3, supervision=policy, **options)
+        ways = [ViaMemory(), ViaDisk(str(tmp_path)), ViaCollective(timeout_s=20.0)]
+        results: list[Future[GenerationResult]] = []
+        faults: list[Future[None]] = []
+        for version in range(1, NUM_PUSHES + 1):
+            mark(threads, world, version)
+            way, in_flight = draw.choice(ways), draw.choice(["continue", "finish", "recall"])
+            form = WeightFormat(bucket_bytes=draw.choice([1, 5000, 1 << 30]), checksum=draw.random() < 0.5)
+            sync = WeightSync(world.trainer, world.rollout, way, form=form, in_flight=in_flight)  # type: ignore[arg-type]
+            if version > 1:
+                results += [world.rollout.submit(PROMPT, SAMPLING) for _ in range(8)]
+                fault = draw.choice(["none", "none", "kill", "scale", "interrupt"])
+                if fault == "kill":
+                    faults.append(threads.submit(kill, world, draw.choice([i.id for i in world.rollout.workers])))
+                elif fault == "scale":
+                    faults.append(threads.submit(world.rollout.scale, draw.choice([2, 3, 4]), migrate=draw.random() < 0.5))
+                elif fault == "interrupt":
+                    with contextlib.suppress(HelmsmanError):  # or it was quick enough
+                        sync.push(timeout=draw.choice([0.001, 0.01, 0.03]))
+            assert until_pushed(sync).version == version
+        for each in faults:
+            each.result(120)
+        WeightSync(world.trainer, world.rollout).push()
+        results += [world.rollout.submit(PROMPT, SAMPLING) for _ in range(8)]
+        for result in [future.result(120) for future in results]:
+            assert len(result.token_ids) == 110
+            assert result.versions == sorted(result.versions)
+            assert result.token_ids == [version % VOCAB for version in result.versions]
+        assert set(result.versions) == {NUM_PUSHES}
+        world.close()
+
+
+def mark(threads: concurrent.futures.Executor, world: World, version: int) -> None:
+    """A collective of both ranks."""
+    list(threads.map(lambda w: world.scheduler.call_engine(w.id, "mark", None, version), world.trainer.workers))
+
+
+def kill(world: World, worker_id: str) -> None:
+    with contextlib.suppress(StopIteration, ProcessLookupError):  # it has gone already
+        os.kill(world.pid(worker_id), KILL)
+
+
+def until_pushed(sync: WeightSync) -> SyncReport:
+    """Push until an instance serves it: there may be none for a moment."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            report = sync.push(timeout=60)
+        except HelmsmanError:
+            assert time.monotonic() < deadline
+            continue
+        if report.updated:
+            return report
+        assert time.monotonic() < deadline

@@ -1,0 +1,387 @@
+"""Checkpoints of several ranks: resharded, written in the background, and whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from helmsman.api.weights import OntoDisk, WeightFormat
+from helmsman.engines._models.checkpoint import Checkpointer
+from helmsman.engines._models.checkpoint_files import Progress
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._models.model import build_model, decoder_layers, full_tensor
+from helmsman.engines._server.weights import write_folder
+from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.ranks import free_port, processes, run_ranks
+from tests.engines.small_models import LLAMA, QWEN2, random_tokens
+
+SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
+STEPS_BEFORE, STEPS_AFTER = 2, 3
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def make(**fields: Any) -> FSDPTrainEngine:
+    engine = FSDPTrainEngine(**{"model": QWEN2, "lr": 1e-2, "num_warmup_steps": 4, "rendezvous_timeout_s": 60, **fields})
+    engine.create_process_group()
+    engine.initialize()
+    return engine
+
+
+def train(engine: FSDPTrainEngine, num_steps: int) -> list[dict[str, float]]:
+    rank, size = engine.data_parallel_rank, engine.data_parallel_world_size
+    return [engine.train_batch(SAMPLES[rank::size], "sft") for _ in range(num_steps)]
+
+
+# --- resharding -------------------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(folder: str) -> list[dict[str, float]]:
+    engine = make()
+    train(engine, STEPS_BEFORE)
+    engine.set_version(17)
+    engine.save(f"{folder}/now")
+    engine.save_in_background(f"{folder}/later")
+    steps = train(engine, STEPS_AFTER)  # while it is being written
+    engine.wait_for_save()
+    engine.destroy()
+    return steps
+
+
+def load_and_go_on(folder: str, choices: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, float]]]:
+    found = []
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)  # of all engines, one after the other
+    for name, fields in choices:
+        engine = make(seed=1, **fields)
+        engine.load(f"{folder}/{name}")
+        assert engine.get_version() == 17
+        found.append(train(engine, STEPS_AFTER))
+        engine.destroy()
+    leave_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("four_ranks")
+    return folder, run_ranks(save_and_go_on, 4, str(folder))[0]
+
+
+CHOICES: list[tuple[str, dict[str, Any]]] = [
+    ("now", {}),
+    ("later", {}),
+    ("now", {"offload": "optimizer"}),
+    ("later", {"offload": "all"}),
+    ("now", {"tensor_parallel_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "choices"), [(2, CHOICES), (1, CHOICES[:2])], ids=["two", "one"])
+def test_other_ranks_go_on_where_four_have_saved(
+    saved: tuple[Path, list[dict[str, float]]], num_ranks: int, choices: list[tuple[str, dict[str, Any]]]
+) -> None:
+    folder, expected = saved
+    for ways in run_ranks(load_and_go_on, num_ranks, str(folder), choices):
+        assert len(ways) == len(choices)
+        for steps in ways:
+            for step, unbroken in zip(steps, expected, strict=True):
+                assert step == pytest.approx(unbroken, abs=1e-5, rel=1e-4)  # other meshes add in another order
+
+
+def test_every_rank_writes_its_part(saved: tuple[Path, list[dict[str, float]]]) -> None:
+    folder, _ = saved
+    assert sorted(path.name for path in folder.iterdir()) == ["later", "now"]
+    sizes = [path.stat().st_size for path in sorted((folder / "now" / "state").glob("*.distcp"))]
+    assert len(sizes) == 4
+    assert max(sizes) < 2 * min(sizes)
+
+
+def save_on_two_axes(folder: str) -> dict[str, torch.Tensor]:
+    """As fully sharded and tensor-parallel at once: no training, so what is known of the gradients is enough."""
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = build_model(LLAMA, seed=5, dtype=torch.float32)
+    plan = {
+        "q_proj": ColwiseParallel(),
+        "o_proj": RowwiseParallel(),
+        "gate_proj": ColwiseParallel(),
+        "down_proj": RowwiseParallel(),
+    }
+    for layer in decoder_layers(model):
+        for name, module in layer.named_modules():
+            if (style := plan.get(name.rpartition(".")[2])) is not None:
+                parallelize_module(module, mesh["tensor"], style)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    checkpointer = Checkpointer(torch.device("cpu"), 60.0)
+    checkpointer.save(f"{folder}/checkpoint", model, optimizer, Progress(version=3, num_steps=1))
+    found = everything(model, optimizer)
+    assert {len(each.placements) for each in model.parameters() if isinstance(each, DTensor)} == {1, 2}
+    checkpointer.close()
+    leave_process_group()
+    return found
+
+
+def load_on_one_axis(folder: str) -> dict[str, torch.Tensor]:
+    engine = make(model=LLAMA, seed=6)
+    engine.load(f"{folder}/checkpoint")
+    assert engine.get_version() == 3
+    found = everything(engine._built_model(), engine._built_optimizer())
+    engine.destroy()
+    return found
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = full_tensor(parameter).clone()
+        for key, state in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = full_tensor(state).clone()
+    return found
+
+
+def test_what_two_axes_have_saved_is_read_by_one(tmp_path: Path) -> None:
+    expected = run_ranks(save_on_two_axes, 4, str(tmp_path))[0]
+    assert any(name.endswith("/exp_avg") for name in expected)
+    for num_ranks in (2, 1):
+        found = run_ranks(load_on_one_axis, num_ranks, str(tmp_path))[0]
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def fail_in_the_background(folder: str) -> dict[str, Any]:
+    engine = make()
+    train(engine, 1)
+    engine.save(f"{folder}/good")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The kernel lets rank 1 write no file beyond this size from now on; the signal would end it.
+    if engine.data_parallel_rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    found: dict[str, Any] = {"errors": []}
+    engine.save_in_background(f"{folder}/bad")
+    for attempt in (engine.wait_for_save, engine.wait_for_save, lambda: engine.save(f"{folder}/bad")):
+        try:
+            attempt()
+        except (OSError, RuntimeError) as error:
+            found["errors"].append((type(error), str(error)))
+        else:
+            found["errors"].append(None)
+    engine.save_in_background(f"{folder}/bad")
+    writing = engine._checkpointer._writing
+    assert writing is not None
+    writing.join()
+    try:
+        train(engine, 1)
+    except (OSError, RuntimeError) as error:
+        found["train"] = str(error)
+    found["version"] = engine.get_version()
+    train(engine, 1)
+    engine.load(f"{folder}/good")
+    found["loaded"] = engine.get_version()
+    engine.destroy()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    return found
+
+
+def test_a_background_save_that_fails_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
+    first, second = run_ranks(fail_in_the_background, 2, str(tmp_path))
+    waited, waited_again, saved = first["errors"]
+    assert "writing to" in waited[1]
+    assert "failed on rank 1" in waited[1]
+    assert "on another rank" in second["errors"][0][1]
+    assert waited_again is None
+    assert "failed on rank 1" in saved[1]
+    assert "failed on rank 1" in first["train"]
+    assert "on another rank" in second["train"]
+    assert first["version"] == 1, "no step was taken"
+    assert first["loaded"] == second["loaded"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+def write_too_much(folder: str) -> tuple[list[tuple[type, str]], list[str]]:
+    engine = make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    found: list[tuple[type, str]] = []
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: engine.save(f"{folder}/checkpoint"),
+        lambda: engine.export_hf(f"{folder}/model"),
+        lambda: engine.publish_weights(OntoDisk(version=0, folder=f"{folder}/weights", num_kept=1), WeightFormat()),
+        lambda: write_folder([{"weight": torch.zeros(10_000)}], folder),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except OSError as error:
+            found.append((type(error), str(error)))
+    left = sorted(os.listdir(folder)) + os.listdir(f"{folder}/weights")
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    engine.destroy()
+    return found, left
+
+
+def test_a_file_that_cannot_be_written_is_said_as_the_system_says_it(tmp_path: Path) -> None:
+    """As of a disk that is full: torch's archives and safetensors have errors of their own for it."""
+    ((found, left),) = run_ranks(write_too_much, 1, str(tmp_path))
+    assert [kind for kind, _ in found] == [OSError] * 4
+    assert all(os.strerror(errno.EFBIG) in text and str(tmp_path) in text for _, text in found)
+    assert "set ServerConfig.exchange_folder to a folder with room" in found[3][1]
+    assert left == ["weights"]
+
+
+def die_in_a_save(folder: str, rank: int, world_size: int, port: int) -> None:
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "RANK": str(rank)},
+        LOCAL_RANK=str(rank),
+        OMP_NUM_THREADS="1",
+        HELMSMAN_PLATFORM="cpu",
+    )
+    engine = make()
+    train(engine, STEPS_BEFORE)
+    engine.save(f"{folder}/checkpoint")
+    if rank == 1:  # a file that is larger than this ends the process, as a kill in the middle of its writing
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    engine.save_in_background(f"{folder}/checkpoint")
+    try:
+        engine.wait_for_save()
+    except (OSError, RuntimeError):
+        os._exit(3)
+    os._exit(0)
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    context, port = processes(), free_port()
+    ranks = [context.Process(target=die_in_a_save, args=(str(tmp_path), rank, 2, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    assert [process.exitcode for process in ranks] == [3, -signal.SIGXFSZ]
+    found = run_ranks(go_on_alone, 1, str(tmp_path / "checkpoint"))[0]
+    assert found == STEPS_BEFORE
+    assert (tmp_path / "checkpoint").is_dir()
+
+
+def go_on_alone(path: str) -> int:
+    engine = make()
+    engine.load(path)
+    train(engine, 1)
+    version = engine.get_version() - 1
+    engine.destroy()
+    return version
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+GPT2_DROPPING: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": 50,
+    "resid_pdrop": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def drop_and_go_on(folder: str) -> tuple[Any, Any]:
+    engine = make(model=GPT2_DROPPING)
+    train(engine, 2)
+    engine.save(f"{folder}/checkpoint")
+    expected = train(engine, 2)
+    engine.load(f"{folder}/checkpoint")
+    again = train(engine, 2)
+    engine.destroy()
+    return expected, again
+
+
+def test_as_many_ranks_drop_the_same_units_again(tmp_path: Path) -> None:
+    for expected, again in run_ranks(drop_and_go_on, 2, str(tmp_path)):
+        assert again == expected
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def export(folder: str, model: Any) -> dict[str, Any]:
+    engine = make(model=model)
+    train(engine, 1)
+    engine.export_hf(f"{folder}/whole")
+    engine.sleep()
+    engine.export_hf(f"{folder}/sharded", "bfloat16", 20_000)
+    weights = engine.export_weights()
+    engine.wake()
+    errors = []
+    for attempt in (lambda: engine.export_hf("/proc/nowhere/model"), lambda: engine.export_hf(folder, "int3")):
+        try:
+            attempt()
+        except (ValueError, OSError, RuntimeError) as error:
+            errors.append(type(error).__name__)
+    train(engine, 1)
+    engine.destroy()
+    return {"weights": weights, "errors": errors}
+
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Its experts are one tensor in memory and many in files."""
+
+
+@pytest.mark.parametrize("model", [QWEN2, MIXTRAL], ids=lambda each: each["model_type"])
+def test_an_export_is_what_transformers_reads(tmp_path: Path, model: dict[str, Any]) -> None:
+    first, second = run_ranks(export, 2, str(tmp_path), model)
+    assert first["errors"][1:] == ["ValueError"]
+    assert second["errors"] == ["RuntimeError", "ValueError"]  # where to is rank 0 alone to find out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "whole"]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto")
+    for name, tensor in first["weights"].items():
+        assert torch.equal(whole.state_dict()[name], tensor), name
+    sharded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert sharded.dtype == torch.bfloat16
+    for name, tensor in first["weights"].items():
+        assert torch.equal(sharded.state_dict()[name], tensor.bfloat16()), name
+    files = sorted((tmp_path / "sharded").glob("*.safetensors"))
+    assert len(files) > 1
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    if model is QWEN2:
+        assert all(path.stat().st_size < 20_000 + 2048 for path in files)

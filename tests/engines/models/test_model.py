@@ -1,0 +1,145 @@
+"""Building models, log-probabilities, and weights that go from one model to another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from helmsman.engines._models.model import build_model, decoder_layers, max_positions, target_logprobs
+from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines.weight_transfer import incoming
+from helmsman.engines.weights import apply_weights
+from tests.engines.small_models import GPT2, LLAMA, QWEN2
+
+
+def build(config: dict[str, Any], seed: int = 0) -> torch.nn.Module:
+    return build_model(config, seed=seed, dtype=torch.float32)
+
+
+def test_the_seed_decides_the_weights_and_leaves_the_global_state() -> None:
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first, second, other = build(QWEN2), build(QWEN2), build(QWEN2, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for a, b, c in zip(first.parameters(), second.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.ndim == 1 or not torch.equal(a, c)
+
+
+def test_the_seed_decides_the_weights_in_each_thread() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: build_model(QWEN2, seed=3, dtype=torch.float32).state_dict(), range(16)))
+    for weights in made[1:]:
+        assert all(torch.equal(weight, made[0][name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2], ids=lambda config: config["model_type"])
+def test_the_layers_are_found(config: dict[str, Any]) -> None:
+    assert len(decoder_layers(build(config))) == 2
+
+
+def test_a_model_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="no model folder 'nowhere'"):
+        build_model("nowhere", seed=0, dtype=torch.float32)
+    with pytest.raises(ValueError, match="no 'model_type'; it has: hidden_size"):
+        build_model({"hidden_size": 8}, seed=0, dtype=torch.float32)
+    with pytest.raises(ValueError, match="nonesuch"):
+        build_model({"model_type": "nonesuch"}, seed=0, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("chunk_numel", [1, 60, 1 << 24])
+def test_target_logprobs_are_those_of_log_softmax(chunk_numel: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 7, 20, generator=generator, requires_grad=True)
+    input_ids = torch.randint(0, 20, (3, 7), generator=generator)
+    grad = torch.randn(3, 7, generator=generator)
+    actual = target_logprobs(logits, input_ids, chunk_numel)
+    (actual_grad,) = torch.autograd.grad(actual, logits, grad)
+    expected = logits.log_softmax(-1).gather(-1, input_ids[..., None])[..., 0]
+    (expected_grad,) = torch.autograd.grad(expected, logits, grad)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(actual_grad, expected_grad)
+
+
+def test_target_logprobs_are_float32_for_half_precision() -> None:
+    logits = torch.randn(2, 5, 20, dtype=torch.bfloat16, requires_grad=True)
+    logprobs = target_logprobs(logits, torch.zeros(2, 5, dtype=torch.int64))
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def apply(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with incoming(weights, WeightGroup(torch.device("cpu"))) as arriving:
+        apply_weights(model, arriving)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_are_taken_under_either_name(name: str) -> None:
+    target, source = build(QWEN2), build(QWEN2, seed=1).state_dict()
+    embedding = source.pop("lm_head.weight")
+    del source["model.embed_tokens.weight"]
+    with torch.inference_mode():  # as in the decoding thread
+        apply(target, {**source, name: embedding.bfloat16()})
+    assert torch.equal(target.get_parameter("lm_head.weight"), embedding.bfloat16().float())
+    assert target.get_parameter("lm_head.weight") is target.get_parameter("model.embed_tokens.weight")
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    target = build(LLAMA)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    weights = build(LLAMA, seed=1).state_dict()
+    del weights["lm_head.weight"]
+    weights["extra"] = torch.zeros(1)
+    weights["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(
+        ValueError, match="1 missing: lm_head.weight; 1 unexpected: extra; 1 of another shape: model.norm.weight"
+    ):
+        apply(target, weights)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, 128),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 512),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            256,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "rope_theta": 1e4,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            128,
+        ),
+    ],
+)
+def test_max_positions_of_scaled_embeddings(entries: dict[str, Any], expected: int) -> None:
+    config = AutoConfig.for_model(**{**LLAMA, "max_position_embeddings": 128, **entries})
+    assert max_positions(config) == expected
+
+
+def test_max_positions_of_other_models() -> None:
+    assert max_positions(AutoConfig.for_model(**GPT2)) == 128
+    assert max_positions(AutoConfig.for_model("bloom")) is None

@@ -1,0 +1,159 @@
+"""Each kind of loss makes its model learn something simple, on tiny models with fixed seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helmsman.api.advantages import gae, whiten
+from helmsman.api.pairs import pair_samples
+from helmsman.api.reward_shaping import token_rewards
+from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.small_models import VOCAB, random_tokens
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+GOOD = set(range(VOCAB // 2))
+"""Tokens that are worth something."""
+
+Make = Callable[..., FSDPTrainEngine]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
+    made: list[FSDPTrainEngine] = []
+
+    def build(**fields: Any) -> FSDPTrainEngine:
+        engine = FSDPTrainEngine(**{"model": MODEL, "lr": 3e-3, **fields})
+        made.append(engine)
+        engine.create_process_group()
+        engine.initialize()
+        return engine
+
+    yield build
+    for engine in reversed(made):
+        engine.destroy()
+
+
+def share_of_good(tokens: list[int]) -> float:
+    return sum(token in GOOD for token in tokens) / len(tokens)
+
+
+def test_a_critic_learns_to_predict_a_return(make: Make) -> None:
+    """The return is the share of good tokens so far, which the model must count."""
+    critic = make(head="value")
+
+    def batch(seed: int) -> list[dict[str, Any]]:
+        samples = []
+        for row in range(16):
+            tokens = random_tokens(12, seed=seed * 100 + row)
+            returns = [0.0, *(share_of_good(tokens[:end]) for end in range(1, len(tokens)))]
+            samples.append({"input_ids": tokens, "returns": returns})
+        return samples
+
+    held_out = batch(99)
+    before = critic.eval_batch(held_out, "value")["loss"]
+    for seed in range(40):
+        critic.train_batch(batch(seed), "value", {"clip": None})
+    after = critic.eval_batch(held_out, "value")
+    assert after["loss"] < before / 4
+    assert after["value"] == pytest.approx(after["return"], abs=0.1)
+
+
+def preference_pairs(num: int, seed: int) -> list[dict[str, Any]]:
+    """Answers of one prompt; the one with more good tokens is preferred."""
+    draw = random.Random(seed)
+    pairs = []
+    while len(pairs) < num:
+        prompt = draw.choices(range(VOCAB), k=3)
+        answers = [draw.choices(range(VOCAB), k=draw.randint(4, 8)) for _ in range(2)]
+        chosen, rejected = sorted(answers, key=share_of_good, reverse=True)
+        if share_of_good(chosen) - share_of_good(rejected) > 0.3:
+            pair = [{"input_ids": [*prompt, *a], "loss_mask": [False] * 3 + [True] * len(a)} for a in (chosen, rejected)]
+            pairs.append((pair[0], pair[1]))
+    return pair_samples(pairs)
+
+
+def test_a_reward_model_ranks_pairs_that_it_has_not_seen(make: Make) -> None:
+    model = make(head="value")
+    held_out = preference_pairs(60, seed=99)
+    for seed in range(40):
+        model.train_batch(preference_pairs(16, seed), "reward_model", {"center_coef": 0.01})
+    assert model.eval_batch(held_out, "reward_model")["accuracy"] > 0.9
+    # What a script does with it: the reward of a sample is the value of its last token.
+    rewards = [values[-1].item() for values in model.forward(held_out)]
+    assert sum(first > second for first, second in zip(rewards[::2], rewards[1::2], strict=True)) > 54
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
+def test_dpo_raises_the_margin(loss_type: str, make: Make) -> None:
+    policy, reference = make(), make(frozen=True)
+
+    def batch(num: int, seed: int) -> list[dict[str, Any]]:
+        samples = preference_pairs(num, seed)
+        return [{**one, "ref_logprobs": row} for one, row in zip(samples, reference.forward(samples), strict=True)]
+
+    kwargs = {"beta": 0.1, "loss_type": loss_type}
+    held_out = batch(40, seed=99)
+    before = policy.eval_batch(held_out, "dpo", kwargs)
+    assert before["reward_margin"] == pytest.approx(0.0, abs=1e-6)
+    for seed in range(20):
+        policy.train_batch(batch(16, seed), "dpo", kwargs)
+    after = policy.eval_batch(held_out, "dpo", kwargs)
+    assert after["reward_margin"] > 0.2
+    assert after["accuracy"] > 0.9
+    assert after["loss"] < before["loss"]
+
+
+@torch.no_grad()
+def generate(policy: FSDPTrainEngine, num: int, length: int, generator: torch.Generator) -> list[list[int]]:
+    """Tokens that the policy draws after the token 0."""
+    tokens = torch.zeros(num, 1, dtype=torch.int64)
+    model: Any = policy._built_model().eval()
+    for _ in range(length):
+        probabilities = model(input_ids=tokens, use_cache=False).logits[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+    rows: list[list[int]] = tokens.tolist()
+    return rows
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
+def test_ppo_with_a_critic_raises_the_reward(loss: str, make: Make) -> None:
+    # Packed, a model cannot be called without being told how its rows lie, as generate does here.
+    policy, critic, reference = make(lr=2e-3, packing=False), make(head="value", seed=1), make(frozen=True)
+    generator = torch.Generator().manual_seed(0)
+    scores = []
+    for _ in range(30):
+        samples: list[dict[str, Any]] = [{"input_ids": tokens} for tokens in generate(policy, 24, 8, generator)]
+        rewards = [share_of_good(sample["input_ids"][1:]) for sample in samples]
+        masks = [[False] + [True] * 8] * len(samples)
+        logprobs, ref_logprobs, values = (engine.forward(samples) for engine in (policy, reference, critic))
+        per_token, _ = token_rewards(rewards, masks, logprobs, ref_logprobs, kl_coef=0.01)  # type: ignore[arg-type]
+        advantages, returns = gae(per_token, values, masks)  # type: ignore[arg-type]
+        columns = zip(samples, logprobs, whiten(advantages, masks), returns, values, strict=True)
+        batch = [
+            {**one, "logprobs": a, "prox_logprobs": a, "advantages": b, "returns": c, "values": d}
+            for one, a, b, c, d in columns
+        ]
+        for _ in range(2):
+            critic.train_batch(batch, "value", {"clip": 0.2})
+            policy.train_batch(batch, loss, {"entropy_coef": 0.001})
+        scores.append(sum(rewards) / len(rewards))
+    assert scores[0] < 0.65
+    assert sum(scores[-3:]) / 3 > 0.85

@@ -1,0 +1,438 @@
+"""The train engine on one rank, in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from helmsman.engines.train import FSDPTrainEngine, TrainConfig
+from tests.engines.ranks import free_port
+from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
+
+SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
+LR = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
+
+
+@pytest.fixture
+def engines() -> Iterator[list[FSDPTrainEngine]]:
+    made: list[FSDPTrainEngine] = []
+    yield made
+    for engine in made:
+        engine.destroy()
+    assert not dist.is_initialized()
+
+
+def make(engines: list[FSDPTrainEngine], **fields: Any) -> FSDPTrainEngine:
+    engine = FSDPTrainEngine(**{"model": QWEN2, "lr": LR, **fields})
+    engines.append(engine)
+    engine.create_process_group()
+    engine.initialize()
+    return engine
+
+
+def test_training_lowers_the_loss_and_counts_versions(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines)
+    before = engine.eval_batch(SAMPLES, "sft")
+    steps = [engine.train_batch(SAMPLES, "sft") for _ in range(5)]
+    after = engine.eval_batch(SAMPLES, "sft")
+    assert steps[0]["loss"] == pytest.approx(before["loss"], rel=1e-6)
+    assert after["loss"] < before["loss"] - 0.5
+    assert steps[0]["num_tokens"] == sum(len(sample["input_ids"]) - 1 for sample in SAMPLES)
+    assert steps[0]["lr"] == LR
+    assert engine.get_version() == 5
+    engine.set_version(11)
+    assert engine.get_version() == 11
+    with pytest.raises(RuntimeError, match=r"initialize\(\) was called on a train engine that has a model"):
+        engine.initialize()
+
+
+def test_the_step_is_that_of_plain_torch(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines, model=LLAMA, max_tokens_per_micro_batch=20, max_grad_norm=0.5, weight_decay=0.1)
+    weights = engine.export_weights()
+    assert weights is not None
+    reference = AutoModelForCausalLM.from_config(engine._built_model().config, attn_implementation="sdpa")
+    reference.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        losses = []
+        for sample in SAMPLES:
+            tokens = torch.tensor(sample["input_ids"])
+            logits = reference(input_ids=tokens[None]).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
+        loss = torch.stack(losses).sum() / sum(len(sample["input_ids"]) - 1 for sample in SAMPLES)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        stats = engine.train_batch(SAMPLES, "sft")
+        assert stats["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert stats["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_the_budget_of_a_micro_batch_does_not_change_the_result(engines: list[FSDPTrainEngine]) -> None:
+    losses = []
+    for budget in (1, 24, 1000):
+        engine = make(engines, max_tokens_per_micro_batch=budget)
+        losses.append([engine.train_batch(SAMPLES, "sft")["loss"] for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_gradient_checkpointing_does_not_change_the_result(engines: list[FSDPTrainEngine]) -> None:
+    plain, checkpointing = make(engines), make(engines, gradient_checkpointing=True)
+    for _ in range(2):
+        assert checkpointing.train_batch(SAMPLES, "sft") == pytest.approx(plain.train_batch(SAMPLES, "sft"), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", [QWEN2, GPT2], ids=lambda config: config["model_type"])
+def test_forward_gives_log_probabilities_in_the_order_of_the_samples(
+    engines: list[FSDPTrainEngine], model: dict[str, Any]
+) -> None:
+    engine = make(engines, model=model, max_tokens_per_micro_batch=24)
+    weights = engine.export_weights()
+    assert weights is not None
+    reference = AutoModelForCausalLM.from_config(engine._built_model().config, attn_implementation="sdpa").eval()
+    reference.load_state_dict(weights, strict=False)
+    for sample, logprobs in zip(SAMPLES, engine.forward(SAMPLES), strict=True):
+        tokens = torch.tensor(sample["input_ids"])
+        expected = reference(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        assert logprobs[0] == 0
+        torch.testing.assert_close(logprobs[1:], expected.detach(), atol=1e-4, rtol=1e-5)
+
+
+def test_grpo_moves_probability_to_what_was_rewarded(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines, lr=1e-3)
+    before = engine.forward(SAMPLES[:2])
+    batch = [
+        {**sample, "logprobs": logprobs, "advantages": advantage}
+        for sample, logprobs, advantage in zip(SAMPLES, before, (1.0, -1.0), strict=False)
+    ]
+    stats = engine.train_batch(batch, "grpo", {"clip_high": 0.28})
+    good, bad = engine.forward(SAMPLES[:2])
+    assert stats["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["clip_fraction"] == 0
+    assert good.sum() > before[0].sum()
+    assert bad.sum() < before[1].sum()
+
+
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(engines: list[FSDPTrainEngine]) -> None:
+    model = {**QWEN2, "initializer_range": 0.1}
+    exact, rounded = make(engines, model=model), make(engines, model=model, compute_dtype="bfloat16")
+    for _ in range(3):
+        loss = exact.train_batch(SAMPLES, "sft")["loss"]
+        assert rounded.train_batch(SAMPLES, "sft")["loss"] == pytest.approx(loss, rel=0.02)
+    weights = rounded.export_weights()
+    assert weights is not None
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    with pytest.raises(ValueError, match="no floating-point type 'int8'"):
+        make(engines, compute_dtype="int8")
+
+
+def test_the_learning_rate_warms_up(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines, num_warmup_steps=4)
+    rates = [engine.train_batch(SAMPLES, "sft")["lr"] for _ in range(6)]
+    assert rates == pytest.approx([LR * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
+
+
+def test_another_learning_rate_holds_from_the_next_step_on(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines)
+    engine.set_lr(LR / 4)
+    assert engine.train_batch(SAMPLES, "sft")["lr"] == LR / 4
+    with pytest.raises(ValueError, match=r"lr is -1.0; expected 0 or more"):
+        engine.set_lr(-1.0)
+    with pytest.raises(ValueError, match=r"lr is inf; expected 0 or more, and not infinity"):
+        engine.set_lr(math.inf)
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_load_goes_on_exactly_where_save_was(engines: list[FSDPTrainEngine], tmp_path: Path, num_steps_before: int) -> None:
+    engine, fresh = make(engines, num_warmup_steps=3), make(engines, seed=1, num_warmup_steps=3)
+    for _ in range(num_steps_before):
+        engine.train_batch(SAMPLES, "sft")
+    path = str(tmp_path / "deep" / "checkpoint")
+    engine.set_version(7)
+    engine.save(path)
+    expected = [engine.train_batch(SAMPLES, "sft") for _ in range(2)]
+    for loaded in (fresh, engine):
+        loaded.load(path)
+        assert loaded.get_version() == 7
+        assert [loaded.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
+
+
+def test_a_checkpoint_without_a_random_state_of_this_kind_is_loaded(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+    """As one of ranks on the host by as many on devices, which draw from the devices' state, too."""
+    engine = make(engines)
+    engine.train_batch(SAMPLES, "sft")
+    engine.save(str(tmp_path / "checkpoint"))
+    expected = engine.train_batch(SAMPLES, "sft")
+    file = tmp_path / "checkpoint" / "state" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.state_dict_metadata["random.0.host"]
+    file.write_bytes(pickle.dumps(metadata))
+    engine.load(str(tmp_path / "checkpoint"))
+    assert engine.train_batch(SAMPLES, "sft") == expected
+
+
+def test_a_checkpoint_is_a_model_that_others_begin_with(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+    engine = make(engines)
+    engine.train_batch(SAMPLES, "sft")
+    path = str(tmp_path / "checkpoint")
+    engine.save(path)
+    (tmp_path / "checkpoint" / "tokenizer.json").write_text("{}")
+    again = make(engines, model=path)
+    again.save(str(tmp_path / "again"))
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+    assert again.eval_batch(SAMPLES, "sft") == engine.eval_batch(SAMPLES, "sft")
+    assert again.get_version() == 0
+
+
+def test_save_replaces_a_checkpoint_and_leaves_nothing_else(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+    engine, path = make(engines), tmp_path / "checkpoint"
+    engine.save(str(path))
+    engine.train_batch(SAMPLES, "sft")
+    engine.save(str(path))
+    assert json.loads((path / "helmsman.json").read_text()) == {"progress": {"version": 1, "num_steps": 1}, "num_ranks": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_save_that_fails_leaves_what_was_there(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+    engine = make(engines)
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(OSError, match="file"):
+        engine.save(str(tmp_path / "file" / "checkpoint"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_save_replaces_nothing_but_a_checkpoint(
+    engines: list[FSDPTrainEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent that is given by mistake, or an empty path, would cost all that is in it."""
+    engine = make(engines)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "file").write_text("of somebody")
+    monkeypatch.chdir(tmp_path / "runs")
+    for write in (engine.save, engine.export_hf):
+        for path in ("", ".", str(tmp_path), str(tmp_path / "runs")):
+            with pytest.raises(FileExistsError, match="is a folder with other files and no .*, and would be replaced"):
+                write(path)
+        with pytest.raises(FileExistsError, match="file is no folder"):
+            write(str(tmp_path / "file"))
+        write(str(tmp_path / "runs" / "first"))  # is empty
+        write(str(tmp_path / "runs" / "first"))
+        shutil.rmtree(tmp_path / "runs" / "first")
+        (tmp_path / "runs" / "first").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["first"]
+
+
+def test_load_refuses_what_is_not_its_checkpoint(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+    engine, other = make(engines), make(engines, model={**QWEN2, "hidden_size": 16})
+    other.save(str(tmp_path / "other"))
+    undisturbed = make(engines)
+    assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
+    with pytest.raises(ValueError, match="holds another model"):
+        engine.load(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        engine.load(str(tmp_path))
+    engine.save(str(tmp_path / "own"))
+    for file in (tmp_path / "own" / "helmsman.json", tmp_path / "own" / "state" / ".metadata"):
+        content = file.read_bytes()
+        for left in (b"", content[: len(content) // 2]):  # as a crash of its host leaves a file that was written last
+            file.write_bytes(left)
+            with pytest.raises(ValueError, match=f"'{file}' cannot be read, as after a crash of its host"):
+                engine.load(str(tmp_path / "own"))
+        file.write_bytes(content)
+    part = tmp_path / "own" / "state" / "__0_0.distcp"
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=rf"is a part of a checkpoint: .* has {len(content) - 1} of {len(content)} bytes"):
+        engine.load(str(tmp_path / "own"))
+    with pytest.raises(ValueError, match=r"is a part of a checkpoint: .* has \d+ of \d+ bytes"):
+        make(engines, model=str(tmp_path / "own"))
+    part.unlink()
+    with pytest.raises(ValueError, match=r"is a part of a checkpoint: it has no state/__0_0.distcp"):
+        engine.load(str(tmp_path / "own"))
+    shutil.rmtree(part.parent)
+    (tmp_path / "own" / "optimizer.pt").touch()
+    with pytest.raises(ValueError, match="a checkpoint of an earlier layout"):
+        engine.load(str(tmp_path / "own"))
+    assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == [undisturbed.train_batch(SAMPLES, "sft") for _ in range(2)]
+
+
+def infinite_loss(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return logprobs.sum() * math.inf, {}
+
+
+def test_a_gradient_that_is_not_finite_takes_no_step(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines)
+    loss = engine.eval_batch(SAMPLES, "sft")
+    with pytest.raises(FloatingPointError, match="no step was taken"):
+        engine.train_batch(SAMPLES, infinite_loss)
+    assert engine.eval_batch(SAMPLES, "sft") == loss
+    assert engine.get_version() == 0
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_inside_of_a_pass_changes_nothing_of_the_next_steps(engines: list[FSDPTrainEngine], place: str) -> None:
+    """As of a device that has no room for the activations, or for the gradients."""
+    engine, undisturbed = make(engines), make(engines)
+    engine.train_batch(SAMPLES, "sft")
+    undisturbed.train_batch(SAMPLES, "sft")
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError(f"in the {place} pass")
+
+    def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        fail() if place == "forward" else output.register_hook(fail)
+
+    model: Any = engine._built_model()
+    handle = model.model.layers[0].register_forward_hook(hook)
+    for _ in range(2):
+        with pytest.raises(ArithmeticError, match=f"in the {place} pass"):
+            engine.train_batch(SAMPLES, "sft")
+    handle.remove()
+    assert engine.eval_batch(SAMPLES, "sft") == undisturbed.eval_batch(SAMPLES, "sft")
+    for _ in range(2):
+        assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
+
+
+def without_gradient(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return torch.tensor(logprobs.sum().item()), {}
+
+
+def with_a_number(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    return logprobs.sum(), {"share": 0.5}
+
+
+def per_row(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return logprobs.sum(-1), {}
+
+
+def alone(logprobs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return logprobs.sum()
+
+
+def constant_where_nothing_counts(
+    logprobs: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return (-logprobs * batch["loss_mask"]).sum() if batch["loss_mask"].any() else torch.zeros(()), {}
+
+
+def test_a_loss_that_returns_no_sums_is_told_so(engines: list[FSDPTrainEngine]) -> None:
+    engine, undisturbed = make(engines), make(engines)
+    for loss, message in (
+        (without_gradient, "'without_gradient' returned a sum that has no gradient"),
+        (with_a_number, "'with_a_number' returned share as a float; expected a tensor of one number"),
+        (per_row, r"'per_row' returned loss_sum as \(4,\)"),
+        (alone, "'alone' returned a Tensor; expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.train_batch(SAMPLES, loss)
+    assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
+
+
+def test_a_micro_batch_in_which_nothing_counts_may_have_a_constant_loss(engines: list[FSDPTrainEngine]) -> None:
+    engine, other = make(engines, max_tokens_per_micro_batch=1), make(engines)
+    batch = [*SAMPLES, {"input_ids": [1, 2, 3], "loss_mask": [False] * 3}]
+    batch = [{"loss_mask": [True] * len(sample["input_ids"]), **sample} for sample in batch]
+    expected = other.train_batch(batch, "sft")
+    assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_batch_without_tokens_is_refused(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines)
+    for samples in ([], [{"input_ids": [1]}], [{"input_ids": [1, 2], "loss_mask": [1, 0]}]):
+        with pytest.raises(ValueError, match="no token of the global batch counts"):
+            engine.train_batch(samples, "sft")
+    assert engine.forward([]) == []
+
+
+def test_the_group_lives_as_long_as_the_last_engine(engines: list[FSDPTrainEngine]) -> None:
+    first, second = make(engines), make(engines)
+    first.destroy()
+    first.destroy()
+    assert second.data_parallel_world_size == 1
+    second.train_batch(SAMPLES, "sft")
+    with pytest.raises(RuntimeError, match="initialize"):
+        first.train_batch(SAMPLES, "sft")
+
+
+def test_the_steps_of_another_model_are_counted_anew(engines: list[FSDPTrainEngine]) -> None:
+    engine = make(engines, num_warmup_steps=4)
+    expected = [engine.train_batch(SAMPLES, "sft") for _ in range(2)]
+    engine.destroy()
+    engine.initialize()
+    assert engine.get_version() == 0
+    assert [engine.train_batch(SAMPLES, "sft") for _ in range(2)] == expected
+
+
+def test_a_group_that_somebody_else_made_is_left_alone(engines: list[FSDPTrainEngine]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        make(engines).destroy()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_that_do_not_come_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    engine = FSDPTrainEngine(model=QWEN2, rendezvous_timeout_s=1)
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
+        engine.create_process_group()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    for rank, hint in (("0", "is the port taken"), ("1", "is rank 0 alive")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the other ranks .* within 1 s; {hint}"):
+            engine.create_process_group()
+    engine.destroy()
+
+
+def test_the_configuration_is_checked() -> None:
+    config = TrainConfig(model=QWEN2)
+    assert FSDPTrainEngine(config).config is config
+    assert FSDPTrainEngine(model=QWEN2, betas=[0.9, 0.99]).config.betas == (0.9, 0.99)
+    with pytest.raises(msgspec.ValidationError, match="learning_rate"):
+        FSDPTrainEngine(model=QWEN2, learning_rate=1e-3)
+    with pytest.raises(msgspec.ValidationError, match="lr"):
+        FSDPTrainEngine(model=QWEN2, lr="fast")
+    for fields, message in (
+        ({"lr": -1e-3}, "lr is -0.001; expected 0 or more"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\); expected two numbers from 0 to below 1"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"weight_decay": math.inf}, "weight_decay is inf"),
+        ({"num_warmup_steps": -1}, "num_warmup_steps is -1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a number above 0, or None"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch is 0; expected 1 or more"),
+        ({"rendezvous_timeout_s": 0.0}, "rendezvous_timeout_s is 0.0; expected seconds above 0"),
+        ({"collective_timeout_s": math.inf}, "collective_timeout_s is inf"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FSDPTrainEngine(model=QWEN2, **fields)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            TrainConfig(model=QWEN2, **fields)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not both"):
+        FSDPTrainEngine(config, lr=1.0)
+    with pytest.raises(RuntimeError, match="initialize"):
+        FSDPTrainEngine(config).export_weights()

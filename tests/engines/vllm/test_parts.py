@@ -1,0 +1,131 @@
+"""What VLLMEngine is made of, as far as it needs no vLLM: its configuration, what is said without one, buckets and fit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from helmsman.api.errors import BackendNotInstalledError
+from helmsman.engines._vllm.buckets import SharedBucket, read_message, split
+from helmsman.engines._vllm.fit import expected_of, require_fit
+from helmsman.engines._vllm.versions import UnsupportedVLLMError
+from helmsman.engines.vllm_config import VLLMConfig
+from helmsman.engines.vllm_engine import VLLMEngine
+from tests.engines.small_models import LLAMA, QWEN2
+
+TENSORS = {
+    "flags": torch.tensor([True, False, True]),
+    "half": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+}
+
+
+def test_without_vllm_the_command_is_said_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'helmsman\[vllm\]'"):
+        VLLMEngine(model="anywhere")
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.10.2", False), ("0.11.0", True), ("0.32.0+cpu", True), ("1.0", True)])
+def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+    installed = types.ModuleType("vllm")
+    installed.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", installed)
+    if fits:
+        VLLMEngine(model="anywhere")
+    else:
+        with pytest.raises(UnsupportedVLLMError, match="it is 0.10.2. VLLMEngine supports vLLM 0.11 to 0.32"):
+            VLLMEngine(model="anywhere")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
+        ({"close_timeout_s": 0.0}, "close_timeout_s is 0.0; expected more than 0"),
+        ({"engine_args": {"max_num_seqs": 512}}, "engine_args has 'max_num_seqs', .* set VLLMConfig.max_concurrency"),
+        ({"engine_args": {"worker_extension_cls": "mine"}}, "engine_args has 'worker_extension_cls', .* leave it out"),
+        ({"adapters": {"a": "there"}}, "max_lora_rank is 0"),
+        ({"max_lora_rank": 8, "adapters": {"a": "there"}, "adapter": "b"}, "adapter is 'b'; expected one of adapters: a"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMConfig(model="anywhere", **fields)
+
+
+def _read(message: dict[str, Any], results: Any) -> None:
+    tensors = read_message(message)
+    results.put({name: (str(tensor.dtype), tensor.tolist(), list(tensor.shape)) for name, tensor in tensors.items()})
+
+
+def test_another_process_reads_a_bucket_as_it_was_written() -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    bucket = SharedBucket(TENSORS)
+    reader = context.Process(target=_read, args=(bucket.message, results))
+    reader.start()
+    found = results.get(timeout=60)
+    reader.join()
+    assert found == {name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in TENSORS.items()}
+    kept = read_message(bucket.message)
+    bucket.close()
+    bucket.close()
+    assert torch.equal(kept["turned"], TENSORS["turned"]), "mapped memory stays with who has it"
+    assert not os.path.exists(str(bucket.message["path"]))
+
+
+def test_parts_have_no_more_than_a_buckets_bytes_unless_a_tensor_has() -> None:
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in {"a": 3, "b": 5, "c": 4, "d": 9, "e": 1}.items()}
+    assert [list(part) for part in split(tensors, 8)] == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert list(split({}, 8)) == []
+
+
+def _folder(config: dict[str, Any], folder: Path) -> tuple[str, Any]:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model.save_pretrained(folder)
+    return str(folder), model
+
+
+def _shapes(model: Any) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["llama", "qwen2 tied"])
+def test_weights_fit_by_the_names_of_the_model(config: dict[str, Any], tmp_path: Path) -> None:
+    folder, model = _folder(config, tmp_path)
+    forms, shapes = expected_of(folder), _shapes(model)
+    require_fit(forms, shapes)
+    without_head = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    if config["tie_word_embeddings"]:
+        require_fit(forms, without_head)
+    else:
+        with pytest.raises(ValueError, match="1 missing: lm_head.weight"):
+            require_fit(forms, without_head)
+    with pytest.raises(ValueError, match=r"1 unexpected: more; 1 of another shape: model.norm.weight \(3,\) for \(32,\)"):
+        require_fit(forms, {**shapes, "more": [1], "model.norm.weight": [3]})
+
+
+def test_weights_fit_by_the_names_of_the_files_where_these_are_others(tmp_path: Path) -> None:
+    folder, model = _folder(LLAMA, tmp_path)
+    renamed = {f"language_model.{name}": tensor for name, tensor in model.state_dict().items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    forms = expected_of(folder)
+    require_fit(forms, _shapes(model))
+    require_fit(forms, {name: list(tensor.shape) for name, tensor in renamed.items()})
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no configuration that transformers reads"):
+        expected_of(str(tmp_path))

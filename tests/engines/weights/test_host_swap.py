@@ -1,0 +1,180 @@
+"""Tensors give their memory back and get their contents again; an engine that sleeps goes on as if it had not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory
+from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._weights.host_swap import Parking, storage_of
+from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.ranks import run_ranks
+from tests.engines.small_models import QWEN2, random_tokens
+
+SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
+
+
+def memory_of(tensors: Any) -> int:
+    return sum({storage_of(each)._cdata: storage_of(each).nbytes() for each in tensors}.values())
+
+
+def test_parked_tensors_have_no_memory_and_come_back_as_they_were() -> None:
+    layer = nn.Linear(4, 4)
+    view = layer.weight.detach()[1:, :2]
+    expected = layer.weight.detach().clone()
+    parking = Parking()
+    parking.park([*layer.parameters(), view])
+    parking.park(layer.parameters())
+    assert memory_of(layer.parameters()) == 0
+    with parking.present(layer.weight):
+        assert torch.equal(layer.weight, expected)
+        assert memory_of([layer.bias]) == 0
+    assert memory_of(layer.parameters()) == 0
+    parking.bring_back()
+    assert torch.equal(layer.weight, expected)
+    assert torch.equal(view, expected[1:, :2])
+    parking.bring_back()
+    assert torch.equal(layer.weight, expected)
+
+
+def test_dropped_tensors_get_memory_and_no_contents() -> None:
+    layer = nn.Linear(4, 4)
+    parking = Parking()
+    parking.park([layer.weight])
+    parking.drop(layer.parameters())
+    assert memory_of(layer.parameters()) == 0
+    parking.bring_back()
+    assert memory_of(layer.parameters()) == 80
+
+
+def test_what_finds_no_room_stays_parked() -> None:
+    small, large = torch.arange(4.0), torch.zeros(1)
+    parking = Parking()
+    parking.park([small, large])
+    # More than an address space has: the allocator refuses, as a device does that is full.
+    parking._parked[storage_of(large)._cdata].num_bytes = 1 << 60
+    with pytest.raises(RuntimeError, match="memory"):
+        parking.bring_back()
+    assert memory_of([small, large]) == 0
+    parking._parked[storage_of(large)._cdata].num_bytes = 4
+    parking.bring_back()
+    assert small.tolist() == [0, 1, 2, 3]
+
+
+# --- the train engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FSDPTrainEngine]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
+    made = FSDPTrainEngine(model=QWEN2, lr=1e-2)
+    made.initialize()
+    yield made
+    made.destroy()
+
+
+def tensors_of(engine: FSDPTrainEngine) -> list[torch.Tensor]:
+    assert engine._model is not None
+    assert engine._optimizer is not None
+    states = [value for state in engine._optimizer.state.values() for value in state.values()]
+    return [*engine._model.parameters(), *engine._model.buffers(), *states]
+
+
+def test_a_sleeping_engine_holds_nothing_and_says_so(engine: FSDPTrainEngine, tmp_path: Any) -> None:
+    engine.train_batch(SAMPLES, "sft")
+    engine.eval_batch(SAMPLES, "sft")
+    engine.sleep()
+    engine.sleep()
+    assert memory_of(tensors_of(engine)) == 0
+    refused = (
+        lambda: engine.train_batch(SAMPLES, "sft"),
+        lambda: engine.eval_batch(SAMPLES, "sft"),
+        lambda: engine.forward(SAMPLES),
+        lambda: engine.save(str(tmp_path / "checkpoint")),
+        lambda: engine.load(str(tmp_path / "checkpoint")),
+    )
+    for call in refused:
+        with pytest.raises(RuntimeError, match=r"asleep.*call wake\(\) first"):
+            call()
+    assert engine.get_version() == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sleeping_engine_can_be_destroyed(engine: FSDPTrainEngine) -> None:
+    engine.sleep()
+    engine.destroy()
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="has no model"):
+        engine.wake()
+
+
+def test_what_was_published_stays_as_it_was_while_its_trainer_goes_on(engine: FSDPTrainEngine) -> None:
+    """A rollout keeps it for instances that are built anew."""
+    expected = engine.export_weights()
+    published = engine.publish_weights(IntoMemory(version=0), WeightFormat())
+    assert isinstance(published, WeightsInMemory)
+    assert expected is not None
+    engine.train_batch(SAMPLES, "sft")
+    engine.sleep()
+    assert all(torch.equal(published.tensors[name], expected[name]) for name in expected)
+
+
+def train_and_sleep(offload: str, *, sleeps: bool) -> list[dict[str, float]]:
+    engine = FSDPTrainEngine(model=QWEN2, lr=1e-2, offload=offload)
+    engine.initialize()
+    share = SAMPLES[engine.data_parallel_rank :: 2]
+    steps = []
+    for _ in range(3):
+        steps.append(engine.train_batch(share, "sft"))
+        engine.forward(share)
+        if sleeps:
+            awake, target = engine.export_weights(), IntoMemory(version=engine.get_version())
+            engine.sleep()
+            asleep = engine.export_weights()
+            published = engine.publish_weights(target, WeightFormat())
+            if awake is not None:
+                assert asleep is not None
+                assert isinstance(published, WeightsInMemory)
+                assert awake.keys() == asleep.keys() == published.tensors.keys()
+                assert all(torch.equal(awake[name], asleep[name]) for name in awake)
+                assert all(torch.equal(awake[name], published.tensors[name]) for name in awake)
+            assert memory_of(tensors_of(engine)) == 0
+            engine.wake()
+            engine.wake()
+    engine.destroy()
+    return steps
+
+
+def train_in_all_ways() -> dict[str, list[dict[str, float]]]:
+    join_process_group(rendezvous_timeout_s=60, collective_timeout_s=60)  # of all engines, one after the other
+    found = {"plain": train_and_sleep("none", sleeps=False)}
+    for offload in ("none", "optimizer", "all"):
+        found[offload] = train_and_sleep(offload, sleeps=True)
+    leave_process_group()
+    return found
+
+
+def test_two_ranks_train_as_if_they_had_not_slept() -> None:
+    for found in run_ranks(train_in_all_ways, 2):
+        assert found["none"] == found["optimizer"] == found["plain"]
+        assert found["all"] == found["plain"]
+
+
+def test_the_optimizer_is_offloaded_between_steps(engine: FSDPTrainEngine) -> None:
+    plain = [engine.train_batch(SAMPLES, "sft") for _ in range(3)]
+    offloading = FSDPTrainEngine(model=QWEN2, lr=1e-2, offload="optimizer")
+    offloading.initialize()
+    for expected in plain:
+        assert offloading.train_batch(SAMPLES, "sft") == expected
+        assert offloading._optimizer is not None
+        states = [value for state in offloading._optimizer.state.values() for value in state.values()]
+        assert states
+        assert memory_of(states) == 0
+    offloading.destroy()
