@@ -21,6 +21,32 @@ ALLOWED = {
 }
 """Room -> rooms that it may import."""
 
+LAYERS = {
+    "controller": [
+        {"_aio", "_validation", "_node"},
+        {"_placement"},
+        {"_transport"},
+        {"_faults"},
+        {"_schedulers"},
+        {"_roles", "_ray_backend"},
+        {"_generation", "_worker_groups", "_training", "_bootstrap"},
+        {"_rollout", "_workflows"},
+        {"_weight_sync"},
+        {"cli"},
+    ],
+    "rpc_server": [{"ports"}, {"_process", "_wire"}, {"_host", "_ray_forks"}, {"_server"}],
+    "engines": [
+        {"_admission", "_models", "losses", "memory", "train_config", "vllm_config"},
+        {"_weights"},
+        {"weight_transfer", "_train"},
+        {"weights"},
+        {"_hf", "_vllm"},
+        {"_server"},
+        {"rollout", "server_engine", "train", "vllm_engine"},
+    ],
+}
+"""The parts of each room from the bottom up. A part may import the layers below its own, and nothing beside it."""
+
 LIGHT = {"msgspec", "cloudpickle"}
 """Third-party packages that the contracts may import at module level."""
 
@@ -93,6 +119,29 @@ def test_room_imports_only_what_it_may(room: str) -> None:
         if room_of(name) is not None and room_of(name) not in ALLOWED[room]
     ]
     assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}:\n" + "\n".join(wrong)
+
+
+def part_of(name: str) -> str:
+    """The sub-package of a room, or the module that stands in the room itself."""
+    return name.split(".")[2] if name.count(".") > 1 else ""
+
+
+@pytest.mark.parametrize("room", LAYERS)
+def test_parts_of_a_room_import_only_layers_below(room: str) -> None:
+    level = {part: number for number, layer in enumerate(LAYERS[room]) for part in layer}
+    sources = [path for path in SOURCES if path.is_relative_to(PACKAGE / room) and path.parent != PACKAGE / room]
+    sources += [path for path in (PACKAGE / room).glob("*.py") if path.name != "__init__.py"]
+    found = {part_of(module_name(path)) for path in sources}
+    assert found == set(level), "every part has its layer"
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted(set(sources))
+        for line, name in imports_of(path)
+        if room_of(name) == room
+        and (here := part_of(module_name(path))) != (there := part_of(name))
+        and level[there] >= level[here]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_library_never_imports_examples_benchmarks_or_tests() -> None:

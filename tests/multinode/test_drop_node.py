@@ -9,8 +9,8 @@ import pytest
 from helmsman import DropNode, FaultPlan
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._faults.injector import FaultRecord
+from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, is_running, wait_gone

@@ -29,10 +29,11 @@ from helmsman.controller._bootstrap.connection import (
     Welcome,
     proof_key,
 )
-from helmsman.controller._bootstrap.node_plan import RUN_VARIABLE, NodePlan, lease, node_environ, ray_start, ray_token
+from helmsman.controller._bootstrap.node_plan import NodePlan, lease, node_environ, ray_start, ray_token
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.controller._bootstrap.ray_view import NodeSeen, RayHead, SeesNodes
 from helmsman.controller._bootstrap.script import Script
+from helmsman.controller._node.run_registry import RUN_VARIABLE
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door, RefusalLog
 from helmsman.rpc_server._wire.stream import Stream

@@ -16,12 +16,8 @@ from helmsman.api.errors import UnfitNodeError
 from helmsman.controller._bootstrap.connection import Patience
 from helmsman.controller._bootstrap.settings import Setting, resource_arguments
 from helmsman.controller._node.launchers import NodeIdentity
+from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases, port_range
-
-RUN_VARIABLE = "HELMSMAN_UP_RUN"
-"""In the script: id of the run whose cluster it is started on."""
-RUN_LABEL, RANK_LABEL = "helmsman-run", "helmsman-rank"
-"""Ray labels of a node."""
 
 _WORKER_PORTS = (10_002, 19_999)
 _FEWEST_WORKER_PORTS = 100

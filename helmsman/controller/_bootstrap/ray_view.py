@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from helmsman.controller._bootstrap.node_plan import RANK_LABEL, RUN_LABEL
+from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
 
 _ANSWER_S = 2.0
 

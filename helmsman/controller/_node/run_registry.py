@@ -31,6 +31,11 @@ from helmsman.rpc_server._process.safe_files import is_own_directory, log_direct
 RUN_ID = re.compile(r"[0-9a-f]{10}")
 _RECORD_NAME = re.compile(rf"({RUN_ID.pattern})\.json")
 
+RUN_VARIABLE = "HELMSMAN_UP_RUN"
+"""Environment variable of a script under `helmsman up`: id of the run that owns its Ray cluster."""
+RUN_LABEL, RANK_LABEL = "helmsman-run", "helmsman-rank"
+"""Ray labels of the nodes that `helmsman up` starts."""
+
 
 def new_run_id() -> str:
     """A random id of 40 bits, the room for it in the mark of a run's processes (guardian.py)."""

@@ -21,8 +21,7 @@ from helmsman.api.errors import RayStartError, StrangeClusterError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import run_sync, submit
-from helmsman.controller._bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
-from helmsman.controller._node.run_registry import make_log_dir
+from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
 from helmsman.controller._ray_backend.process_watch import CORE, EmbeddedRay, newest_log, tail_without_dumps
 from helmsman.controller._ray_backend.start_limits import RayStart
 from helmsman.rpc_server._process import ray_exec

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -33,9 +33,6 @@ from helmsman.controller._training.batch_split import split_samples
 from helmsman.controller._validation.argument_names import require_loss_settings
 from helmsman.controller._validation.argument_types import checked
 
-if TYPE_CHECKING:
-    from helmsman.controller._rollout.rollout_controller import RolloutController
-
 logger = logging.getLogger(__name__)
 
 _REPLICATED = {"broadcast": False}
@@ -44,6 +41,17 @@ _NEEDS_DEVICES = frozenset({"train_batch", "eval_batch", "forward", "save", "sav
 """Methods that a rank refuses while it sleeps."""
 _FROM_HEAD = {"broadcast": True}
 """The head of each model-parallel group is given the arguments, and the others get them from it."""
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """Receives the weights of a trainer: a RolloutController."""
+
+    async def aupdate_weights(self, weights: ResultHandle, version: int, timeout: float | None = None) -> int:
+        """Load weights into every instance; returns the version that they serve."""
+
+    def keeps(self, weights: ResultHandle) -> bool:
+        """Whether the handle must stay valid, for instances that are built later."""
 
 
 class TrainController(RoleController):
@@ -272,12 +280,12 @@ class TrainController(RoleController):
         return run_sync(self._export_weights(timeout))
 
     @checked
-    def update_rollout(self, rollout: RolloutController, timeout: float | None = None) -> int:
+    def update_rollout(self, rollout: WeightSink, timeout: float | None = None) -> int:
         """Bring the current weights to every rollout worker, past the controller; returns the version they serve."""
         return run_sync(self._update_rollout(rollout, timeout))
 
     @checked
-    async def aupdate_rollout(self, rollout: RolloutController, timeout: float | None = None) -> int:
+    async def aupdate_rollout(self, rollout: WeightSink, timeout: float | None = None) -> int:
         """As update_rollout, awaited."""
         return await run_async(self._update_rollout(rollout, timeout))
 
@@ -412,7 +420,7 @@ class TrainController(RoleController):
         calls[self.workers[0].id] = Call(args, rpc_meta={**meta, "keep": keep})
         return (await self._call_workers(method, calls, timeout))[0]
 
-    async def _update_rollout(self, rollout: RolloutController, timeout: float | None) -> int:
+    async def _update_rollout(self, rollout: WeightSink, timeout: float | None) -> int:
         deadline = time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
         version = await self._get_version(deadline - time.monotonic())
         handle = await self._export_weights(deadline - time.monotonic())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._bootstrap.node_plan import RUN_LABEL, RUN_VARIABLE
+from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from tests.contract.helpers import ROOT
 
 pytest.importorskip("ray", reason="it is about Ray's clusters")

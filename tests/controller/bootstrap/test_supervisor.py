@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._bootstrap.node_plan import RUN_VARIABLE
+from helmsman.controller._node.run_registry import RUN_VARIABLE
 from tests.contract.helpers import is_running
 from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
 
