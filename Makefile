@@ -49,10 +49,10 @@ lint: $(STAMP) ## what check does before it runs tests
 	@$(PY) -m ruff format --check --quiet . || { echo "not formatted; run: make format" >&2; exit 1; }
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m mypy
-	@$(PY) -m pytest --quiet tests/test_imports.py
+	@$(PY) -m pytest --quiet tests/test_imports.py tests/test_structure.py
 
 fast-tests: $(STAMP)
-	@$(PY) -m pytest --quiet -m "not slow" --ignore tests/test_imports.py $(PYTEST_ARGS)
+	@$(PY) -m pytest --quiet -m "not slow" --ignore tests/test_imports.py --ignore tests/test_structure.py $(PYTEST_ARGS)
 
 format: $(STAMP) ## format the sources and sort their imports
 	@$(PY) -m ruff check --quiet --fix-only .
