@@ -53,7 +53,7 @@ def test_a_call_that_outlives_its_time_out(engine: Engine, gate: Gate, method: s
     with pytest.raises(errors.CallTimeoutError) as caught:
         call()
     error = caught.value
-    assert (before, _state(engine)) == (WorkerState.READY, WorkerState.MARKED)
+    assert (before, _state(engine)) == (WorkerState.READY, WorkerState.OVERDUE)
     assert isinstance(error, TimeoutError)
     assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
     assert error.limit_s == LATE_S <= error.elapsed_s

@@ -55,7 +55,7 @@ class WorkerClient:
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
         self.unanswered: set[int] = set()
-        """Requests for its health that an observation has replaced; they do not make the worker MARKED."""
+        """Requests for its health that an observation has replaced; they do not make the worker OVERDUE."""
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
         """The question about all of ``_to_locate``, until it is sent."""
@@ -118,12 +118,12 @@ class WorkerClient:
 
     @property
     def state(self) -> WorkerState:
-        """READY, MARKED, FAILED or STOPPED."""
+        """READY, OVERDUE, FAILED or STOPPED."""
         if self._stopped:
             return WorkerState.STOPPED
         if self._ending is not None:
             return WorkerState.FAILED
-        return WorkerState.MARKED if self.overdue else WorkerState.READY
+        return WorkerState.OVERDUE if self.overdue else WorkerState.READY
 
     async def shut_down(self, limit_s: float) -> None:
         """Ask the process to end and give it time to; whether it did is for ``transport.kill`` to make sure."""

@@ -94,7 +94,7 @@ class Exchange(abc.ABC):
 
     def give_up(self, limit_s: float, source: str) -> None:
         """Fail a late call. Its request stays with the transport, since the reply still has to be taken and its
-        memory freed, and the worker is MARKED until then. A worker that has ended raises another error, which is pending."""
+        memory freed, and the worker is OVERDUE until then. A worker that has ended raises another error, which is pending."""
         if self._is_lost:
             return
         self._given_up = True
