@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.jobs import Job as Job
 from helmsman.api.jobs import NodePacking as NodePacking
@@ -21,6 +22,7 @@ from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
 from helmsman.api.jobs import StrategyType as StrategyType
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.workers import CONTROLLER as CONTROLLER
+from helmsman.api.workers import Call as Call
 from helmsman.api.workers import EngineSpec as EngineSpec
 from helmsman.api.workers import Leaving as Leaving
 from helmsman.api.workers import ProcessState as ProcessState
@@ -268,6 +270,25 @@ class Scheduler(abc.ABC):
         """As call_engine, awaited. Tensors among the arguments must not be written to before it is done. Cancelling the await
         does not undo a call that has begun."""
 
+    def call_many(
+        self, calls: Mapping[str, Call], method: str, engine_name: str | None = None, timeout: float | None = None
+    ) -> Fanout:
+        """Begin a call of ``method`` on each of these workers, on Helmsman's own event loop; all are sent when this returns.
+
+        A call that cannot be begun is a failure of its worker in the fan-out and does not affect the others. This default
+        makes them by async_call_engine.
+
+        Args:
+            calls: worker id -> the arguments of its call.
+            engine_name, timeout: as for call_engine, for all calls.
+        """
+        fanout = Fanout()
+        for worker_id, (args, kwargs, rpc_meta, _) in calls.items():
+            meta = {**(rpc_meta or {}), "kwargs": kwargs} if kwargs else rpc_meta  # a 'timeout' among them is the method's
+            call = self.async_call_engine(worker_id, method, engine_name, *args, rpc_meta=meta, timeout=timeout)
+            fanout.expect_awaitable(worker_id, call)
+        return fanout
+
     @abc.abstractmethod
     def put(self, value: Any) -> ResultHandle:
         """Pack a value once, for arguments of many calls, until ``release``. It moves to each node once, whoever asks for it.
@@ -283,6 +304,9 @@ class Scheduler(abc.ABC):
     def release(self, handle: ResultHandle) -> None:
         """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker, or
         this scheduler, is gone."""
+
+    def advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
+        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:
@@ -306,9 +330,6 @@ class Scheduler(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
-
-    def _advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
-        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -137,6 +138,17 @@ class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
     """``len()`` of the value where it has one: rows, for batches, tensors and lists."""
     num_padding: int = 0
     """Of a batch's rows, how many at the end are padding."""
+
+
+class Call(NamedTuple):
+    """The arguments of one worker's call, as one of several."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    rpc_meta: Mapping[str, Any] | None = None
+    """As for Scheduler.call_engine."""
+    payload: Any = None
+    """``(args, kwargs)`` packed by Helmsman's codec, for schedulers that send it so; others leave it alone."""
 
 
 class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helmsman.api.errors import RoleNotFoundError
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
 from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.engines import Counter
@@ -95,9 +97,10 @@ def role(scheduler: Scheduler) -> Iterator[str]:
     """A name for a role of this test alone; its workers, and those of roles with this prefix, are deleted after it."""
     name = f"role-{next(_numbers)}"
     yield name
-    for running in list(scheduler._roles):  # type: ignore[attr-defined]
-        if running.startswith(name) and running in scheduler._roles:  # type: ignore[attr-defined]
-            scheduler.delete_workers(running)
+    for running in scheduler._roles:  # type: ignore[attr-defined]
+        if running.name.startswith(name):
+            with contextlib.suppress(RoleNotFoundError):  # it went with its target
+                scheduler.delete_workers(running.name)
 
 
 @pytest.fixture

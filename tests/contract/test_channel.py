@@ -35,7 +35,7 @@ def own(scheduler: Scheduler, role: str) -> Engine:
 
 
 def _channel(engine: Engine) -> Channel:
-    channel = engine.scheduler._client(engine.worker_id).transport._channel  # type: ignore[attr-defined]
+    channel = engine.scheduler._roles.client(engine.worker_id).transport._channel  # type: ignore[attr-defined]
     assert isinstance(channel, Channel)
     return channel
 
@@ -116,7 +116,7 @@ def test_channel_is_unix_socket_on_one_machine_and_tls_between_machines(own: Eng
 
 def test_channel_without_tls(scheduler: Scheduler, role: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """HELMSMAN_TLS=0, which a scheduler reads when it is made."""
-    monkeypatch.setattr(scheduler, "_tls", False)
+    monkeypatch.setattr(scheduler._backend, "_tls", False)  # type: ignore[attr-defined]
     scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     assert engine.call("add") == 1

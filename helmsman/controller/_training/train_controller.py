@@ -21,14 +21,13 @@ from helmsman.api.errors import (
     RoleNotFoundError,
     StartError,
 )
-from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
+from helmsman.api.scheduler import Call, Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.call_all import is_communication_error, release
 from helmsman.controller._roles.handoff_protocol import Turn
 from helmsman.controller._roles.rank_environment import rank_environment
 from helmsman.controller._roles.role_controller import RoleController
-from helmsman.controller._schedulers.base import Call
 from helmsman.controller._training.batch_split import split_samples
 from helmsman.controller._validation.argument_names import require_loss_settings
 from helmsman.controller._validation.argument_types import checked

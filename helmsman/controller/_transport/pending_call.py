@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from helmsman.api import errors
+from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller._transport.base import Outgoing, TransportLostError
-from helmsman.controller._transport.fan_out import Fanout, lead_of
 from helmsman.rpc_server._wire.codec import Payload, decode
 from helmsman.rpc_server._wire.messages import CallState, Reply, dotted
 

@@ -17,7 +17,6 @@ from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightForma
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.call_all import is_communication_error, release
 from helmsman.controller._rollout.request_api import InFlight
-from helmsman.controller._schedulers.inline import InlineScheduler
 from helmsman.controller._validation.argument_types import checked
 
 if TYPE_CHECKING:
@@ -181,9 +180,10 @@ class ViaCollective:
 
     def check(self, trainer: TrainController, rollout: RolloutController) -> None:
         """See Way."""
-        if isinstance(trainer.scheduler, InlineScheduler):
+        if trainer.scheduler.shares_process:
             raise ValueError(
-                "ViaCollective needs workers in processes of their own, which InlineScheduler has not; use ViaMemory"
+                f"ViaCollective needs workers in processes of their own, which {type(trainer.scheduler).__name__} has not; "
+                "use ViaMemory"
             )
         sender = trainer.workers[0]
         shared = [

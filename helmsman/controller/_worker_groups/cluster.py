@@ -24,6 +24,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
 from helmsman.api.scheduler import (
+    Call,
     EngineSpec,
     ResultHandle,
     Worker,
@@ -35,7 +36,6 @@ from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.rank_environment import rank_environment
 from helmsman.controller._roles.role_controller import RoleController
-from helmsman.controller._schedulers.base import Call, SchedulerBase
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
@@ -326,20 +326,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         wanted = set(answering)
         ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
         answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
-        if isinstance(self.scheduler, SchedulerBase):
-            calls = {
-                worker_id: Call(rpc_meta=answers if rank in wanted else rest, payload=packed.payload_of(rank))
-                for rank, worker_id in ids.items()
-            }
-        else:
-            calls = {
-                worker_id: Call(
-                    packed.args_of(rank),
-                    # A method's own 'timeout' is not the call's.
-                    rpc_meta={**(answers if rank in wanted else rest), "kwargs": packed.kwargs_of(rank)},
-                )
-                for rank, worker_id in ids.items()
-            }
+        calls = {worker_id: packed.call_of(rank, answers if rank in wanted else rest) for rank, worker_id in ids.items()}
 
         async def run() -> list[Any]:
             async with packed:
