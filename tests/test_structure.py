@@ -22,7 +22,7 @@ LARGE = {
     *("Cluster", "GenerateScheduler", "TrainController"),
 }
 DEEP = {
-    *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler", "LocalTransport", "RayTransport"),
+    *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler"),
     *("RolloutController", "RolloutInstances", "RolloutWeights"),
 }
 CYCLIC = {

@@ -20,8 +20,6 @@ from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, Forking
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held, is_running, wait_until
 
-pytestmark = pytest.mark.also_apart
-
 
 def test_arguments_and_results(engine: Engine) -> None:
     assert engine.call("echo", 1, "two", three=[3.0, None]) == ((1, "two"), {"three": [3.0, None]})

@@ -314,7 +314,6 @@ def test_forgotten_engine_name_is_explained(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: Engine) -> None:
     client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
@@ -331,7 +330,6 @@ def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: En
     assert engine.call("pid") == pid
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_that_cannot_be_encoded_takes_no_number(engine: Engine) -> None:
     for method in ("\ud800", "add\udfff"):

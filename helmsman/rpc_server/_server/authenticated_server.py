@@ -271,9 +271,17 @@ class Connection:
 
     def send(self, message: bytes) -> None:
         """Send a message whole. Raises OSError, ProtocolError."""
-        data = pack_length(len(message)) + message
+        self.send_framed(pack_length(len(message)) + message)
+
+    def send_framed(self, data: bytes) -> None:
+        """Send messages whole, with their lengths. Raises OSError."""
         with self._sending:
             (self._tls or self._socket).sendall(data)
+
+    def abort(self) -> None:
+        """Have the threads that read and write fail; ``close`` is for the reading one."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own would drop its TLS state under their feet
 
     def close(self) -> None:
         """End the connection."""

@@ -44,8 +44,6 @@ class Verb(StrEnum):
     """(handle id) -> None."""
     FAULT = "fault"
     """(FaultOrder) -> str, what it has ended that lasted. The worker does this to itself once it has answered."""
-    RECEIVED = "received"
-    """Without a reply, from transport to transport: the replies to these requests have arrived, and may be forgotten."""
     DESTROY = "destroy"
     """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread; returns what went wrong."""
     SHUTDOWN = "shutdown"
