@@ -232,11 +232,7 @@ class RayWorker:
     async def ending(self, lost_because: str) -> Ending:
         """As WorkerProcess's."""
         try:
-            if lost_because:
-                await self.kill()
-                *_, tail = await self._remains()
-                return Ending(f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail)
-            return await self._ending()
+            return await self._ending(lost_because)
         except errors.ClusterLostError as loss:
             return Ending(
                 f"was lost with the Ray that this scheduler started: {loss.cause}",
@@ -245,7 +241,7 @@ class RayWorker:
                 aftermath="All workers of this scheduler are lost. Close it and start another; this process can do so.",
             )
 
-    async def _ending(self) -> Ending:
+    async def _ending(self, lost_because: str) -> Ending:
         if self._ray is not None:
             self._ray.require()
         if self.place.node_id != self._here and (loss := await bounded(cluster_state.loss_of_node, self.place.node_id)):
@@ -253,6 +249,9 @@ class RayWorker:
         record, num_oom_kills, tail = await self._remains()
         if self._ray is not None:
             self._ray.require()  # its workers end a moment before it, or after
+        if record is None and lost_because:  # it lives
+            await self.kill()
+            return Ending(f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail)
         if record is None:
             cause = describe_exit(None, None)
             if isinstance(self._reason, ray.exceptions.OutOfMemoryError):

@@ -170,7 +170,8 @@ class Channel:
             except (OSError, ProtocolError) as error:
                 reason = f": {error}"
                 if self.shares_memory and isinstance(error, ConnectionRefusedError | FileNotFoundError):
-                    break  # a Unix socket on which no process listens any more
+                    self.close()  # no process listens there any more
+                    return
                 await asyncio.sleep(_RECONNECT_PAUSE_S)
                 continue
             if num_received < 0:

@@ -22,7 +22,7 @@ from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.threads import start_loop
 from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S, authenticate_connector
 from helmsman.rpc_server._wire.frames import FrameReader, pack_length
-from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream, tune_tcp
 from helmsman.rpc_server._wire.tls import ServerTls
 
 BACKLOG = 1024
@@ -149,7 +149,7 @@ class Door:
         host = "this machine"
         if peer.family != socket.AF_UNIX:
             host = address[0]
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune_tcp(peer)
         if not _is_allowed(peer):
             self._refuse("belongs to another user", host)
             peer.close()

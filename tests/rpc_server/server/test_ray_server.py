@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,30 @@ from helmsman.api import errors
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.scheduler import Job
 from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.rpc_server._server.channel import listen_tcp
 from helmsman.rpc_server._server.ray_server import worker_ports_of
 from helmsman.rpc_server._wire.messages import WorkerConfig
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held
 
+FIRST_PORT, LAST_PORT = 23_100, 23_199
 ray: Any = importlib.import_module("ray")
 """Imported after the scheduler's module, which decides how clusters authenticate."""
 
 
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayScheduler]:
-    with RayScheduler(address="local", num_cpus=4, log_dir=tmp_path_factory.mktemp("logs"), preload=None) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HELMSMAN_PORT_RANGE", f"{FIRST_PORT}-{LAST_PORT}")
+        with RayScheduler(address="local", num_cpus=4, log_dir=tmp_path_factory.mktemp("logs"), preload=None) as made:
+            yield made
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """A port of this machine at which another socket listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +123,24 @@ def test_call_by_another_actor(actor: Any, engine: Engine) -> None:
 )
 def test_worker_ports_of_a_raylet(options: list[bytes], expected: range | None) -> None:
     assert worker_ports_of([b"/ray/raylet", *options, b"", b"--no_value"]) == expected
+
+
+def test_listen_tcp_takes_a_free_port_of_the_range(busy_port: int) -> None:
+    with listen_tcp("127.0.0.1", range(busy_port, busy_port + 50)) as first:
+        port = first.getsockname()[1]
+        assert busy_port < port < busy_port + 50
+
+
+def test_listen_tcp_without_a_free_port(busy_port: int) -> None:
+    expected = f"none of the ports {busy_port}-{busy_port} of 127.0.0.1 is free .* set HELMSMAN_PORT_RANGE to a wider range"
+    with pytest.raises(OSError, match=expected):
+        listen_tcp("127.0.0.1", range(busy_port, busy_port + 1))
+
+
+def test_worker_of_another_machine_listens_on_helmsman_port_range(
+    scheduler: RayScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+    (worker,) = scheduler.create_workers(Job(role="far"))
+    transport: Any = scheduler._client(worker).transport
+    assert FIRST_PORT <= transport.channel._socket.getpeername()[1] <= LAST_PORT
