@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.api.errors import HelmsmanError
+from helmsman.rpc_server._process import pause_helper
 from helmsman.rpc_server._wire.messages import FaultOrder
 
-_STOPPER = Path(__file__).with_name("stopper.py")
 _STOPPER_ENDS_S = 5.0
 
 
@@ -62,7 +61,7 @@ class Faults:
 def _start_stopper(order: FaultOrder) -> subprocess.Popen[bytes]:
     """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
     stopper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_STOPPER)],
+        [sys.executable, "-I", "-S", pause_helper.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
