@@ -2,8 +2,8 @@
 
 It ends when its time is over, when it is told to, or with the process, and never leaves a living process stopped.
 
-Standard library only: a script of its own (``python -I -S pause_helper.py``), since a process that is stopped cannot let itself go
-on. It reads "PID FACTOR SECONDS", writes a byte once it is ready, begins when it is sent one, and ends with another.
+Standard library only: a script of its own (``python -I -S pause_helper.py``), because a stopped process cannot continue itself.
+It reads "PID FACTOR SECONDS", writes a byte once it is ready, begins when it is sent one, and ends with another.
 """
 
 from __future__ import annotations
