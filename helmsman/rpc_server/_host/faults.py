@@ -1,4 +1,4 @@
-"""What a worker does to itself when its controller wants to see how the run takes it."""
+"""Faults that a worker inflicts on itself at its controller's command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.rpc_server._wire.messages import FaultOrder
+from helmsman.rpc_server._wire.messages import FaultCommand
 
-_STOPPER = Path(__file__).with_name("stopper.py")
+_STOPPER = Path(__file__).parent.with_name("_process") / "pause_helper.py"
 _STOPPER_ENDS_S = 5.0
 
 
@@ -26,7 +26,7 @@ class Prepared(NamedTuple):
     ended: str
     """What has lasted until now and has ended for it; '' for nothing."""
     happen: Callable[[], None]
-    """Apart, so that the order can be answered before: afterwards this process may not be able to. Returns, if at all, when the
+    """Separate, so that the command is answered first: afterwards this process may be unable to. Returns, if at all, when the
     fault is over."""
 
 
@@ -38,16 +38,16 @@ class Faults:
         self._stopper: subprocess.Popen[bytes] | None = None
         self._lasting = ""
 
-    def prepare(self, order: FaultOrder) -> Prepared:
+    def prepare(self, command: FaultCommand) -> Prepared:
         """Make a fault ready. Raises HelmsmanError, OSError where it cannot be."""
-        if order.kind == "kill":
-            return Prepared("", functools.partial(_kill, ends_raylet=order.ends_raylet))
+        if command.kind == "kill":
+            return Prepared("", functools.partial(_kill, ends_raylet=command.ends_raylet))
         if not hasattr(os, "pidfd_open"):
             raise HelmsmanError("a worker can be made to hang, or slow, on Linux only; kill it instead.")
         with self._lock:
             ended = self._end_lasting()
-            stopper = _start_stopper(order)
-            self._stopper, self._lasting = stopper, order.describe()
+            stopper = _start_stopper(command)
+            self._stopper, self._lasting = stopper, command.describe()
         return Prepared(ended, functools.partial(_begin, stopper))
 
     def _end_lasting(self) -> str:
@@ -59,7 +59,7 @@ class Faults:
         return self._lasting
 
 
-def _start_stopper(order: FaultOrder) -> subprocess.Popen[bytes]:
+def _start_stopper(command: FaultCommand) -> subprocess.Popen[bytes]:
     """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
     stopper = subprocess.Popen(
         [sys.executable, "-I", "-S", str(_STOPPER)],
@@ -72,7 +72,7 @@ def _start_stopper(order: FaultOrder) -> subprocess.Popen[bytes]:
     assert stopper.stdout is not None
     with stopper.stdout as said:
         # Not as arguments: a number there may be that of a port, which is let go of for the child that it is given to.
-        stopper.stdin.write(f"{os.getpid()} {order.factor!r} {order.seconds!r}".encode())
+        stopper.stdin.write(f"{os.getpid()} {command.factor!r} {command.seconds!r}".encode())
         if said.read(1) != b"r":
             raise OSError(f"the helper that stops a worker ended with {stopper.wait()} before it began")
     return stopper
