@@ -57,7 +57,7 @@ def _helpers(pid: int) -> dict[str, int]:
     found = {}
     for child in psutil.Process(pid).children():
         try:
-            is_helper = child.status() == psutil.STATUS_ZOMBIE or "stopper.py" in " ".join(child.cmdline())
+            is_helper = child.status() == psutil.STATUS_ZOMBIE or "pause_helper.py" in " ".join(child.cmdline())
         except psutil.ZombieProcess:
             is_helper = True
         except psutil.NoSuchProcess:

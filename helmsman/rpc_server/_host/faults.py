@@ -16,8 +16,8 @@ from typing import NamedTuple
 from helmsman.api.errors import HelmsmanError
 from helmsman.rpc_server._wire.messages import FaultCommand
 
-_STOPPER = Path(__file__).parent.with_name("_process") / "pause_helper.py"
-_STOPPER_ENDS_S = 5.0
+_HELPER = Path(__file__).parent.with_name("_process") / "pause_helper.py"
+_HELPER_ENDS_S = 5.0
 
 
 class Prepared(NamedTuple):
@@ -35,7 +35,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stopper: subprocess.Popen[bytes] | None = None
+        self._helper: subprocess.Popen[bytes] | None = None
         self._lasting = ""
 
     def prepare(self, command: FaultCommand) -> Prepared:
@@ -46,49 +46,49 @@ class Faults:
             raise HelmsmanError("a worker can be made to hang, or slow, on Linux only; kill it instead.")
         with self._lock:
             ended = self._end_lasting()
-            stopper = _start_stopper(command)
-            self._stopper, self._lasting = stopper, command.describe()
-        return Prepared(ended, functools.partial(_begin, stopper))
+            helper = _start_helper(command)
+            self._helper, self._lasting = helper, command.describe()
+        return Prepared(ended, functools.partial(_begin, helper))
 
     def _end_lasting(self) -> str:
-        stopper, self._stopper = self._stopper, None
-        if stopper is None or stopper.poll() is not None:
+        helper, self._helper = self._helper, None
+        if helper is None or helper.poll() is not None:
             return ""
-        _tell(stopper, b"e")
-        stopper.wait(_STOPPER_ENDS_S)  # it was stopped by it a last time, perhaps, and goes on
+        _tell(helper, b"e")
+        helper.wait(_HELPER_ENDS_S)  # it was stopped by it a last time, perhaps, and goes on
         return self._lasting
 
 
-def _start_stopper(command: FaultCommand) -> subprocess.Popen[bytes]:
+def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
-    stopper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_STOPPER)],
+    helper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_HELPER)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
         bufsize=0,
     )
-    assert stopper.stdin is not None
-    assert stopper.stdout is not None
-    with stopper.stdout as said:
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    with helper.stdout as said:
         # Not as arguments: a number there may be that of a port, which is let go of for the child that it is given to.
-        stopper.stdin.write(f"{os.getpid()} {command.factor!r} {command.seconds!r}".encode())
+        helper.stdin.write(f"{os.getpid()} {command.factor!r} {command.seconds!r}".encode())
         if said.read(1) != b"r":
-            raise OSError(f"the helper that stops a worker ended with {stopper.wait()} before it began")
-    return stopper
+            raise OSError(f"the helper that stops a worker ended with {helper.wait()} before it began")
+    return helper
 
 
-def _begin(stopper: subprocess.Popen[bytes]) -> None:
-    _tell(stopper, b"b")
-    stopper.wait()
-    if stopper.stdin is not None:
-        stopper.stdin.close()
+def _begin(helper: subprocess.Popen[bytes]) -> None:
+    _tell(helper, b"b")
+    helper.wait()
+    if helper.stdin is not None:
+        helper.stdin.close()
 
 
-def _tell(stopper: subprocess.Popen[bytes], what: bytes) -> None:
-    assert stopper.stdin is not None
+def _tell(helper: subprocess.Popen[bytes], what: bytes) -> None:
+    assert helper.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and whoever waited for that has closed the pipe
-        stopper.stdin.write(what)
+        helper.stdin.write(what)
 
 
 def _kill(*, ends_raylet: bool) -> None:
