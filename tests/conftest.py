@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+pytest.register_assert_rewrite("helmsman.testing.contract")
+
 SESSION_ENV_VAR = "HELMSMAN_TEST_SESSION"
 SESSION = uuid.uuid4().hex
 GRACE_S = 10.0

@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 
-from helmsman import DropNode, FaultPlan, Hang, Kill, Slow
 from helmsman.api import errors
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
 from tests.contract.conftest import OPTIONS, TIMEOUTS
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, has_stopped, held, is_running, wait_gone, wait_until
