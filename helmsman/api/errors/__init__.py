@@ -18,7 +18,7 @@ HelmsmanError
 │   ├── NodesMissingError (TimeoutError)
 │   ├── RayStartError
 │   └── ClusterLostError (ConnectionError)  the Ray that a scheduler has started has ended
-├── LauncherError (ValueError)            flags and variables that do not say which node of how many this is
+├── LauncherError (ValueError)            flags and variables conflict, or do not identify this node
 ├── BootstrapError                        a cluster that does not come up, or that this node has to leave; see BootstrapExit
 │   ├── PreflightError (ValueError)       this node cannot take part as it is
 │   └── ClusterMismatchError (ConnectionError)  the Ray cluster at this address belongs to another run
@@ -40,16 +40,16 @@ HelmsmanError
 │   ├── PeerNotReadyError
 │   └── HandleLostError (LookupError)
 ├── GenerationError                       one generation request
-│   ├── InstanceLostError (ConnectionError)  its instance has gone
+│   ├── InstanceLostError (ConnectionError)  its instance has exited or cannot be reached
 │   ├── RequestDeadlineError (TimeoutError)
-│   └── RequestsInFlightError (TimeoutError) they have not ended, or come back, in time
+│   └── RequestsInFlightError (TimeoutError) they did not end, or were not returned, in time
 ├── ServerStartError                      an inference server did not get ready
 ├── ServerRequestError                    an inference server refused a request, or its answer cannot be read
-├── FaultPlanError (ValueError)           a fault plan that makes no sense
-├── FaultsUnsupportedError                workers that are no processes of their own
+├── FaultPlanError (ValueError)           a fault plan that cannot be read
+├── FaultsUnsupportedError                workers that share the process of the script
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
-├── EngineDeadError (ConnectionError)     what an engine runs in other processes has ended
+├── EngineDeadError (ConnectionError)     the processes that an engine started have ended
 │   └── ServerLostError                   its inference server has ended, or the connection to it broke
 ├── RewardTimeoutError (TimeoutError)     a score of a RewardPool took too long
 ├── RewardLostError                       a score of a RewardPool was lost with its worker
@@ -57,14 +57,14 @@ HelmsmanError
 ├── RendezvousError (ConnectionError)     the ranks of a role cannot meet at the master's address
 ├── GroupCallError                        several ranks failed, root cause first
 ├── CheckpointError                       a checkpoint that cannot be loaded
-├── DevicesNotOwnedError                  what needs devices that another role has now
+├── DevicesNotOwnedError                  a call needs devices that another role owns now
 ├── DeviceMemoryError                     devices without room, on which two roles take turns
 ├── RecoveryExhaustedError                train workers were lost more often than is tolerated
 ├── DispatchError (TypeError)             arguments or results that do not go with how a method is dispatched
 ├── UnevenBatchError (ValueError)         rows that do not divide over the ranks
 ├── TopologyMismatchError                 workers that see other coordinates than the controller has computed
 ├── ParallelLayoutError (ValueError)      sizes of a parallel layout that do not divide
-├── ResourcesNotMetError                  nodes or devices that a ResourceManager was told of and the cluster does not have
+├── ResourcesNotMetError                  the cluster lacks nodes or devices that a ResourceManager expects
 ├── CodecError                            a payload that cannot be packed or unpacked
 │   ├── NotSerializableError (TypeError)
 │   └── NotLoadableError
@@ -74,7 +74,7 @@ HelmsmanError
 │   └── PlatformPicklingError (TypeError)
 ├── SchedulerClosedError
 ├── ShutdownIncompleteError
-└── UntrustedPathError (PermissionError)  a file or directory that another user can have put there
+└── UntrustedPathError (PermissionError)  a file or directory that another user may have planted
 
 To add an error: subclass the branch it belongs to, declare its fields as annotations and its message as ``template``, with the
 next step for the user last; or compute the message in ``describe()``. Draw it in the tree above, and give the table in

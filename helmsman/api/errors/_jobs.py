@@ -137,7 +137,7 @@ class WorkerStartError(StartError, _LoggedError):
 
 
 class ResourcesNotMetError(HelmsmanError):
-    """A ResourceManager that was told of nodes or devices which the cluster does not have."""
+    """The cluster lacks nodes or devices that a ResourceManager expects."""
 
     requested: str
     observed: str

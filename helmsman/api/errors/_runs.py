@@ -14,11 +14,11 @@ class GenerationError(HelmsmanError):
 
 
 class InstanceLostError(GenerationError, ConnectionError):
-    """The rollout instance that had the request has gone, or could not be reached."""
+    """The rollout instance that had the request has exited, or could not be reached."""
 
     instance_id: str
     reason: str
-    """What is known of the instance alone."""
+    """How the instance was lost, without the request."""
     may_have_begun: bool
     """Whether it may have worked on the request."""
     template = (
@@ -48,7 +48,7 @@ class RequestDeadlineError(GenerationError, TimeoutError):
 
 
 class RequestsInFlightError(GenerationError, TimeoutError):
-    """Requests that had not ended, or been given back, when the wait for it was over; they are where they were."""
+    """Requests that had not ended or been returned when the wait was over; they stay where they are."""
 
     role: str
     operation: str
@@ -73,16 +73,13 @@ class RequestsInFlightError(GenerationError, TimeoutError):
 
 
 class EngineDeadError(HelmsmanError, ConnectionError):
-    """An engine's processes, which are not the worker's own, have ended: it serves no more, though its worker lives.
-
-    Engines raise it; a rollout controller takes it for the instance's death.
-    """
+    """The processes that an engine started have ended; a rollout controller treats it as the death of the instance."""
 
     engine: str
     reason: str
     template = (
         "{engine} can serve no more: {reason}. The worker's log has its last words; a rollout controller with a "
-        "SupervisionPolicy builds such an instance anew."
+        "SupervisionPolicy replaces such an instance."
     )
 
 
@@ -96,7 +93,7 @@ class ServerLostError(EngineDeadError):
     log_tail: str
     template = (
         "the inference server at {address} was lost: {reason}. What it had begun was not sent again; give the rollout "
-        "controller supervision, so that the instance is built anew, and retries=RetryGeneration() to have its requests "
+        "controller supervision, so that the instance is replaced, and retries=RetryGeneration() to have its requests "
         "continued elsewhere.{output}"
     )
 
@@ -129,7 +126,7 @@ class ServerStartError(HelmsmanError):
 
 
 class ServerRequestError(HelmsmanError):
-    """A request that an inference server refused, or answered by what is no answer to it."""
+    """A request that an inference server refused, or whose answer cannot be read."""
 
     address: str
     route: str
@@ -193,14 +190,14 @@ class RewardTimeoutError(HelmsmanError, TimeoutError):
 
 
 class RewardLostError(HelmsmanError):
-    """A score that a worker may have begun, and that has no result since the worker has gone. It was not repeated."""
+    """A score that a worker may have begun when it exited; it has no result and was not repeated."""
 
     worker_id: str
     call: str
     reason: str
     template = (
-        "{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is started "
-        "anew as often as RewardPool.max_restarts allows. Score the item again where that does no harm."
+        "{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is "
+        "restarted as often as RewardPool.max_restarts allows. Score the item again where that does no harm."
     )
 
 
@@ -213,7 +210,7 @@ class RewardWorkersSpentError(HelmsmanError):
     window_s: float
     reason: str
     template = (
-        "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were started anew within {window_s:g} "
+        "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were restarted within {window_s:g} "
         "s, which is all that is allowed (RewardPool.max_restarts). The last one ended so: {reason}. Mend the function, or "
         "allow more restarts."
     )
@@ -234,7 +231,7 @@ class CheckpointError(HelmsmanError):
 
 
 class DevicesNotOwnedError(HelmsmanError):
-    """A call that needs devices which are not its role's now."""
+    """A call that needs devices which another role owns now."""
 
     role: str
     method: str
