@@ -1,6 +1,7 @@
 """EpisodeRunner: a user's async function per episode, many at once on one event loop, and batches of what comes out.
 
-Everything here runs on that loop, and time is the loop's, so that samplers can be tried on a virtual clock (virtual_time.py).
+Everything here runs on that loop, and time is the loop's, so that samplers can be tried on a virtual clock
+(helmsman.testing.run_virtually).
 """
 
 from __future__ import annotations
