@@ -245,7 +245,7 @@ def _require_own_run(address: str) -> None:
     if run_id not in runs:
         raise ClusterMismatchError(
             f"the cluster at {address} is not that of this run: its nodes belong to {', '.join(sorted(runs)) or 'none'}, and "
-            f"this script was started on run {run_id} ({RUN_VARIABLE}). That run's cluster has most likely ended; start it again"
+            f"this script was started on run {run_id} ({RUN_VARIABLE}). That cluster has most likely ended; start it again"
         )
 
 
