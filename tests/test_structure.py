@@ -15,13 +15,12 @@ MAX_METHODS = 40
 MAX_DEPTH = 2
 """Classes of ours between a class and its abstract contract (a class in api/, or one of another library)."""
 
-LONG = {"helmsman/api/errors.py", "helmsman/rpc_server/_host/host.py"}
+LONG = {"helmsman/rpc_server/_host/host.py"}
 LARGE = {
     *("RolloutController", "RolloutInstances", "RolloutRequests", "RolloutWeights"),
     *("Cluster", "GenerateScheduler", "TrainController"),
 }
 DEEP = {
-    *("LocalTransport", "RayTransport"),
     *("RolloutController", "RolloutInstances", "RolloutWeights"),
 }
 CYCLIC = {

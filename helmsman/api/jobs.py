@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
+from helmsman.api.errors import InvalidSpecError
 from helmsman.api.suggestions import Suggesting
 
 PlacementStrategy = Literal["shared", "separate", "deferred"]
@@ -86,9 +86,14 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         if not self.role or "/" in self.role or self.role != self.role.strip():
             raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
         if self.replicas < 1:
-            raise InvalidReplicasError(role=self.role, replicas=self.replicas)
+            raise InvalidSpecError(role=self.role, field="replicas", value=self.replicas, expected="1 or more")
         if len(self.tasks) not in (1, self.replicas):
-            raise TaskCountError(role=self.role, replicas=self.replicas, num_tasks=len(self.tasks))
+            raise InvalidSpecError(
+                role=self.role,
+                field="the number of tasks",
+                value=len(self.tasks),
+                expected=f"1 spec, which all replicas share, or {self.replicas}, one for each",
+            )
         for spec in self.tasks:
             amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
             for field, amount in (

@@ -1,20 +1,21 @@
-"""One suite for all schedulers: every test that asks for ``scheduler`` runs on each of them."""
+"""Every test that asks for ``scheduler`` runs on each of our schedulers; the fixtures are those of the public suite."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helmsman.api.errors import RoleNotFoundError
+import helmsman
 from helmsman.api.scheduler import Job, Scheduler, Timeouts
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.testing.contract import engine, gate, own_processes, peer, role, scheduler, shared_workers
 from tests.contract.engines import Counter
-from tests.contract.helpers import Driver, Engine, Gate
+from tests.contract.helpers import Driver, Engine
+
+__all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shared_workers"]
 
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -22,93 +23,52 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
     "ray": {"num_cpus": 24, "num_gpus": 8},
 }
-_numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker of this suite."""
     config.addinivalue_line("markers", "not_on(backend, reason): the promise makes no sense on that scheduler")
-    config.addinivalue_line("markers", "also_apart: runs once more on Ray workers that share no memory with the script")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what need not run on workers that share no memory with the script, as those of other machines do not."""
-
-    def is_wanted(item: pytest.Item) -> bool:
-        callspec = getattr(item, "callspec", None)
-        apart = callspec is not None and callspec.params.get("variant") == "ray_apart"
-        return not apart or item.get_closest_marker("also_apart") is not None
-
-    items[:] = [item for item in items if is_wanted(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what ``not_on`` says, with its reason."""
     callspec = getattr(item, "callspec", None)
-    variant = callspec.params.get("variant", "") if callspec is not None else ""
+    backend = callspec.params.get("backend", "") if callspec is not None else ""
     for marker in item.iter_markers("not_on"):
         name, reason = marker.args
-        if variant.removesuffix("_apart") == name:
-            pytest.skip(f"{variant}: {reason}")
+        if backend == name:
+            pytest.skip(f"{backend}: {reason}")
 
 
-@pytest.fixture(scope="package", params=["inline", "local", "ray", "ray_apart"])
-def variant(request: pytest.FixtureRequest) -> str:
-    """The scheduler's name; 'ray_apart' is Ray with workers that share no memory with the script."""
+@pytest.fixture(scope="package", params=["inline", "local", "ray"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The scheduler's name."""
     return str(request.param)
 
 
 @pytest.fixture(scope="package")
-def backend(variant: str) -> str:
-    """The scheduler's name."""
-    return variant.removesuffix("_apart")
-
-
-@pytest.fixture(scope="package")
-def scheduler(variant: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
-    """A scheduler that all tests share."""
+def make_scheduler(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Scheduler]:
+    """Makes a scheduler of the backend."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
-    with pytest.MonkeyPatch.context() as patch, make_scheduler(backend, **options) as made:
-        if variant != backend:
-            patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-        yield made
+    return functools.partial(helmsman.make_scheduler, backend, **options)
 
 
 @pytest.fixture(scope="package")
-def shared_workers(scheduler: Scheduler) -> list[str]:
-    """Two workers for tests that leave their workers well."""
-    return scheduler.create_workers(Job(role="shared", replicas=2))
+def engine_class() -> type[Counter]:
+    """Class of the fixtures `engine` and `peer`."""
+    return Counter
 
 
-@pytest.fixture
-def engine(scheduler: Scheduler, shared_workers: list[str]) -> Engine:
-    """A Counter of this test alone, in the first shared worker."""
-    return Engine.create(scheduler, shared_workers[0], Counter, f"counter-{next(_numbers)}")
-
-
-@pytest.fixture
-def peer(scheduler: Scheduler, shared_workers: list[str]) -> Engine:
-    """A Counter of this test alone, in the second shared worker."""
-    return Engine.create(scheduler, shared_workers[1], Counter, f"counter-{next(_numbers)}")
-
-
-@pytest.fixture
-def role(scheduler: Scheduler) -> Iterator[str]:
-    """A name for a role of this test alone; its workers, and those of roles with this prefix, are deleted after it."""
-    name = f"role-{next(_numbers)}"
-    yield name
-    for running in scheduler._roles:  # type: ignore[attr-defined]
-        if running.name.startswith(name):
-            with contextlib.suppress(RoleNotFoundError):  # it went with its target
-                scheduler.delete_workers(running.name)
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    """Files by which this test holds an engine."""
-    made = Gate(tmp_path)
-    yield made
-    made.open()
+@pytest.fixture(params=["near", "far"])
+def own(request: pytest.FixtureRequest, backend: str, scheduler: Scheduler, role: str) -> Engine:
+    """A Counter in a worker of this test alone; a far one shares no memory with the script, as on another machine."""
+    if request.param == "far" and backend != "ray":
+        pytest.skip(f"{backend}: all its workers share memory with the script")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "far":
+            patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+        scheduler.create_workers(Job(role=role))
+    return Engine.create(scheduler, f"{role}/0", Counter)
 
 
 @pytest.fixture

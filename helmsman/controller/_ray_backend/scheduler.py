@@ -38,6 +38,7 @@ from helmsman.controller._ray_backend.process_watch import EmbeddedRay
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import TransportLostError, tail_of
+from helmsman.controller._transport.channel import ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._wire.tls import uses_tls
@@ -52,7 +53,7 @@ with needed_by("RayScheduler", "ray"), outliving_the_raylet():
     from helmsman.controller._ray_backend.address import choose_address
     from helmsman.controller._ray_backend.allocator import RayAllocator, with_devices
     from helmsman.controller._ray_backend.placement_groups import get_placement_group_master_ip_and_port
-    from helmsman.controller._ray_backend.transport import ControllerStore, RayTransport
+    from helmsman.controller._ray_backend.transport import ControllerStore, RayWorker
     from helmsman.rpc_server._server.ray_server import Greeting, RayRPCServer
 
 __all__ = ["RayScheduler", "get_placement_group_master_ip_and_port"]
@@ -82,9 +83,10 @@ class RayScheduler(BackendScheduler):
         preload: modules that every worker of an embedded cluster finds imported already, since it is forked from a process that
             has imported them. Importing torch costs a worker more than a second otherwise. None lets Ray start its workers
             itself, as it does on any other cluster.
-        direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
-            none can be had (a firewall), they go by way of Ray as without it. Connections to other machines use TLS, unless
-            HELMSMAN_TLS=0 is set where the script runs.
+
+    Each worker is called by a connection of its own: a Unix socket on this machine, TCP to other machines, with TLS unless
+    HELMSMAN_TLS=0 is set where the script runs. A worker on another machine listens on a port of HELMSMAN_PORT_RANGE where that
+    is set on its node, else of Ray's range of worker ports.
 
     Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError, ClusterNotUpError (a launcher has
         started the script on several nodes, without a cluster of them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
@@ -105,12 +107,11 @@ class RayScheduler(BackendScheduler):
         resources: dict[str, float] | None = None,
         num_nodes: int | None = None,
         preload: Sequence[str] | None = ("torch",),
-        direct_calls: bool = True,
     ) -> None:
         forget_lost()
         address, tls = choose_address(address), uses_tls(os.environ)
         sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
-        backend = RayBackend(address, sizes, num_nodes, preload, tls=tls, direct_calls=direct_calls)
+        backend = RayBackend(address, sizes, num_nodes, preload, tls=tls)
         super().__init__(backend, seed=seed, log_dir=log_dir, timeouts=timeouts)
 
 
@@ -121,7 +122,7 @@ class RayBackend(Backend):
         address: of the cluster; 'local' for an embedded one, None for the one that this process is connected to.
         sizes: resources of an embedded cluster.
         tls: whether connections to other machines use TLS.
-        num_nodes, preload, direct_calls: as for RayScheduler.
+        num_nodes, preload: as for RayScheduler.
     """
 
     store: ControllerStore
@@ -134,14 +135,12 @@ class RayBackend(Backend):
         preload: Sequence[str] | None,
         *,
         tls: bool,
-        direct_calls: bool,
     ) -> None:
         self._address = address
         self._sizes = sizes
         self._num_nodes = num_nodes
         self._preload = preload
         self._tls = tls
-        self._direct_calls = direct_calls
         self._ray: EmbeddedRay | None = None
         self._is_failing = False
 
@@ -154,8 +153,9 @@ class RayBackend(Backend):
 
         def reference_of(handle: ResultHandle) -> Any:
             transport = find_worker(handle.worker_id).transport
-            assert isinstance(transport, RayTransport)
-            return transport.publish(handle)
+            assert isinstance(transport, ChannelTransport)
+            assert isinstance(transport.process, RayWorker)
+            return transport.process.publish(handle)
 
         self.store = ControllerStore(reference_of)
         self.allocator = RayAllocator(f"helmsman/{run.id}", self._ray, self._here)
@@ -191,28 +191,26 @@ class RayBackend(Backend):
         resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
         self._require_ray()
-        workers: list[RayTransport] = []
+        workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places:
             actor = await bounded(self._actor, job, place)  # it asks the head, which may have stopped
-            workers.append(RayTransport(actor, place, self._here, self.store, self._ray))
+            workers.append(RayWorker(actor, place, self._here, self.store, self._ray))
 
-        async def greeted(rank: int, worker: RayTransport) -> tuple[Greeting, Place]:
+        async def greeted(rank: int, worker: RayWorker) -> tuple[Greeting, Place]:
             greeting = await self._answer(job, rank, worker, worker.greet(), deadline)
             return greeting, await self._granted(job, rank, worker, greeting, deadline)
 
-        async def adopt(index: int, worker: RayTransport, greeting: Greeting, place: Place) -> WorkerClient:
+        async def adopt(index: int, worker: RayWorker, greeting: Greeting, place: Place) -> WorkerClient:
             identity = self.run.identity(job, index, place.node)
-            # A key for each worker: a relay in the network cannot lead its connection to another worker of the run.
-            key = secrets.token_bytes(32) if self._direct_calls else b""
-            await self._answer(job, index, worker, worker.adopt(identity, key, tls=self._tls), deadline)
-            client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.run.timeouts)
+            transport = await self._answer(job, index, worker, worker.adopt(identity, tls=self._tls), deadline)
+            client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, transport, self.run.timeouts)
             client.environment = visibility(place.kind, place.devices)
             if place.instance_devices:
                 client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
             return client
 
-        async def start(rank: int, worker: RayTransport) -> WorkerClient:
+        async def start(rank: int, worker: RayWorker) -> WorkerClient:
             return await adopt(rank, worker, *await greeted(rank, worker))
 
         if not any(place.num_devices for place in places):  # nobody's rank depends on what others were granted
@@ -244,7 +242,7 @@ class RayBackend(Backend):
             **options,
         ).remote(absolute_search_path())
 
-    async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:
+    async def _answer(self, job: Job, index: int, worker: RayWorker, answer: Awaitable[T], deadline: Deadline) -> T:
         """What a worker that starts answers. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(deadline.remaining_s):
@@ -263,7 +261,7 @@ class RayBackend(Backend):
             log_tail=tail_of(worker.log_path, start=worker.log_start),
         )
 
-    async def _granted(self, job: Job, index: int, worker: RayTransport, greeting: Greeting, deadline: Deadline) -> Place:
+    async def _granted(self, job: Job, index: int, worker: RayWorker, greeting: Greeting, deadline: Deadline) -> Place:
         """The worker's place with the ids of its devices, which Ray has chosen."""
         place = worker.place
         if place.shared or not place.num_devices:
@@ -289,7 +287,7 @@ class RayBackend(Backend):
             await end_embedded_ray(self.run.timeouts.shutdown_s / 2, self._is_failing)
 
 
-async def _kill_all(workers: Sequence[RayTransport]) -> None:
+async def _kill_all(workers: Sequence[RayWorker]) -> None:
     await asyncio.gather(*(worker.kill() for worker in workers))
 
 

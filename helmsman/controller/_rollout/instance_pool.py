@@ -12,7 +12,6 @@ from helmsman.api.errors import (
     EngineCallError,
     EngineDeadError,
     HelmsmanError,
-    InvalidReplicasError,
     InvalidSpecError,
     JobError,
     WorkerFailedError,
@@ -137,7 +136,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
         """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
         another does waits for that, drains included.
 
-        Raises: InvalidReplicasError; as these.
+        Raises: InvalidSpecError; as these.
         """
         run_sync(self._scale(replicas, migrate))
 
@@ -181,7 +180,7 @@ class RolloutInstances(RolloutRequests, abc.ABC):
 
     async def _scale(self, replicas: int, migrate: bool) -> None:
         if replicas < 1:
-            raise InvalidReplicasError(role=self.role, replicas=replicas)
+            raise InvalidSpecError(role=self.role, field="replicas", value=replicas, expected="1 or more")
         async with self._scaling:
             serving = self._queue().instances.keys() - self._leaving
             staying = [worker.id for worker in self._workers if worker.id in serving]  # in rank order, however they came

@@ -29,13 +29,13 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
-from helmsman.controller._faults.injection import inject
 from helmsman.controller._node.cleanup import remove_old_logs
 from helmsman.controller._node.run_registry import RunLock
 from helmsman.controller._placement.resources import ACCELERATORS
 from helmsman.controller._placement.snapshot import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService
+from helmsman.controller._schedulers.fault_injection import inject
 from helmsman.controller._schedulers.rendezvous import probe
 from helmsman.controller._schedulers.role import Role, rank_of, stop_roles
 from helmsman.controller._schedulers.role_registry import RoleRegistry

@@ -25,7 +25,7 @@ _CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
 
 
 class TransportLostError(Exception):
-    """The worker's process, or the way to it, is gone; only a transport raises it and only an exchange sees it."""
+    """The worker's process has ended, or cannot be reached; only a transport raises it and only a pending call sees it."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Outgoing:
-    """A request and its payload. The message of a small one is made once, for however many workers it goes to."""
+    """A request and its payload. The message of a small one is made once for all workers that it goes to."""
 
     __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
 
@@ -88,7 +88,7 @@ class Awaited(Protocol):
 
 
 class Transport(abc.ABC):
-    """Carries requests to one worker. A request is sent at most once, whatever happens.
+    """Carries requests to one worker. A request arrives at most once, whatever happens.
 
     Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
     that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
@@ -96,14 +96,15 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``. It never times out by itself."""
+        """Send a request, whose reply is for ``awaited``. It never times out by itself. Raises TransportLostError,
+        ProtocolError."""
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
 
     async def observe(self, limit_s: float) -> bytes:
-        """An observation of the worker from outside its process, for ``pulse.read``; b'' when there is none in time."""
+        """Observe the worker from outside its process, for ``pulse.read``; b'' when there is no observation in time."""
         return b""
 
     async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for

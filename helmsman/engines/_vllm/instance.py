@@ -23,7 +23,7 @@ from helmsman.engines._vllm import versions
 from helmsman.engines._vllm.request import Flight, seed_of
 from helmsman.engines._vllm.transfer import VLLMTransfer
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.weights import TornWeightsError
+from helmsman.engines.weights import PartialWeightUpdateError
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ class VLLMInstance:
             try:
                 await self._stop_decoding()
                 await self._transfer.carry(weights, self._on_all_ranks)
-            except TornWeightsError as error:
+            except PartialWeightUpdateError as error:
                 self._needs_update = str(error)
                 raise
             else:
