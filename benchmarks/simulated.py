@@ -5,18 +5,14 @@ Their far end is one EchoProcess; the controller's side, down to a socket for ea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Sequence
 
 from benchmarks.echo import EchoProcess
-from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.single_machine import OneMachine
-from helmsman.controller._schedulers.backend import Backend
+from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._transport.base import Ending
 from helmsman.controller._transport.channel import Channel, ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
@@ -51,22 +47,15 @@ class SimulatedBackend(Backend):
         self.transports: list[ChannelTransport] = []
         self._echo = echo
 
-    async def launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
+    async def launch(self, start: Launch) -> list[WorkerClient]:
         async def connect(rank: int, place: Place) -> WorkerClient:
             connecting = functools.partial(auth.connect, self._echo.path, self._echo.key, 30.0)
-            channel = Channel(f"{job.role}/{rank}", connecting, shares_memory=True)
+            channel = Channel(f"{start.job.role}/{rank}", connecting, shares_memory=True)
             await channel.open()
             transport = ChannelTransport(channel, _Process())
-            resources.push_async_callback(transport.kill)
+            start.resources.push_async_callback(transport.kill)
             self.transports.append(transport)
-            identity = self.run.identity(job, rank, place.node)
+            identity = self.run.identity(start.job, rank, place.node)
             return WorkerClient(identity.worker_id, place, os.getpid(), identity.log_path, transport, self.run.timeouts)
 
-        return await await_all(connect(rank, place) for rank, place in zip(ranks, places, strict=True))
+        return await await_all(connect(*pair) for pair in start.pairs)

@@ -41,13 +41,13 @@ class RayAllocator(Allocator):
         self._ray = embedded
         self._here = here
 
-    def _require_ray(self) -> None:
+    def require_ray(self) -> None:
         """Raise ClusterLostError if the embedded cluster is lost."""
         if self._ray is not None:
             self._ray.require()
 
     def snapshot(self) -> ClusterSnapshot:
-        self._require_ray()
+        self.require_ray()
         return blocking(cluster_state.snapshot)
 
     def holders(self, jobs: Sequence[Job]) -> str:
@@ -56,7 +56,7 @@ class RayAllocator(Allocator):
     async def reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
     ) -> Mapping[str, Sequence[Place]]:
-        self._require_ray()
+        self.require_ray()
         return await placement.admit(jobs, self._prefix, deadline, resources)
 
     async def give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
@@ -78,7 +78,7 @@ class RayAllocator(Allocator):
         return (await self.reserve([single], deadline, {single.role: resources}))[single.role][0]
 
     async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> list[tuple[Place, Reservation]]:
-        self._require_ray()
+        self.require_ray()
         slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
         return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
 
@@ -106,7 +106,7 @@ class RayAllocator(Allocator):
         )
 
     async def leaving(self, places: Mapping[str, Place]) -> dict[str, Leaving]:
-        self._require_ray()
+        self.require_ray()
         found: dict[str, Leaving] = {}
         nodes = await bounded(cluster_state.draining_nodes)
         by_id = {node.node_id: node for node in nodes}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from helmsman.controller._ray_backend.embedded import (
     script_is_failing,
 )
 from helmsman.controller._ray_backend.process_watch import EmbeddedRay
-from helmsman.controller._schedulers.backend import Backend, Run
+from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import TransportLostError, tail_of
 from helmsman.controller._transport.channel import ChannelTransport
@@ -125,6 +124,7 @@ class RayBackend(Backend):
         num_nodes, preload: as for RayScheduler.
     """
 
+    allocator: RayAllocator
     store: ControllerStore
 
     def __init__(
@@ -177,20 +177,9 @@ class RayBackend(Backend):
                 )
             time.sleep(min(_NODES_POLL_S, max(deadline.remaining_s, 0.0)))
 
-    def _require_ray(self) -> None:
-        """Raise ClusterLostError if the embedded cluster of this scheduler is lost."""
-        if self._ray is not None:
-            self._ray.require()
-
-    async def launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
-        self._require_ray()
+    async def launch(self, start: Launch) -> list[WorkerClient]:
+        job, ranks, places, deadline, resources = start
+        self.allocator.require_ray()
         workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places:
@@ -210,11 +199,11 @@ class RayBackend(Backend):
                 client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
             return client
 
-        async def start(rank: int, worker: RayWorker) -> WorkerClient:
+        async def started(rank: int, worker: RayWorker) -> WorkerClient:
             return await adopt(rank, worker, *await greeted(rank, worker))
 
         if not any(place.num_devices for place in places):  # nobody's rank depends on what others were granted
-            return await await_all(start(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
+            return await await_all(started(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
         there = await await_all(greeted(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
         order = in_device_order([job.spec(rank) for rank in ranks], [place for _, place in there])
         return await await_all(adopt(rank, workers[origin], *there[origin]) for rank, origin in zip(ranks, order, strict=True))
@@ -250,7 +239,7 @@ class RayBackend(Backend):
         except TimeoutError:
             reason = f"its actor did not answer within {deadline.limit_s:g} s (Timeouts.start_s); {await worker.pending()}"
         except (TransportLostError, errors.ProtocolError) as error:
-            self._require_ray()
+            self.allocator.require_ray()
             reason = str(error)
         raise errors.WorkerStartError(
             role=job.role,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from helmsman.api.platforms import forbid_in_this_process
 from helmsman.api.scheduler import Job, Timeouts
@@ -39,6 +40,22 @@ class Run:
         )
 
 
+class Launch(NamedTuple):
+    """Workers of one job that start together."""
+
+    job: Job
+    ranks: Sequence[int]
+    places: Sequence[Place]
+    """The place of each rank. That of a sibling (``Place.shared``) has devices that its target holds."""
+    deadline: Deadline
+    resources: contextlib.AsyncExitStack
+
+    @property
+    def pairs(self) -> Iterator[tuple[int, Place]]:
+        """Each rank with its place."""
+        return zip(self.ranks, self.places, strict=True)
+
+
 class Backend(abc.ABC):
     """Runs the workers of one scheduler. A backend sets ``allocator`` and ``store``, in ``open`` at the latest, and fills
     ``launch``; the rest has defaults."""
@@ -63,18 +80,11 @@ class Backend(abc.ABC):
         self.run = run
 
     @abc.abstractmethod
-    async def launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
-        """Start a process for each of these ranks at its place; returns clients that can reach them, in rank order.
+    async def launch(self, start: Launch) -> list[WorkerClient]:
+        """Start a process for each rank at its place; returns clients that can reach them, in rank order.
 
-        Everything acquired is pushed on ``resources`` as it is acquired, so that unwinding it ends the processes at once and
-        frees their resources. A place of a sibling (``Place.shared``) has devices that its target holds. Raises: StartError.
+        Everything acquired is pushed on ``start.resources`` as it is acquired, so that unwinding it ends the processes at once
+        and frees their resources. Raises: StartError.
         """
 
     def guard_platform(self) -> contextlib.ExitStack:

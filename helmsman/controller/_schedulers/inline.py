@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,11 +18,9 @@ import msgspec
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
-from helmsman.api.scheduler import Job, ResultHandle, Timeouts
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._placement.place import Place
+from helmsman.api.scheduler import ResultHandle, Timeouts
 from helmsman.controller._placement.single_machine import OneMachine
-from helmsman.controller._schedulers.backend import Backend
+from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import Awaited, Ending, Outgoing, Transport, TransportLostError
 from helmsman.controller._transport.client import WorkerClient
@@ -68,22 +66,17 @@ class InlineBackend(Backend):
         self._set_by: dict[str, tuple[str, str]] = {}
         """Variable -> (worker that set it, value)."""
 
-    async def launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
+    async def launch(self, start: Launch) -> list[WorkerClient]:
         clients = []
-        for rank, place in zip(ranks, places, strict=True):
-            identity = msgspec.structs.replace(self.run.identity(job, rank, place.node), log_path="")
+        for rank, place in start.pairs:
+            identity = msgspec.structs.replace(self.run.identity(start.job, rank, place.node), log_path="")
             host = EngineHost(identity, self.store, seeding=False)
             host.engine_thread.start(identity.worker_id)
-            host.set_environment([EnvironmentVariable(*item, "spec.env_vars") for item in job.spec(rank).env_vars.items()])
-            resources.callback(host.close)
-            transport = _InlineTransport(host)
+            host.set_environment(
+                [EnvironmentVariable(*item, "spec.env_vars") for item in start.job.spec(rank).env_vars.items()]
+            )
+            start.resources.callback(host.close)
+            transport = InlineTransport(host)
             clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts))
         return clients
 
@@ -109,7 +102,9 @@ class InlineBackend(Backend):
         os.environ.update(self._environment)
 
 
-class _InlineTransport(Transport):
+class InlineTransport(Transport):
+    """Requests to a host in this process."""
+
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._waiting: dict[Awaited, None] = {}

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Timeouts
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.single_machine import ADDRESS, OneMachine
-from helmsman.controller._schedulers.backend import Backend
+from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
 from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
@@ -83,19 +82,9 @@ class LocalBackend(Backend):
         self._starting_server = asyncio.Lock()
         self._run_dir: Path | None = None
 
-    async def launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
+    async def launch(self, start: Launch) -> list[WorkerClient]:
         server, run_dir = await self._ensure_server()
-        return await await_all(
-            self._start_worker(job, rank, place, server, run_dir, deadline, resources)
-            for rank, place in zip(ranks, places, strict=True)
-        )
+        return await await_all(self._start_worker(start, *pair, server, run_dir) for pair in start.pairs)
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
@@ -110,34 +99,25 @@ class LocalBackend(Backend):
                 )
             return self._server, self._run_dir
 
-    async def _start_worker(
-        self,
-        job: Job,
-        index: int,
-        place: Place,
-        server: ForkServer,
-        run_dir: Path,
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> WorkerClient:
-        identity = self.run.identity(job, index, ADDRESS)
+    async def _start_worker(self, start: Launch, rank: int, place: Place, server: ForkServer, run_dir: Path) -> WorkerClient:
+        identity = self.run.identity(start.job, rank, ADDRESS)
         devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
-        environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
+        environment = worker_environment(os.environ, start.job.spec(rank), devices, same_machine=True)
         log_start = log_size(identity.log_path)
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
-            async with asyncio.timeout(deadline.remaining_s):
+            async with asyncio.timeout(start.deadline.remaining_s):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
-                resources.push_async_callback(ended.kill)
+                start.resources.push_async_callback(ended.kill)
                 transport = await open_transport(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             raise errors.WorkerStartError(
-                role=job.role,
+                role=start.job.role,
                 worker_id=identity.worker_id,
                 node=ADDRESS,
-                reason=str(error) or f"it did not answer within {deadline.limit_s:g} s (Timeouts.start_s)",
+                reason=str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)",
                 log_path=identity.log_path,
                 log_tail=tail_of(identity.log_path, start=log_start),
             ) from error

@@ -13,7 +13,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all, run_sync
-from helmsman.controller._schedulers.backend import Backend, Run
+from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.role import Role, not_found, rank_of, stop_roles
 from helmsman.controller._schedulers.role_registry import RoleRegistry
 from helmsman.controller._schedulers.starter import RoleStarter
@@ -73,7 +73,7 @@ class WorkerScaling:
             place = await self._backend.allocator.place_again(
                 _single(role.job, rank), worker_id, old.place, kept, deadline, resources
             )
-            (client,) = await self._starter.launch(role.job, [rank], [place], deadline, resources)
+            (client,) = await self._starter.launch(Launch(role.job, [rank], [place], deadline, resources))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
                     raise not_found(worker_id, role)
@@ -90,7 +90,7 @@ class WorkerScaling:
             await _kill_all(role)
             ranks = [rank_of(worker_id) for worker_id in old]
             places = [client.place for client in old.values()]
-            clients = await self._starter.launch(role.job, ranks, places, deadline, resources)
+            clients = await self._starter.launch(Launch(role.job, ranks, places, deadline, resources))
             with self._roles.changing(role):
                 if role.clients is not old:
                     raise not_found(next(each for each in old if each not in role.clients), role)
@@ -153,7 +153,7 @@ class WorkerScaling:
             stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles.values()}
             places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
             started = await await_all(
-                self._starter.launch(role.job, [rank], places[single.role], deadline, stacks[single.role])
+                self._starter.launch(Launch(role.job, [rank], places[single.role], deadline, stacks[single.role]))
                 for rank, single in singles.items()
             )
             clients = {client.worker_id: client for (client,) in started}

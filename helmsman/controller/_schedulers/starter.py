@@ -15,7 +15,7 @@ from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_
 from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.colocation import targets_first, tile
 from helmsman.controller._placement.place import Place
-from helmsman.controller._schedulers.backend import Backend, Run
+from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.calls import CallService
 from helmsman.controller._schedulers.role import Role, by_id, rank_of, stop_roles
 from helmsman.controller._schedulers.role_registry import RoleRegistry
@@ -88,7 +88,7 @@ class RoleStarter:
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Place]) -> None:
-            clients = await self.launch(job, range(job.replicas), places, deadline, stacks[job.role])
+            clients = await self.launch(Launch(job, range(job.replicas), places, deadline, stacks[job.role]))
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
@@ -112,24 +112,18 @@ class RoleStarter:
                 role.resources = stacks[role.name].pop_all()
         return [started[job.role] for job in jobs]
 
-    async def launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
-        """Start workers of a job at these places, and make them ready. Raises: StartError."""
-        clients = await self._backend.launch(job, ranks, places, deadline, resources)
-        await await_all(self._prepare(job, *pair, deadline) for pair in zip(ranks, clients, strict=True))
+    async def launch(self, start: Launch) -> list[WorkerClient]:
+        """Start workers and make them ready. Raises: StartError."""
+        clients = await self._backend.launch(start)
+        await await_all(self._prepare(start, *pair) for pair in zip(start.ranks, clients, strict=True))
         return clients
 
-    async def _prepare(self, job: Job, rank: int, client: WorkerClient, deadline: Deadline) -> None:
+    async def _prepare(self, start: Launch, rank: int, client: WorkerClient) -> None:
         """Configure a new worker and have it lease its ports, before it is published."""
+        job = start.job
         client.advice = self.advice
         spec = job.spec(rank)
-        limit_s = max(deadline.remaining_s, 0.001)
+        limit_s = max(start.deadline.remaining_s, 0.001)
         try:
             if not self._backend.shares_process:
                 same_machine = self._backend.same_machine
