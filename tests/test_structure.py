@@ -18,7 +18,7 @@ MAX_DEPTH = 2
 LONG = {"helmsman/rpc_server/_host/host.py"}
 LARGE = {
     *("RolloutController", "RolloutInstances", "RolloutRequests", "RolloutWeights"),
-    *("Cluster", "GenerateScheduler", "TrainController"),
+    *("GenerateScheduler", "TrainController"),
 }
 DEEP = {
     *("RolloutController", "RolloutInstances", "RolloutWeights"),

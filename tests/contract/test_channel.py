@@ -216,7 +216,7 @@ def test_channel_start_error_names_addresses_and_port(
     async def dropped(address: tuple[str, int], limit_s: float) -> None:
         raise TimeoutError(f"no connection within {limit_s:g} s")
 
-    monkeypatch.setattr(scheduler, "_tls", tls)
+    monkeypatch.setattr(scheduler._backend, "_tls", tls)  # type: ignore[attr-defined]
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_tcp", dropped)
     with pytest.raises(errors.WorkerStartError) as caught:
