@@ -15,20 +15,14 @@ from helmsman.api.weights import WeightFormat, Weights, WeightTarget
 class WeightPeer(Protocol):
     """What both sides have. Coroutines run on Helmsman's event loop; every ``timeout`` is in seconds."""
 
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler that runs its workers."""
-
-    @property
-    def role(self) -> str:
-        """Name of its role."""
+    scheduler: Scheduler
+    role: str
+    group_id: str
+    """Id of the weight-sync group that its processes joined last; '' for none, and after a process was replaced."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Its workers in rank order. Raises: HelmsmanError unless it is started."""
-
-    group_id: str
-    """Id of the weight-sync group that its processes joined last; '' for none, and after a process was replaced."""
 
 
 class WeightSource(WeightPeer, Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from helmsman.api.errors import CallError, EngineCallError, EngineDeadError, HelmsmanError, InstanceLostError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult
@@ -14,7 +14,6 @@ from helmsman.controller._aio.event_loop import in_own_thread, run_sync
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller._generation.instance import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
-from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
@@ -23,31 +22,17 @@ from helmsman.controller._roles.role_controller import RoleController
 from helmsman.controller._transport.health import require_answer
 
 
-class Limits(NamedTuple):
-    """As of RolloutController."""
-
-    max_in_flight_per_worker: int
-    max_queue: int
-    max_in_flight: int | None
-    request_timeout_s: float | None
-
-    def checked(self) -> Limits:
-        """Return these. Raises: ValueError for a number of requests below 1."""
-        for name, value in self._asdict().items():
-            if name != "request_timeout_s" and value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected 1 or more")
-        return self
-
-
 class Instances(RoleController):
     """Starts and ends the workers of a role together, beside the queue of their requests, whose backend it is, and their
     supervision. The parts of RolloutController are built on it.
 
     Args:
-        limits, policy, retries, supervision: as of RolloutController.
+        capacity: requests that a worker has at most.
+        request_timeout_s, retries, supervision: as of RolloutController.
+        make_queue: GenerateScheduler with its options.
+        why_hopeless: as of GenerateScheduler.
         turn: returns whose devices these are, where a trainer takes turns with the role.
         rebuild: as of Supervisor.
-        why_hopeless: as of GenerateScheduler.
         on_closed: called once nothing is served any more, before the workers end.
     """
 
@@ -61,25 +46,26 @@ class Instances(RoleController):
         engine_args: Sequence[Any],
         engine_kwargs: Mapping[str, Any] | None,
         engine_name: str | None,
-        limits: Limits,
-        policy: RoutingPolicy | None,
+        capacity: int,
+        request_timeout_s: float | None,
         retries: RetryPolicy | None,
         supervision: SupervisionPolicy | None,
         *,
+        make_queue: Callable[..., GenerateScheduler],
+        why_hopeless: Callable[[], Exception | None],
         turn: Callable[[], Turn | None],
         rebuild: Callable[[str], Awaitable[bool]],
-        why_hopeless: Callable[[], Exception | None],
         on_closed: Callable[[], None],
     ) -> None:
         super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
-        self._limits = limits.checked()
-        self.capacity, self.turn, self._on_closed = limits.max_in_flight_per_worker, turn, on_closed
+        if capacity < 1:
+            raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
+        self.capacity, self.turn, self._on_closed, self._request_timeout_s = capacity, turn, on_closed, request_timeout_s
         self.is_supervised = supervision is not None
         supervision = supervision or SupervisionPolicy()
         self._probe_limit_s = 2.0 * supervision.dead_s  # longer than the supervisor waits, whose limits count
         self._goes_on_elsewhere = retries is not None and not isinstance(retries, RetryUnbegun)
-        bounds = {"max_in_flight": limits.max_in_flight, "max_queue": limits.max_queue}
-        self._requests = GenerateScheduler(self, policy=policy, retries=retries, why_hopeless=why_hopeless, **bounds)
+        self._requests = make_queue(self, why_hopeless=why_hopeless)
         self.supervisor = Supervisor(self._requests, supervision, self.probe, rebuild, self.about_to_go)
         self.num_builds: Counter[str] = Counter()
         """How often each worker was rebuilt: news of an earlier process says nothing about the present one."""
@@ -247,13 +233,13 @@ class Instances(RoleController):
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """See Backend."""
-        result: GenerationResult = await self._serve(instance_id, "agenerate", request, self._limits.request_timeout_s)
+        result: GenerationResult = await self._serve(instance_id, "agenerate", request, self._request_timeout_s)
         return result
 
     async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
         """See Backend."""
         results: Sequence[GenerationResult] = await self._serve(
-            instance_id, "agenerate_samples", list(requests), self._limits.request_timeout_s
+            instance_id, "agenerate_samples", list(requests), self._request_timeout_s
         )
         return results
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from helmsman.api.errors import RequestsInFlightError
 from helmsman.api.generation import GenerationRequest, GenerationResult, InFlight, SamplingParams
 from helmsman.controller._generation.request import RequestOptions, Ticket
-from helmsman.controller._generation.request_factory import Prompt, RequestMaker, require_resumable, samples_of
+from helmsman.controller._generation.request_factory import Prompt, RequestMaker
 from helmsman.controller._generation.streaming import OnError, astream, gather, stream, withdraw
 from helmsman.controller._rollout.instances import Instances
 
@@ -25,39 +25,32 @@ class RolloutRequests:
 
     def __init__(self, instances: Instances, *, samples_by_engine: bool) -> None:
         self._instances, self._samples_by_engine = instances, samples_by_engine
-        self._maker = RequestMaker(instances.role)
+        self.maker = RequestMaker(instances.role)
 
     # --- generation -------------------------------------------------------------------------------------------------
 
-    def make(self, prompt: Prompt, sampling: SamplingParams | None, resume_from: GenerationResult | None) -> GenerationRequest:
-        """Make a request. Raises: ValueError for a prompt that makes no sense, or a result that it cannot go on from."""
-        request = self._maker.make(prompt, sampling)
-        if resume_from is not None:
-            require_resumable(request, resume_from)
-        return request
-
-    def make_all(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None, num_samples: int
-    ) -> list[GenerationRequest]:
-        """Make the samples of several prompts. Raises: as make."""
-        return self._maker.make_all(prompts, sampling, num_samples)
-
-    def make_samples(self, prompt: Prompt, sampling: SamplingParams | None, num_samples: int) -> list[GenerationRequest]:
-        """Make the samples of one prompt. Raises: as make."""
-        return samples_of(self._maker.make(prompt, sampling), num_samples)
-
     async def submit(
-        self, request: GenerationRequest, options: RequestOptions | None, resume_from: GenerationResult | None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        options: RequestOptions | None,
+        resume_from: GenerationResult | None,
     ) -> Future[GenerationResult]:
-        """Queue a request once there is room; returns its future."""
+        """See RolloutController.submit."""
+        request = self.maker.make(prompt, sampling, resume_from)
         self._require_turn("submit")
         kept = {request.request_id: resume_from} if resume_from is not None else {}
         return (await self._instances.requests.submit(request, options, kept=kept)).future
 
     async def generate_one(
-        self, request: GenerationRequest, options: RequestOptions | None, resume_from: GenerationResult | None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        options: RequestOptions | None,
+        resume_from: GenerationResult | None,
     ) -> GenerationResult:
-        """The result of a request, which is withdrawn when the await is cancelled."""
+        """See RolloutController.agenerate."""
+        request = self.maker.make(prompt, sampling, resume_from)
         queue, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
         try:
             return await asyncio.wrap_future(tickets[0].future)
@@ -117,16 +110,25 @@ class RolloutRequests:
             by: name of a holder, whose pause only its own resume ends: an update of the weights, which resumes in any case.
         """
         _require_one_of("in_flight", in_flight, get_args(InFlight))
-        self._instances.requests.suspend(by)
+        requests = self._instances.requests
+        requests.suspend(by)
         operation = f"an update of the weights with in_flight={in_flight!r}" if by else f"pause(in_flight={in_flight!r})"
-        await self.settle(in_flight, operation, timeout, resumes=bool(by))
+        if in_flight != "continue":
+            ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
+            await self.within(ended, operation, timeout, resumes=bool(by))
 
     async def resume(self) -> None:
         """See RolloutController.resume."""
         self._instances.requests.resume()
 
-    async def settle(self, in_flight: InFlight, operation: str, limit_s: float | None, *, resumes: bool) -> None:
-        """Wait for what was asked of the requests that workers have.
+    async def wait_idle(self, timeout: float | None) -> None:
+        """See RolloutController.wait_idle."""
+        await self.within(self._instances.requests.wait_idle(), "wait_idle", timeout)
+
+    async def within(
+        self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
+    ) -> None:
+        """Await what becomes of requests.
 
         Args:
             operation: that waits, for the error.
@@ -134,19 +136,6 @@ class RolloutRequests:
             resumes: whether the flow goes on after an error.
         Raises: RequestsInFlightError after the limit.
         """
-        requests = self._instances.requests
-        if in_flight == "finish":
-            await self._within(requests.wait_ended(), operation, limit_s, resumes=resumes)
-        elif in_flight == "recall":
-            await self._within(requests.take_back(), operation, limit_s, resumes=resumes)
-
-    async def wait_idle(self, timeout: float | None) -> None:
-        """See RolloutController.wait_idle."""
-        await self._within(self._instances.requests.wait_idle(), "wait_idle", timeout)
-
-    async def _within(
-        self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
-    ) -> None:
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:

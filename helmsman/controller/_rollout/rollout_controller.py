@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
@@ -14,13 +15,14 @@ from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.instance import RolloutLoad
 from helmsman.controller._generation.request import RequestOptions
-from helmsman.controller._generation.request_factory import Prompt
+from helmsman.controller._generation.request_factory import Prompt, samples_of
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
+from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.streaming import OnError
 from helmsman.controller._roles.handoff_protocol import Turn
 from helmsman.controller._rollout.instance_pool import InstancePool
-from helmsman.controller._rollout.instances import Instances, Limits
+from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.request_api import RolloutRequests
 from helmsman.controller._rollout.weight_state import RolloutWeights
 from helmsman.controller._validation.argument_types import checked
@@ -74,26 +76,24 @@ class RolloutController:
                 computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
                 where there is room.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
-        Raises: JobError, also for an argument that the engine is known not to take; TypeError; ValueError.
         """
         self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
-        self.turn: Turn | None = None
-        """Whose devices these are, where a trainer takes turns with it."""
+        self.turn: Turn | None = None  # whose devices these are, where a trainer takes turns with it
         self._instances = Instances(
             *(scheduler, engine, job, engine_args, engine_kwargs, engine_name),
-            Limits(max_in_flight_per_worker, max_queue, max_in_flight, request_timeout_s),
-            *(policy, retries, supervision),
+            *(max_in_flight_per_worker, request_timeout_s, retries, supervision),
+            make_queue=functools.partial(
+                GenerateScheduler, policy=policy, retries=retries, max_in_flight=max_in_flight, max_queue=max_queue
+            ),
+            why_hopeless=lambda: self.weight_sink.why_hopeless(),
             turn=lambda: self.turn,
             rebuild=lambda worker_id: self._pool.rebuild(worker_id),
-            why_hopeless=lambda: self.weight_sink.why_hopeless(),
             on_closed=lambda: self.weight_sink.forget(),
         )
         self._requests = RolloutRequests(self._instances, samples_by_engine=samples_by_engine)
         self.weight_sink = RolloutWeights(self._instances, self._requests)
         """Its end of a weight sync."""
         self._pool = InstancePool(self._instances, self.weight_sink)
-
-    # --- life -------------------------------------------------------------------------------------------------------
 
     @property
     def role(self) -> str:
@@ -157,7 +157,7 @@ class RolloutController:
             call are aborted and their ends awaited for a short grace; then the error is raised as call_all raises it. Use
             submit, agenerate or stream to keep the results of the others.
         """
-        return run_sync(self._requests.generate(self._requests.make_all(prompts, sampling, num_samples), num_samples))
+        return run_sync(self._requests.generate(self._requests.maker.make_all(prompts, sampling, num_samples), num_samples))
 
     @checked
     async def agenerate(
@@ -176,8 +176,7 @@ class RolloutController:
                 them, too. With the same seed and weights it is, up to rounding, what it would have been without the abort.
         Raises: ValueError for a prompt that makes no sense, or a ``resume_from`` that has nothing to go on to.
         """
-        request = self._requests.make(prompt, sampling, resume_from)
-        return await run_async(self._requests.generate_one(request, options, resume_from))
+        return await run_async(self._requests.generate_one(prompt, sampling, options, resume_from))
 
     @checked
     async def agenerate_samples(
@@ -191,7 +190,7 @@ class RolloutController:
 
         When a sample fails, or the await is cancelled, the others are withdrawn or aborted. Raises: as generate.
         """
-        requests = self._requests.make_samples(prompt, sampling, num_samples)
+        requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
         return await run_async(self._requests.generate(requests, num_samples, options))
 
     @overload
@@ -236,7 +235,7 @@ class RolloutController:
             on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each as ``(index, error)``.
         Raises: ValueError for prompts that make no sense, at once.
         """
-        requests = self._requests.make_all(prompts, sampling, num_samples)
+        requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.stream(requests, options, num_samples, on_error)
 
     @overload
@@ -273,7 +272,7 @@ class RolloutController:
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
         """As stream, for ``async for``. A ``break`` withdraws the rest when the loop lets go of the iterator;
         ``contextlib.aclosing`` does so at a certain place."""
-        requests = self._requests.make_all(prompts, sampling, num_samples)
+        requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.astream(requests, options, num_samples, on_error)
 
     @checked
@@ -293,7 +292,7 @@ class RolloutController:
         Args:
             resume_from: as in agenerate.
         """
-        return run_sync(self._requests.submit(self._requests.make(prompt, sampling, resume_from), options, resume_from))
+        return run_sync(self._requests.submit(prompt, sampling, options, resume_from))
 
     @checked
     async def asubmit(
@@ -305,7 +304,7 @@ class RolloutController:
         resume_from: GenerationResult | None = None,
     ) -> Future[GenerationResult]:
         """As submit, awaited."""
-        return await run_async(self._requests.submit(self._requests.make(prompt, sampling, resume_from), options, resume_from))
+        return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
 
     # --- flow of requests ---------------------------------------------------------------------------------------------
 

@@ -93,8 +93,8 @@ class RolloutWeights:
         async with self._in_turn(timeout) as left_s:
             requests.suspend(_ASLEEP)
             try:
-                operation = f"sleep(in_flight={in_flight!r})"
-                await self._requests.settle(in_flight, operation, left_s(), resumes=self.state.serves)
+                ended = requests.wait_ended() if in_flight == "finish" else requests.take_back()
+                await self._requests.within(ended, f"sleep(in_flight={in_flight!r})", left_s(), resumes=self.state.serves)
             except BaseException:
                 self._resume_if_awake()
                 raise
