@@ -21,12 +21,11 @@ LARGE = {
     *("Cluster", "GenerateScheduler"),
 }
 DEEP = {
-    *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler", "LocalTransport", "RayTransport"),
+    *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler"),
 }
 CYCLIC = {
     ("api.dispatch", "api.worker_group"),
     ("controller._generation.instance", "controller._generation.request"),
-    ("controller._transport.client", "controller._transport.pending_call"),
     ("engines._models.checkpoint", "engines._models.model"),
     ("engines._server.dialects", "engines._server.sglang"),
 }
