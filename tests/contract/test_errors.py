@@ -17,8 +17,7 @@ from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingSpec, Schedul
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._transport.base import Outgoing
-from helmsman.controller._transport.client import request_ids
-from helmsman.controller._transport.pending_call import FutureExchange
+from helmsman.controller._transport.client import await_reply, request_ids
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb
 from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
@@ -289,7 +288,7 @@ def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: En
 
     async def send() -> object:
         request = Request(next(request_ids), Verb.CALL, 5, "add")  # type: ignore[arg-type]
-        return await FutureExchange.begun(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
+        return await await_reply(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
 
     for _ in range(3):
         with pytest.raises(errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"):

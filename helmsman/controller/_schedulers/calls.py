@@ -12,9 +12,8 @@ from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.role_registry import RoleRegistry
 from helmsman.controller._schedulers.values import ValueStore
-from helmsman.controller._transport.base import Outgoing
-from helmsman.controller._transport.client import WorkerClient, encode_arguments, request_ids
-from helmsman.controller._transport.pending_call import GroupExchange, exchange_async, exchange_sync
+from helmsman.controller._transport.base import Outgoing, encode_arguments
+from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, await_reply, request_ids, wait_for_reply
 from helmsman.controller._validation.argument_types import refusal, require_seconds
 from helmsman.rpc_server._wire.codec import decode
 from helmsman.rpc_server._wire.messages import Request, Verb
@@ -45,14 +44,14 @@ class CallService:
         _require_call("call_engine", worker_id, method, engine_name, call.rpc_meta)
         limit = self._limit("call_engine", timeout)
         client = self._roles.client(worker_id)
-        return decode(exchange_sync(client, self._packed(client, worker_id, method, engine_name, call), *limit))
+        return decode(wait_for_reply(client, self._packed(client, worker_id, method, engine_name, call), *limit))
 
     async def acall(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
         """As Scheduler.async_call_engine."""
         _require_call("async_call_engine", worker_id, method, engine_name, call.rpc_meta)
         limit = self._limit("async_call_engine", timeout)
         client = self._roles.client(worker_id)
-        return decode(await exchange_async(client, self._packed(client, worker_id, method, engine_name, call), *limit))
+        return decode(await await_reply(client, self._packed(client, worker_id, method, engine_name, call), *limit))
 
     def call_many(self, calls: Mapping[str, Call], method: str, engine_name: str | None, timeout: float | None) -> Fanout:
         """As Scheduler.call_many. Workers with the same arguments get the same message, which is made once."""
@@ -66,7 +65,7 @@ class CallService:
                 outgoing = None if call.payload is None else shared.get(key)
                 if outgoing is None:
                     outgoing = shared[key] = self._packed(client, worker_id, method, engine_name, call)
-                GroupExchange(client, outgoing, fanout, worker_id).begin()
+                GroupPendingCall(client, outgoing, fanout, worker_id).begin()
             except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
                 fanout.failed(worker_id, error)
         return fanout

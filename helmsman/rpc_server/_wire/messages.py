@@ -90,6 +90,17 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     """'engine.method' that occupies the engine thread."""
     running_s: float | None = None
 
+    def describe(self) -> str:
+        """Where a late call is, for people."""
+        running = f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
+        return {
+            "running": f"the call still runs there: {running}",
+            "waiting": f"the call had not begun behind {running}, and will be withdrawn if it still has not",
+            "withdrawn": f"the call had not begun behind {running} and was withdrawn",
+            "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and "
+            "will not be begun",
+        }[self.state]
+
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process knows of itself."""
