@@ -18,14 +18,13 @@ MAX_DEPTH = 2
 LONG = {"helmsman/api/errors.py", "helmsman/api/scheduler.py", "helmsman/rpc_server/_host/host.py"}
 LARGE = {
     *("SchedulerBase", "ElasticRoles", "InlineScheduler", "LocalScheduler", "RayScheduler"),
-    *("Cluster", "GenerateScheduler"),
+    "Cluster",
 }
 DEEP = {
     *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler", "LocalTransport", "RayTransport"),
 }
 CYCLIC = {
     ("api.dispatch", "api.worker_group"),
-    ("controller._generation.instance", "controller._generation.request"),
     ("controller._transport.client", "controller._transport.pending_call"),
     ("engines._models.checkpoint", "engines._models.model"),
     ("engines._server.dialects", "engines._server.sglang"),
