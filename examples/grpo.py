@@ -39,7 +39,6 @@ from examples.common.view import View, open_view
 from helmsman import (
     BoundedStaleness,
     Checkpoints,
-    FaultPlan,
     HelmsmanError,
     Job,
     RecoverableTraining,
@@ -55,6 +54,7 @@ from helmsman import (
 )
 from helmsman.api.advantages import group_advantages
 from helmsman.api.generation import GenerationResult
+from helmsman.testing import FaultPlan
 
 NUM_CHECKPOINTS = 3
 """How many stay."""

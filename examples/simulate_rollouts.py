@@ -31,9 +31,8 @@ from helmsman.controller._generation.routing import (
     RoutingPolicy,
 )
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance
 from helmsman.controller._generation.supervisor import Supervisor
-from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, run_virtually
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "least outstanding tokens": LeastOutstandingTokens,

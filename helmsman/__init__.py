@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from helmsman.api.engines import InferenceEngine as InferenceEngine
     from helmsman.api.engines import TrainEngine as TrainEngine
     from helmsman.api.errors import HelmsmanError as HelmsmanError
-    from helmsman.api.faults import DropNode as DropNode
-    from helmsman.api.faults import Hang as Hang
-    from helmsman.api.faults import Kill as Kill
-    from helmsman.api.faults import Slow as Slow
     from helmsman.api.generation import GenerationRequest as GenerationRequest
     from helmsman.api.generation import GenerationResult as GenerationResult
     from helmsman.api.generation import SamplingParams as SamplingParams
@@ -46,9 +42,6 @@ if TYPE_CHECKING:
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller._bootstrap.initialize import initialize as initialize
     from helmsman.controller._device_handoff.turns import Turns as Turns
-    from helmsman.controller._faults.fault_plan import FaultPlan as FaultPlan
-    from helmsman.controller._faults.injector import Drill as Drill
-    from helmsman.controller._faults.injector import FaultRecord as FaultRecord
     from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
@@ -89,22 +82,16 @@ _HOMES = {
     "ClusterConfig": "helmsman.api.cluster_config",
     "Collect": "helmsman.api.dispatch",
     "Dispatch": "helmsman.api.dispatch",
-    "Drill": "helmsman.controller._faults.injector",
-    "DropNode": "helmsman.api.faults",
     "EngineSpec": "helmsman.api.scheduler",
     "Execute": "helmsman.api.dispatch",
-    "FaultPlan": "helmsman.controller._faults.fault_plan",
-    "FaultRecord": "helmsman.controller._faults.injector",
     "GenerateScheduler": "helmsman.controller._generation.scheduler",
     "GenerationRequest": "helmsman.api.generation",
     "GenerationResult": "helmsman.api.generation",
     "GroupWorker": "helmsman.api.worker_group",
-    "Hang": "helmsman.api.faults",
     "HelmsmanError": "helmsman.api.errors",
     "InferenceEngine": "helmsman.api.engines",
     "InlineScheduler": "helmsman.controller._schedulers.inline",
     "Job": "helmsman.api.scheduler",
-    "Kill": "helmsman.api.faults",
     "Leaving": "helmsman.api.scheduler",
     "LeastOutstandingTokens": "helmsman.controller._generation.routing",
     "LocalScheduler": "helmsman.controller._schedulers.local",
@@ -129,7 +116,6 @@ _HOMES = {
     "SchedulingStrategy": "helmsman.api.scheduler",
     "SessionAffinity": "helmsman.controller._generation.routing",
     "Shard": "helmsman.api.dispatch",
-    "Slow": "helmsman.api.faults",
     "SupervisionPolicy": "helmsman.controller._generation.health",
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller._training.train_controller",

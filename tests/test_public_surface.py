@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 import helmsman
+import helmsman.testing
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,22 +28,16 @@ PUBLIC = [
     "ClusterConfig",
     "Collect",
     "Dispatch",
-    "Drill",
-    "DropNode",
     "EngineSpec",
     "Execute",
-    "FaultPlan",
-    "FaultRecord",
     "GenerateScheduler",
     "GenerationRequest",
     "GenerationResult",
     "GroupWorker",
-    "Hang",
     "HelmsmanError",
     "InferenceEngine",
     "InlineScheduler",
     "Job",
-    "Kill",
     "Leaving",
     "LeastOutstandingTokens",
     "LocalScheduler",
@@ -67,7 +62,6 @@ PUBLIC = [
     "SchedulingStrategy",
     "SessionAffinity",
     "Shard",
-    "Slow",
     "SupervisionPolicy",
     "Timeouts",
     "TrainController",
@@ -86,10 +80,38 @@ PUBLIC = [
     "make_scheduler",
     "register",
 ]
+TESTING = [
+    "GENERATED",
+    "DropNode",
+    "EngineModel",
+    "Fault",
+    "FaultInjector",
+    "FaultPlan",
+    "FaultRecord",
+    "Hang",
+    "Injection",
+    "Kill",
+    "Lengths",
+    "SimulatedBackend",
+    "SimulatedInstance",
+    "Slow",
+    "VirtualLoop",
+    "log_normal_lengths",
+    "run_virtually",
+]
 
 
 def test_public_names_are_these() -> None:
     assert sorted(helmsman.__all__) == sorted(PUBLIC)
+
+
+def test_public_names_of_testing_are_these() -> None:
+    assert sorted(helmsman.testing.__all__) == sorted(TESTING)
+
+
+@pytest.mark.parametrize("name", TESTING)
+def test_public_name_of_testing_resolves(name: str) -> None:
+    assert getattr(helmsman.testing, name) is not None
 
 
 def test_dir_lists_every_public_name() -> None:

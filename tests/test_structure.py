@@ -15,7 +15,7 @@ MAX_METHODS = 40
 MAX_DEPTH = 2
 """Classes of ours between a class and its abstract contract (a class in api/, or one of another library)."""
 
-LONG = {"helmsman/api/errors.py", "helmsman/api/scheduler.py", "helmsman/rpc_server/_host/host.py"}
+LONG = {"helmsman/api/scheduler.py", "helmsman/rpc_server/_host/host.py"}
 LARGE = {
     *("SchedulerBase", "ElasticRoles", "InlineScheduler", "LocalScheduler", "RayScheduler"),
     "Cluster",

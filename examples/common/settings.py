@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman import FaultPlan
+from helmsman.testing import FaultPlan
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Faults that a script has inflicted on its own workers, to see that the run survives them."""
+"""Faults that a script injects into its own workers, to see that the run survives them; see helmsman.testing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Aimed(msgspec.Struct, frozen=True):
 
 class _Fault(_Aimed, frozen=True, kw_only=True):
     at_step: int
-    """The script's step, as it gives it to Drill.step."""
+    """The script's step, as it passes it to FaultInjector.step."""
 
     def __post_init__(self) -> None:
         role, _, index = self.worker_id.rpartition("/")

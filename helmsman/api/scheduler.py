@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, get_args
 import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
+from helmsman.api.errors import InvalidSpecError
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.suggestions import Suggesting
@@ -38,10 +38,8 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     mem: float = 0
     """Memory in GB (10^9 bytes); 0 asks for none in particular."""
     port_count: int = 0
-    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'), and held
-    against programs that look for a free one until it binds them. Before something binds one in a way that Python does not
-    tell of (a plain bind in C, or in a forked child), call ``helmsman.rpc_server.ports.hand_over(port)``. A worker with a
-    ``cmd`` has one at least."""
+    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'). No other
+    worker of any run on the node is given them until this one ends. A worker with a ``cmd`` has one at least."""
     env_vars: dict[str, str] = {}
     """Environment variables of the worker; they win over everything that is forwarded."""
     cmd: str | None = None
@@ -97,9 +95,14 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         if not self.role or "/" in self.role or self.role != self.role.strip():
             raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
         if self.replicas < 1:
-            raise InvalidReplicasError(role=self.role, replicas=self.replicas)
+            raise InvalidSpecError(role=self.role, field="replicas", value=self.replicas, expected="1 or more")
         if len(self.tasks) not in (1, self.replicas):
-            raise TaskCountError(role=self.role, replicas=self.replicas, num_tasks=len(self.tasks))
+            raise InvalidSpecError(
+                role=self.role,
+                field="the number of tasks",
+                value=len(self.tasks),
+                expected=f"1 spec, which all replicas share, or {self.replicas}, one for each",
+            )
         for spec in self.tasks:
             amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
             for field, amount in (

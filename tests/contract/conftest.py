@@ -1,18 +1,21 @@
-"""One suite for all schedulers: every test that asks for ``scheduler`` runs on each of them."""
+"""Every test that asks for ``scheduler`` runs on each of our schedulers; the fixtures are those of the public suite."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helmsman.api.scheduler import Job, Scheduler, Timeouts
-from helmsman.controller._schedulers.factory import make_scheduler
+import helmsman
+from helmsman.api.scheduler import Scheduler, Timeouts
+from helmsman.testing.contract import engine, gate, own_processes, peer, role, scheduler, shared_workers
 from tests.contract.engines import Counter
-from tests.contract.helpers import Driver, Engine, Gate
+from tests.contract.helpers import Driver
+
+__all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shared_workers"]
 
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=60.0, call_s=60.0, health_s=10.0, shutdown_s=8.0)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -20,7 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"num_cpus": 24, "num_gpus": 8, "accelerator": "cuda"},
     "ray": {"num_cpus": 24, "num_gpus": 8},
 }
-_numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,49 +65,19 @@ def backend(variant: str) -> str:
 
 
 @pytest.fixture(scope="package")
-def scheduler(variant: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
-    """A scheduler that all tests share."""
+def make_scheduler(variant: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Scheduler]]:
+    """Makes a scheduler of the variant."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
-    with pytest.MonkeyPatch.context() as patch, make_scheduler(backend, **options) as made:
+    with pytest.MonkeyPatch.context() as patch:
         if variant != backend:
             patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-        yield made
+        yield functools.partial(helmsman.make_scheduler, backend, **options)
 
 
 @pytest.fixture(scope="package")
-def shared_workers(scheduler: Scheduler) -> list[str]:
-    """Two workers for tests that leave their workers well."""
-    return scheduler.create_workers(Job(role="shared", replicas=2))
-
-
-@pytest.fixture
-def engine(scheduler: Scheduler, shared_workers: list[str]) -> Engine:
-    """A Counter of this test alone, in the first shared worker."""
-    return Engine.create(scheduler, shared_workers[0], Counter, f"counter-{next(_numbers)}")
-
-
-@pytest.fixture
-def peer(scheduler: Scheduler, shared_workers: list[str]) -> Engine:
-    """A Counter of this test alone, in the second shared worker."""
-    return Engine.create(scheduler, shared_workers[1], Counter, f"counter-{next(_numbers)}")
-
-
-@pytest.fixture
-def role(scheduler: Scheduler) -> Iterator[str]:
-    """A name for a role of this test alone; its workers, and those of roles with this prefix, are deleted after it."""
-    name = f"role-{next(_numbers)}"
-    yield name
-    for running in list(scheduler._roles):  # type: ignore[attr-defined]
-        if running.startswith(name) and running in scheduler._roles:  # type: ignore[attr-defined]
-            scheduler.delete_workers(running)
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    """Files by which this test holds an engine."""
-    made = Gate(tmp_path)
-    yield made
-    made.open()
+def engine_class() -> type[Counter]:
+    """Class of the fixtures `engine` and `peer`."""
+    return Counter
 
 
 @pytest.fixture

@@ -20,21 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-WAIT_LIMIT_S = 60.0
-"""After this an engine that waits for a test gives up, so that a failed test leaves no worker waiting for ever."""
-
+from helmsman.testing.contract_engine import CountingEngine, wait_for_file
 
 _MOST_LOOKS = 2_000_000_000
 """Some minutes of looks at a byte in memory, so that a failed test leaves no process that computes for ever."""
-
-
-def wait_for_file(path: str) -> None:
-    """Block until a test has made the file; looks every 5 ms, which is a wait for a condition and not for a time."""
-    deadline = time.monotonic() + WAIT_LIMIT_S
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no test made {path}")
-        time.sleep(0.005)
 
 
 def hold_interpreter(started: str) -> None:
@@ -54,19 +43,13 @@ def release_interpreter(started: str) -> None:
         file.write(b"1")
 
 
-class Counter:
-    """Counts what ran, which is how tests see that nothing ran twice."""
+class Counter(CountingEngine):
+    """Counts the calls that ran, and does much besides."""
 
     def __init__(self, start: int = 0) -> None:
-        self.num_calls = start
-        self.log: list[str] = []
+        super().__init__(start)
         self.limit = start
         self.destroyed = ""
-
-    def add(self, number: int = 1) -> int:
-        """Count, and return the sum so far."""
-        self.num_calls += number
-        return self.num_calls
 
     def note_number(self, index: int, _: Any) -> None:
         """Remember that this call came."""
@@ -76,10 +59,6 @@ class Counter:
         """The calls that came, in their order."""
         return [int(index) for index in self.log]
 
-    def echo(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments as they arrived; one alone as itself."""
-        return args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-
     def describe(self, value: Any) -> str:
         """The type of a value, as it arrived."""
         return f"{type(value).__module__}.{type(value).__qualname__}"
@@ -87,22 +66,6 @@ class Counter:
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in the worker."""
         return function(*args)
-
-    def wait(self, started: str, release: str) -> int:
-        """Make the file ``started``, then block until ``release`` is made."""
-        self.num_calls += 1
-        Path(started).touch()
-        wait_for_file(release)  # the line that a time-out shows
-        return self.num_calls
-
-    def spin(self, started: str, release: str) -> int:
-        """As wait, in pure Python that never blocks."""
-        Path(started).touch()
-        deadline = time.monotonic() + WAIT_LIMIT_S
-        turns = 0
-        while not (turns % 1000 == 0 and os.path.exists(release)) and time.monotonic() < deadline:
-            turns += 1
-        return turns
 
     async def park(self) -> None:
         """Wait for unpark without using the processor."""
@@ -112,15 +75,6 @@ class Counter:
     async def unpark(self) -> None:
         """End all calls of park."""
         self.parked.set()
-
-    async def async_wait(self, started: str, release: str) -> int:
-        """As wait, on the event loop without blocking it."""
-        self.num_calls += 1
-        Path(started).touch()
-        deadline = time.monotonic() + WAIT_LIMIT_S
-        while not os.path.exists(release) and time.monotonic() < deadline:  # noqa: ASYNC110 - another process makes it
-            await asyncio.sleep(0.005)
-        return self.num_calls
 
     def hold_interpreter(self, started: str, release: str) -> None:
         """As wait, with the interpreter's lock held; ``release_interpreter(started)`` ends it."""
@@ -139,11 +93,6 @@ class Counter:
         Path(started).touch()
         wait_for_file(release)
 
-    async def async_add(self, number: int = 1) -> int:
-        """As add, on the event loop."""
-        self.num_calls += number
-        return self.num_calls
-
     def refuse_threads(self) -> None:
         """Leave this process less address space than the stack of a new Python thread takes."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -157,29 +106,9 @@ class Counter:
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
-    def pid(self) -> int:
-        """The worker's process."""
-        return os.getpid()
-
-    def thread(self) -> str:
-        """Name of the thread that runs engine methods."""
-        return threading.current_thread().name
-
     def environ(self, *names: str) -> dict[str, str | None]:
         """Variables of the worker."""
         return {name: os.environ.get(name) for name in names}
-
-    def note(self, entry: str) -> None:
-        """Remember an entry."""
-        self.log.append(entry)
-
-    def note_size(self, value: Any) -> None:
-        """Remember how large a value is; a number as itself."""
-        self.log.append(str(value if isinstance(value, int) else len(value)))
-
-    def entries(self) -> list[str]:
-        """What was noted, in order."""
-        return self.log
 
     def _secret(self) -> None:
         """Not callable from outside."""
@@ -190,10 +119,6 @@ class Counter:
         raise RuntimeError("this property is broken")
 
     # --- failures -------------------------------------------------------------------------------------------------
-
-    def divide(self) -> float:
-        """Raises ZeroDivisionError."""
-        return 1 / (self.num_calls - self.num_calls)
 
     def fail(self, kind: str) -> NoReturn:
         """Raise one of the awkward exceptions below, or a built-in one by name."""

@@ -1,9 +1,7 @@
-"""What the contract tests share: waiting for conditions, engines as objects, drivers as scripts, what a run leaves behind."""
+"""Helpers of the contract tests beside those of the public suite: drivers as scripts, and the remains of a run."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import json
@@ -13,20 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from helmsman.api.scheduler import Scheduler
-from helmsman.controller._aio.event_loop import submit
 from helmsman.rpc_server._process import guardian
+from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
+
+__all__ = ["LIMIT_S", "Engine", "Gate", "held", "is_running", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 30.0
-"""How long a test waits for what must come; a failure and not a measure."""
 
 
 def has_stopped(pid: int) -> bool:
@@ -42,88 +39,6 @@ def stop(pid: int) -> None:
     """SIGSTOP, and wait until it stands still."""
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: has_stopped(pid), f"all threads of process {pid} have stopped")
-
-
-def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait until ``condition`` gives something true and return it; fail with ``what`` when it does not."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {limit_s:g} s: {what}", pytrace=False)
-        time.sleep(0.01)
-    return value
-
-
-class Engine:
-    """An engine in a worker, for short tests."""
-
-    def __init__(self, scheduler: Scheduler, worker_id: str, name: str) -> None:
-        self.scheduler = scheduler
-        self.worker_id = worker_id
-        self.name = name
-
-    @classmethod
-    def create(cls, scheduler: Scheduler, worker_id: str, engine: Any, name: str | None = None, *args: Any) -> Engine:
-        """Create it and return it."""
-        asyncio.run(scheduler.create_engine(worker_id, engine, name, *args))
-        return cls(scheduler, worker_id, name or worker_id)
-
-    def call(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
-        """Call a method."""
-        return self.scheduler.call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
-
-    def acall(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
-        """The coroutine of a call."""
-        return self.scheduler.async_call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
-
-    def begin(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """Start a call and return its future."""
-        return submit(self.acall(method, *args, timeout=timeout, **kwargs))
-
-
-class Gate:
-    """Two files by which a test holds an engine inside a call: the engine makes one, the test the other."""
-
-    def __init__(self, folder: Path, name: str = "gate") -> None:
-        self.started = str(folder / f"{name}-started")
-        self.release = str(folder / f"{name}-release")
-
-    @property
-    def files(self) -> tuple[str, str]:
-        """Arguments of the engines' waiting methods."""
-        return self.started, self.release
-
-    def wait_started(self) -> None:
-        """Wait until the engine is inside."""
-        wait_until(lambda: os.path.exists(self.started), "the engine began its call")
-
-    def open(self) -> None:
-        """Let the engine go on. Idempotent."""
-        Path(self.release).touch()
-
-
-@contextlib.contextmanager
-def held(
-    engine: Engine, gate: Gate, method: str = "wait", timeout: float = LIMIT_S
-) -> Iterator[concurrent.futures.Future[Any]]:
-    """Hold an engine inside a call; it is let go at the end, whatever happens."""
-    future = engine.begin(method, *gate.files, timeout=timeout)
-    try:
-        gate.wait_started()
-        yield future
-    finally:
-        gate.open()
-
-
-# --- processes ----------------------------------------------------------------------------------------------------------
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_gone(pids: dict[str, int], limit_s: float = 10.0) -> None:

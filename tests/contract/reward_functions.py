@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.contract.engines import WAIT_LIMIT_S, wait_for_file
+from helmsman.testing.contract_engine import WAIT_LIMIT_S, wait_for_file
 
 
 def act(item: Any, *details: Any) -> Any:

@@ -18,17 +18,9 @@ from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, Forking
-from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, held, is_running, wait_until
+from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wait_until
 
 pytestmark = pytest.mark.also_apart
-
-
-def test_arguments_and_results(engine: Engine) -> None:
-    assert engine.call("echo", 1, "two", three=[3.0, None]) == ((1, "two"), {"three": [3.0, None]})
-    assert engine.call("echo", None) is None
-    assert engine.call("async_add", 4) == 4
-    assert engine.call("add", number=1) == 5
-    assert asyncio.run(engine.acall("add")) == 6
 
 
 def test_the_default_engine_name_is_the_workers_id(scheduler: Scheduler, role: str) -> None:
@@ -38,21 +30,6 @@ def test_the_default_engine_name_is_the_workers_id(scheduler: Scheduler, role: s
     asyncio.run(scheduler.create_engine(worker, "tests.contract.engines.Counter", "by-path", 7))
     asyncio.run(scheduler.create_engine(worker, "tests.contract.engines:Counter", "by-colon"))
     assert scheduler.call_engine(worker, "add", "by-path") == 8
-
-
-def test_synchronous_calls_run_in_order_on_one_thread(engine: Engine, peer: Engine, gate: Gate) -> None:
-    with held(engine, gate) as running:
-        queued = [engine.begin("note", str(index)) for index in range(50)]
-        assert peer.call("add") == 1, "the other worker is not held up"
-    for future in (running, *queued):
-        future.result(timeout=LIMIT_S)
-    assert engine.call("entries") == [str(index) for index in range(50)]
-    large = [engine.begin("note_size", bytearray(4 << 20) if index % 5 == 0 else index) for index in range(20)]
-    for future in large:
-        future.result(timeout=LIMIT_S)
-    sizes = [str(4 << 20) if index % 5 == 0 else str(index) for index in range(20)]
-    assert engine.call("entries")[50:] == sizes, "arguments that take longer to be packed are not overtaken"
-    assert len({engine.call("thread") for _ in range(5)}) == 1
 
 
 def test_calls_from_many_threads_and_from_an_event_loop_at_once(engine: Engine, peer: Engine) -> None:
@@ -67,14 +44,6 @@ def test_calls_from_many_threads_and_from_an_event_loop_at_once(engine: Engine, 
         results = [future.result(timeout=LIMIT_S) for future in futures]
     assert len(results) == 2 * from_threads
     assert engine.call("add", 0) == peer.call("add", 0) == from_threads + from_loop
-
-
-def test_async_methods_run_many_at_once(engine: Engine, gate: Gate) -> None:
-    calls = [engine.begin("async_wait", *gate.files) for _ in range(100)]
-    gate.wait_started()
-    assert engine.call("async_add", 0) >= 1
-    gate.open()
-    assert max(call.result(timeout=LIMIT_S) for call in calls) == 100
 
 
 def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
@@ -140,48 +109,12 @@ def test_environments_are_apart(scheduler: Scheduler, role: str, monkeypatch: py
     assert len({engine.call("pid") for engine in engines}) == 2
 
 
-def test_ports_are_leased_to_each_worker(scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(port_count=4)]))
-    workers = scheduler.get_workers(role)
-    ports = [int(port) for worker in workers for port in worker.engine_ports]
-    assert len(ports) == len(set(ports)) == 12
-    assert all(20_000 <= port < 65_536 for port in ports)
-    assert [worker.id for worker in workers] == [f"{role}/{index}" for index in range(3)]
-    assert all(worker.ip for worker in workers)
-
-
 def test_engines_are_destroyed_before_their_workers(scheduler: Scheduler, role: str, tmp_path: Path) -> None:
     workers = scheduler.create_workers(Job(role=role, replicas=2))
     for index, worker in enumerate(workers):
         Engine.create(scheduler, worker, Counter).call("announce_destroy", str(tmp_path / str(index)))
     scheduler.delete_workers(role, reverse_order=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-
-
-@pytest.mark.parametrize(
-    "operation", ["call", "async call", "create_workers", "get_workers", "delete_workers", "stacks", "fork"]
-)
-def test_use_after_close(backend: str, tmp_path: Path, operation: str) -> None:
-    if backend == "ray":
-        import ray
-
-        assert ray.is_initialized(), "the scheduler below shares the cluster of the session"
-    scheduler = make_scheduler(backend, log_dir=tmp_path)
-    scheduler.close()
-    scheduler.close()
-    assert scheduler.status() == []
-    uses: dict[str, Callable[[], object]] = {
-        "call": lambda: scheduler.call_engine("a/0", "add"),
-        "async call": lambda: asyncio.run(scheduler.async_call_engine("a/0", "add")),
-        "create_workers": lambda: scheduler.create_workers(Job(role="a")),
-        "get_workers": lambda: scheduler.get_workers("a"),
-        "delete_workers": lambda: scheduler.delete_workers("a"),
-        "stacks": lambda: scheduler.stacks("a"),
-        "fork": lambda: scheduler.fork_workers("b", "a"),
-    }
-    with pytest.raises(errors.SchedulerClosedError, match="is closed"):
-        uses[operation]()
-    scheduler.delete_workers()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -241,18 +174,6 @@ def test_a_thread_goes_on_with_large_calls_when_the_main_one_has_ended(run_drive
     assert driver.wait() == 0
 
 
-def test_a_second_scheduler_beside_the_first(backend: str, engine: Engine, tmp_path: Path) -> None:
-    with make_scheduler(backend, log_dir=tmp_path) as other:
-        assert other.create_workers(Job(role="shared")) == ["shared/0"], "names are of a run"
-        mine = Engine.create(other, "shared/0", Counter, "mine")
-        assert mine.call("add") == 1
-        with pytest.raises(errors.EngineNotFoundError):
-            engine.scheduler.call_engine(engine.worker_id, "add", "mine")
-        with pytest.raises(errors.EngineNotFoundError):
-            other.call_engine("shared/0", "add", engine.name)
-    assert engine.call("add") == 1, "and closing one leaves the other"
-
-
 def test_close_from_one_thread_while_another_calls(backend: str, tmp_path: Path, gate: Gate) -> None:
     if backend == "inline":
         pytest.skip("inline: one process, whose engines cannot be ended in the middle of a call")
@@ -273,25 +194,6 @@ def test_close_from_one_thread_while_another_calls(backend: str, tmp_path: Path,
     scheduler.close()
     thread.join(LIMIT_S)
     assert [type(error) for error in outcome] == [errors.WorkerFailedError]
-
-
-@pytest.mark.slow
-def test_the_driver_loads_no_torch_and_resolves_no_platform(backend: str, run_driver: Callable[..., Driver]) -> None:
-    if backend == "inline":
-        pytest.skip("inline: engines run in the driver")
-    driver = run_driver(
-        """
-with make() as scheduler:
-    scheduler.create_workers(Job(role="a"))
-    asyncio.run(scheduler.create_engine("a/0", "tests.contract.drawing.Drawing"))
-    scheduler.call_engine("a/0", "draw")
-    from helmsman.api.platforms import current_platform
-    tell(torch="torch" in sys.modules, resolved=current_platform.is_resolved())
-"""
-    )
-    assert driver.facts() == {"torch": False, "resolved": False}
-    assert driver.wait() == 0
-    driver.wait_nothing_left()
 
 
 def test_create_engine_by_a_callable(scheduler: Scheduler, shared_workers: list[str]) -> None:

@@ -20,7 +20,7 @@ from helmsman.controller._training.recovery_policy import RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, wait_for_file
-from tests.contract.helpers import Engine, Gate, held, is_running, stop, wait_gone, wait_until
+from tests.contract.helpers import Engine, Gate, is_running, stop, wait_gone, wait_until
 from tests.controller.engines import CountingRollout, RecordingTrainer
 
 pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
@@ -145,29 +145,6 @@ def test_worker_death_names_what_its_controller_offers(scheduler: Scheduler, rol
         Engine.create(scheduler, worker, Counter).call("die", "exit 3")
 
 
-def test_every_call_in_flight_fails(scheduler: Scheduler, role: str, gate: Gate) -> None:
-    (worker,) = scheduler.create_workers(Job(role=role))
-    engine = Engine.create(scheduler, worker, Counter)
-    pid = engine.call("pid")
-    with held(engine, gate) as running:
-        queued = [engine.begin("add") for _ in range(3)]
-        suspended = engine.begin("async_wait", gate.started, gate.release)
-
-        async def awaited() -> None:
-            await engine.acall("add")
-
-        wait_until(lambda: _num_queued(scheduler, worker) == 3, "calls queue up")
-        os.kill(pid, signal.SIGKILL)
-        for future in (running, suspended, *queued):
-            with pytest.raises(errors.WorkerFailedError) as caught:
-                future.result(timeout=NOTICE_LIMIT_S)
-            assert caught.value.exit_signal == signal.SIGKILL
-            assert caught.value.running == f"{worker}.wait", "the call that ran longest, not the one that asks"
-            assert caught.value.running_s is not None
-        with pytest.raises(errors.WorkerFailedError):
-            asyncio.run(awaited())
-
-
 @pytest.mark.parametrize("operation", ["delete_workers", "restart_worker"])
 def test_a_call_of_a_worker_that_its_scheduler_ends_says_so(
     scheduler: Scheduler, role: str, gate: Gate, operation: str
@@ -184,11 +161,6 @@ def test_a_call_of_a_worker_that_its_scheduler_ends_says_so(
         running.result(timeout=NOTICE_LIMIT_S)
     assert caught.value.cause == f"was ended by {operation}"
     assert "SIGKILL" not in str(caught.value)
-
-
-def _num_queued(scheduler: Scheduler, worker: str) -> int:
-    health = {status.worker_id: status.health for status in scheduler.status()}[worker]
-    return health.num_queued if health is not None else -1
 
 
 def test_a_worker_dies_in_a_constructor(scheduler: Scheduler, role: str) -> None:

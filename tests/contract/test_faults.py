@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 
-from helmsman import DropNode, FaultPlan, Hang, Kill, Slow
 from helmsman.api import errors
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts
 from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
 from tests.contract.conftest import OPTIONS, TIMEOUTS
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, has_stopped, held, is_running, wait_gone, wait_until
@@ -57,7 +57,7 @@ def _helpers(pid: int) -> dict[str, int]:
     found = {}
     for child in psutil.Process(pid).children():
         try:
-            is_helper = child.status() == psutil.STATUS_ZOMBIE or "stopper.py" in " ".join(child.cmdline())
+            is_helper = child.status() == psutil.STATUS_ZOMBIE or "pause_helper.py" in " ".join(child.cmdline())
         except psutil.ZombieProcess:
             is_helper = True
         except psutil.NoSuchProcess:

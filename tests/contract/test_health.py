@@ -38,33 +38,6 @@ def _health(engine: Engine) -> WorkerHealth:
     return status.health
 
 
-@pytest.mark.parametrize("method", ["wait", "spin"])
-def test_health_during_a_call(engine: Engine, gate: Gate, method: str) -> None:
-    if method == "spin" and type(engine.scheduler).__name__ == "InlineScheduler":
-        pytest.skip("inline: script and engines share one interpreter's lock, so a busy engine makes the script itself slow")
-    before = _health(engine)
-    assert (before.running, before.running_s) == (None, None)
-    with held(engine, gate, method) as running:
-        began = time.monotonic()
-        health = _health(engine)
-        assert health.running == f"{engine.name}.{method}"
-        assert health.running_s is not None
-        assert health.running_s <= time.monotonic() - began + LIMIT_S
-        assert engine.scheduler.get_workers("shared", timeout=LIMIT_S)[0].id == engine.worker_id
-        queued = engine.begin("add")
-        later = _health(engine)
-        assert later.running_s is not None
-        assert later.running_s > health.running_s, "since when is told, and moves on"
-        assert later.num_calls > before.num_calls
-        stacks = engine.scheduler.stacks("shared")
-        assert 'engines.py", line' in stacks[engine.worker_id]
-        assert f"in {method}\n" in stacks[engine.worker_id]
-        assert "thread" in stacks["shared/1"]
-    running.result(timeout=LIMIT_S)
-    queued.result(timeout=LIMIT_S)
-    wait_until(lambda: _health(engine).running is None, "the thread is idle")
-
-
 def test_one_worker_is_asked_also_beside_a_long_call(engine: Engine, gate: Gate) -> None:
     asyncio.run(engine.scheduler.check_health(engine.worker_id))
     with held(engine, gate, "wait") as running:

@@ -74,7 +74,7 @@ def test_the_driver_is_killed_while_its_workers_stand_still(run_driver: Callable
     """As a fault plan makes them: what is stopped neither notices an end nor heeds SIGTERM, and its helper lives beside it."""
     driver = run_driver(
         """
-from helmsman import FaultPlan, Hang, Slow
+from helmsman.testing import FaultPlan, Hang, Slow
 scheduler = make()
 scheduler.create_workers(Job(role="a", replicas=2))
 pids = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import inspect
 import itertools
 import os
 import signal
@@ -22,72 +21,11 @@ from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._schedulers.base import Call
 from helmsman.rpc_server._wire.segments import drop_spares
-from tests.contract import engines
 from tests.contract.engines import Counter, Slow
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, stop, wait_until
 
 _names = (f"late-{number}" for number in itertools.count())
 LATE_S = 0.2
-
-
-def _line_of(text: str) -> int:
-    lines = inspect.getsource(engines).splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
-
-
-def _state(engine: Engine) -> WorkerState:
-    return {status.worker_id: status.state for status in engine.scheduler.status()}[engine.worker_id]
-
-
-@pytest.mark.parametrize("awaited", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("method", ["wait", "async_wait"])
-def test_a_call_that_outlives_its_time_out(engine: Engine, gate: Gate, method: str, awaited: bool) -> None:
-    before = _state(engine)
-
-    def call() -> None:
-        if awaited:
-            asyncio.run(engine.acall(method, *gate.files, timeout=LATE_S))
-        else:
-            engine.call(method, *gate.files, timeout=LATE_S)
-
-    with pytest.raises(errors.CallTimeoutError) as caught:
-        call()
-    error = caught.value
-    assert (before, _state(engine)) == (WorkerState.READY, WorkerState.MARKED)
-    assert isinstance(error, TimeoutError)
-    assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
-    assert error.limit_s == LATE_S <= error.elapsed_s
-    assert error.worker_alive
-    text = str(error)
-    for fact in (
-        f"{engine.name}.{method}",
-        "limit 0.20 s, set by the call's timeout argument",
-        "was not sent again",
-        "is alive",
-    ):
-        assert fact in text
-    if method == "wait":
-        assert f"line {_line_of('the line that a time-out shows')}, in wait" in error.stack
-        assert "wait_for_file" in error.stack
-    else:
-        assert "in async_wait" in error.stack
-    assert "helmsman/rpc_server" not in error.stack
-    gate.open()
-    wait_until(lambda: _state(engine) is WorkerState.READY, "the late call ends and the worker is ready again")
-    assert engine.call("add", 0) == 1, "it ran once"
-
-
-def test_a_call_queued_behind_another_is_withdrawn(engine: Engine, gate: Gate) -> None:
-    with held(engine, gate) as running:
-        with pytest.raises(errors.CallTimeoutError) as caught:
-            engine.call("add", 100, timeout=LATE_S)
-        assert f"had not begun behind {engine.name}.wait" in str(caught.value)
-        assert "was withdrawn" in str(caught.value)
-        assert "in wait" in caught.value.stack, "what it waited behind"
-        assert _state(engine) is WorkerState.READY, "nothing late occupies the worker"
-        gate.open()
-        assert running.result(timeout=LIMIT_S) == 1
-    assert engine.call("add", 0) == 1, "the withdrawn call never ran"
 
 
 @pytest.mark.not_on("inline", "the arguments stay in this process")
@@ -131,21 +69,8 @@ def test_a_constructor_that_outlives_its_time_out(
     assert "in __init__" in caught.value.stack
     gate.open()
     late = Engine(scheduler, shared_workers[0], name)
-    wait_until(lambda: _state(late) is WorkerState.READY, "the constructor ends")
+    wait_until(lambda: late.state is WorkerState.READY, "the constructor ends")
     assert late.call("ready"), "it was begun once, and what it made is there"
-
-
-def test_many_late_calls_run_once_each(engine: Engine, gate: Gate) -> None:
-    with held(engine, gate, "async_wait"):
-
-        async def all_late() -> list[object]:
-            late = (engine.acall("async_wait", *gate.files, timeout=LATE_S) for _ in range(20))
-            return await asyncio.gather(*late, return_exceptions=True)
-
-        outcomes = asyncio.run(all_late())
-    assert all(isinstance(outcome, errors.CallTimeoutError) for outcome in outcomes)
-    wait_until(lambda: _state(engine) is WorkerState.READY, "all have ended")
-    assert engine.call("add", 0) == 21
 
 
 def test_a_time_out_shorter_than_the_way_there(engine: Engine) -> None:
@@ -158,24 +83,10 @@ def test_a_time_out_shorter_than_the_way_there(engine: Engine) -> None:
             )
         except errors.CallTimeoutError as error:
             outcome = error
-        wait_until(lambda: _state(engine) is WorkerState.READY, "it is over")
+        wait_until(lambda: engine.state is WorkerState.READY, "it is over")
         after = engine.call("add", 0)
         assert after in (before, before + 1)
         assert isinstance(outcome, errors.CallTimeoutError) or after == outcome
-
-
-def test_cancelling_an_awaited_call_neither_undoes_nor_repeats_it(engine: Engine, gate: Gate) -> None:
-    async def cancel() -> None:
-        call = asyncio.ensure_future(engine.acall("wait", *gate.files))
-        await asyncio.to_thread(gate.wait_started)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-
-    asyncio.run(cancel())
-    assert {s.worker_id: s for s in engine.scheduler.status()}[engine.worker_id].health is not None
-    gate.open()
-    assert engine.call("add", 0) == 1
 
 
 HOWS = ["sync", "async", "group"]
@@ -223,7 +134,7 @@ def test_limit_holds_for_a_stopped_worker_and_its_stack_is_logged_later(
         late = wait_until(lambda: [each for each in caplog.messages if ".add timed out after" in each], "the stack is logged")
         assert "had not begun behind" in late[0]
         assert "in wait" in late[0], "what it waited behind"
-        wait_until(lambda: _state(engine) is WorkerState.READY, "the withdrawn call occupies nothing")
+        wait_until(lambda: engine.state is WorkerState.READY, "the withdrawn call occupies nothing")
         gate.open()
         assert running.result(timeout=LIMIT_S) == 1
     assert engine.call("add", 0) == 1, "the withdrawn call never ran"
@@ -236,7 +147,7 @@ def test_call_that_ends_just_before_its_limit_returns_its_result(engine: Engine,
     wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
     gate.open()
     assert future.result(timeout=LIMIT_S) in (1, [1])
-    assert _state(engine) is WorkerState.READY
+    assert engine.state is WorkerState.READY
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -288,24 +199,6 @@ def test_worker_that_dies_before_the_limit_is_blamed_for_the_call(own: tuple[Eng
     with pytest.raises(errors.WorkerFailedError) as caught:
         future.result(timeout=LIMIT_S)
     assert (caught.value.method, caught.value.running) == ("wait", f"{engine.worker_id}.wait")
-
-
-@pytest.mark.not_on("inline", "one process, it cannot be stopped without the test")
-def test_get_workers_has_one_deadline_for_all(scheduler: Scheduler, role: str) -> None:
-    """Every worker is late; one deadline after another would take as many times as long."""
-    workers = scheduler.create_workers(Job(role=role, replicas=2))
-    pids = [Engine.create(scheduler, worker, Counter).call("pid") for worker in workers]
-    for pid in pids:
-        stop(pid)
-    started = time.monotonic()
-    try:
-        with pytest.raises(errors.CallTimeoutError):
-            scheduler.get_workers(role, timeout=1.0)
-        assert time.monotonic() - started < 1.9
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-    assert [worker.id for worker in scheduler.get_workers(role)] == workers
 
 
 def test_a_limit_that_is_no_number_is_refused_before_anything_is_sent(engine: Engine) -> None:

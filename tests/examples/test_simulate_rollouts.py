@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.simulate_rollouts import POLICIES, main, make_workload, parse, simulate
-from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.testing import run_virtually
 
 SMALL = ["--instances", "8", "--capacity", "16", "--prompts", "32", "--samples", "4"]
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from helmsman import DropNode, FaultPlan
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._faults.injector import FaultRecord
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.testing import DropNode, FaultPlan, FaultRecord
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, is_running, wait_gone
 from tests.multinode.conftest import Nodes, gpu_node

@@ -23,12 +23,12 @@ from typing import Any, Literal
 from helmsman.api.errors import (
     CallError,
     DeviceMemoryError,
+    DevicesNotOwnedError,
     EngineCallError,
     EngineExistsError,
     EngineNotFoundError,
     GroupCallError,
     HelmsmanError,
-    OutOfTurnError,
     RequestsInFlightError,
 )
 from helmsman.api.memory import MemoryFigures
@@ -56,8 +56,8 @@ class Owner(Enum):
 class Turns:
     """Gives the devices that a trainer and a rollout share to one of them at a time.
 
-    What needs them out of turn is refused with OutOfTurnError; what finds no room on them raises DeviceMemoryError, with both
-    sides' figures. Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
+    A call that needs them out of turn raises DevicesNotOwnedError; one that finds no room on them raises DeviceMemoryError,
+    with both sides' figures. Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
 
     Args:
         trainer, rollout: initialized. Where they do not fit beside each other at the start, put the trainer to sleep before the
@@ -178,14 +178,14 @@ class Turns:
     # --- asked by the controllers -----------------------------------------------------------------------------------------
 
     def require(self, role: str, method: str) -> None:
-        """Raise OutOfTurnError unless it is this role's turn."""
+        """Raise DevicesNotOwnedError unless it is this role's turn."""
         wanted = Owner.TRAINER if role == self._trainer.role else Owner.ROLLOUT
         if self.owner is wanted or (wanted is Owner.ROLLOUT and self._hold_requests):
             return
         verb = "to_training()" if wanted is Owner.TRAINER else "to_rollout()"
         block = "training()" if wanted is Owner.TRAINER else "rollout()"
         next_step = f"Call {verb} of its Turns first, or do it in a block 'with turns.{block}:'."
-        raise OutOfTurnError(role=role, method=method, owner=self._whose(), next_step=next_step)
+        raise DevicesNotOwnedError(role=role, method=method, owner=self._whose(), next_step=next_step)
 
     async def explain(self, error: BaseException) -> None:
         """Raise DeviceMemoryError from an error that comes from devices without room."""

@@ -1,7 +1,7 @@
 """GenerateScheduler: owns every generation request from its submission to its one end.
 
 Everything here runs on one event loop, so nothing is locked; but whatever was true before an ``await`` is looked at again after
-it. Time is the loop's, so that the same code runs on a virtual clock (virtual_time.py).
+it. Time is the loop's, so that the same code runs on a virtual clock (helmsman.testing.run_virtually).
 """
 
 from __future__ import annotations

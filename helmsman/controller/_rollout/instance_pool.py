@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, JobError, WorkerNotFoundError
+from helmsman.api.errors import InvalidSpecError, JobError, WorkerNotFoundError
 from helmsman.controller._aio.event_loop import await_all, in_own_thread
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.instance import Instance
@@ -54,7 +54,7 @@ class InstancePool:
     async def scale(self, replicas: int, migrate: bool) -> None:
         """Resize to ``replicas`` instances; concurrent calls are serialized. See RolloutController.scale."""
         if replicas < 1:
-            raise InvalidReplicasError(role=self._instances.role, replicas=replicas)
+            raise InvalidSpecError(role=self._instances.role, field="replicas", value=replicas, expected="1 or more")
         async with self._scaling:
             serving = self._instances.requests.instances.keys() - self._leaving
             staying = [each.id for each in self._instances.workers if each.id in serving]  # in rank order, however they came

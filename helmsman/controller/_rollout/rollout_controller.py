@@ -429,7 +429,7 @@ class RolloutController:
         """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
         another does waits for that, drains included.
 
-        Raises: InvalidReplicasError; as these.
+        Raises: InvalidSpecError; as these.
         """
         run_sync(self._pool.scale(replicas, migrate))
 

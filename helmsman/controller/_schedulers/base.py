@@ -25,10 +25,10 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
-from helmsman.controller._faults.injection import inject
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.snapshot import as_node
 from helmsman.controller._schedulers.elastic import ElasticRoles
+from helmsman.controller._schedulers.fault_injection import inject
 from helmsman.controller._schedulers.rendezvous import probe
 from helmsman.controller._transport.base import Outgoing
 from helmsman.controller._transport.client import WorkerClient, encode_arguments, request_ids

@@ -51,7 +51,7 @@ class Ranks:
         return self._controller.workers
 
     async def call(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
-        """Call ranks; see call_all. Raises also: OutOfTurnError, DeviceMemoryError."""
+        """Call ranks; see call_all. Raises also: DevicesNotOwnedError, DeviceMemoryError."""
         if (turn := self._turn()) is not None and method in _NEEDS_DEVICES:
             turn.require(self.role, method)
         name = self._controller.engine_name

@@ -25,7 +25,7 @@ from helmsman.engines._hf.decode_batch import DecodeBatch
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines._weights.host_swap import Parking
 from helmsman.engines.weight_transfer import incoming
-from helmsman.engines.weights import TornWeightsError, apply_weights
+from helmsman.engines.weights import PartialWeightUpdateError, apply_weights
 
 logger = logging.getLogger(__name__)
 
@@ -330,7 +330,7 @@ class DecodeLoop:
         try:
             with incoming(weights, self._weight_group) as arriving:
                 apply_weights(self._model, arriving)
-        except TornWeightsError:
+        except PartialWeightUpdateError:
             self.state = self.state.after(WeightEvent.TORN)
             raise
         self._version, self.state = version, self.state.after(WeightEvent.UPDATED)

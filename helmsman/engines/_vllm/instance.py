@@ -24,7 +24,7 @@ from helmsman.engines._vllm import versions
 from helmsman.engines._vllm.request import Flight, seed_of
 from helmsman.engines._vllm.transfer import VLLMTransfer
 from helmsman.engines.vllm_config import VLLMConfig
-from helmsman.engines.weights import TornWeightsError
+from helmsman.engines.weights import PartialWeightUpdateError
 
 T = TypeVar("T")
 
@@ -255,7 +255,7 @@ class VLLMInstance:
             try:
                 await self._stop_decoding()
                 await self._transfer.carry(weights, self._on_all_ranks)
-            except TornWeightsError:
+            except PartialWeightUpdateError:
                 self._on(WeightEvent.TORN)
                 raise
             else:

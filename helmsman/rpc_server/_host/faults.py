@@ -1,4 +1,4 @@
-"""What a worker does to itself when its controller wants to see how the run takes it."""
+"""Faults that a worker inflicts on itself at its controller's command."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.rpc_server._wire.messages import FaultOrder
+from helmsman.rpc_server._process import pause_helper
+from helmsman.rpc_server._wire.messages import FaultCommand
 
-_STOPPER = Path(__file__).with_name("stopper.py")
-_STOPPER_ENDS_S = 5.0
+_HELPER_ENDS_S = 5.0
 
 
 class Prepared(NamedTuple):
@@ -26,7 +25,7 @@ class Prepared(NamedTuple):
     ended: str
     """What has lasted until now and has ended for it; '' for nothing."""
     happen: Callable[[], None]
-    """Apart, so that the order can be answered before: afterwards this process may not be able to. Returns, if at all, when the
+    """Separate, so that the command is answered first: afterwards this process may be unable to. Returns, if at all, when the
     fault is over."""
 
 
@@ -35,60 +34,59 @@ class Faults:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stopper: subprocess.Popen[bytes] | None = None
+        self._helper: subprocess.Popen[bytes] | None = None
         self._lasting = ""
 
-    def prepare(self, order: FaultOrder) -> Prepared:
+    def prepare(self, command: FaultCommand) -> Prepared:
         """Make a fault ready. Raises HelmsmanError, OSError where it cannot be."""
-        if order.kind == "kill":
-            return Prepared("", functools.partial(_kill, ends_raylet=order.ends_raylet))
+        if command.kind == "kill":
+            return Prepared("", functools.partial(_kill, ends_raylet=command.ends_raylet))
         if not hasattr(os, "pidfd_open"):
             raise HelmsmanError("a worker can be made to hang, or slow, on Linux only; kill it instead.")
         with self._lock:
             ended = self._end_lasting()
-            stopper = _start_stopper(order)
-            self._stopper, self._lasting = stopper, order.describe()
-        return Prepared(ended, functools.partial(_begin, stopper))
+            helper = _start_helper(command)
+            self._helper, self._lasting = helper, command.describe()
+        return Prepared(ended, functools.partial(_begin, helper))
 
     def _end_lasting(self) -> str:
-        stopper, self._stopper = self._stopper, None
-        if stopper is None or stopper.poll() is not None:
+        helper, self._helper = self._helper, None
+        if helper is None or helper.poll() is not None:
             return ""
-        _tell(stopper, b"e")
-        stopper.wait(_STOPPER_ENDS_S)  # it was stopped by it a last time, perhaps, and goes on
+        _tell(helper, b"e")
+        helper.wait(_HELPER_ENDS_S)  # it was stopped by it a last time, perhaps, and goes on
         return self._lasting
 
 
-def _start_stopper(order: FaultOrder) -> subprocess.Popen[bytes]:
+def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
-    stopper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_STOPPER)],
+    arguments = [str(os.getpid()), repr(command.factor), repr(command.seconds)]
+    helper = subprocess.Popen(
+        [sys.executable, "-I", "-S", pause_helper.__file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
         bufsize=0,
     )
-    assert stopper.stdin is not None
-    assert stopper.stdout is not None
-    with stopper.stdout as said:
-        # Not as arguments: a number there may be that of a port, which is let go of for the child that it is given to.
-        stopper.stdin.write(f"{os.getpid()} {order.factor!r} {order.seconds!r}".encode())
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    with helper.stdout as said:
         if said.read(1) != b"r":
-            raise OSError(f"the helper that stops a worker ended with {stopper.wait()} before it began")
-    return stopper
+            raise OSError(f"the helper that stops a worker ended with {helper.wait()} before it began")
+    return helper
 
 
-def _begin(stopper: subprocess.Popen[bytes]) -> None:
-    _tell(stopper, b"b")
-    stopper.wait()
-    if stopper.stdin is not None:
-        stopper.stdin.close()
+def _begin(helper: subprocess.Popen[bytes]) -> None:
+    _tell(helper, b"b")
+    helper.wait()
+    if helper.stdin is not None:
+        helper.stdin.close()
 
 
-def _tell(stopper: subprocess.Popen[bytes], what: bytes) -> None:
-    assert stopper.stdin is not None
+def _tell(helper: subprocess.Popen[bytes], what: bytes) -> None:
+    assert helper.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and whoever waited for that has closed the pipe
-        stopper.stdin.write(what)
+        helper.stdin.write(what)
 
 
 def _kill(*, ends_raylet: bool) -> None:

@@ -104,7 +104,7 @@ class EngineHost:
                 work = functools.partial(connectivity.reach, *decode(payload))
                 threading.Thread(target=self._answer, args=(request, reply, work), name="reach", daemon=True).start()
             elif request.verb is Verb.FAULT:  # a helper has to start
-                threading.Thread(target=self._suffer, args=(request, payload, reply), name="fault", daemon=True).start()
+                threading.Thread(target=self._apply_fault, args=(request, payload, reply), name="fault", daemon=True).start()
             else:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
@@ -147,7 +147,7 @@ class EngineHost:
         """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
         reply(Reply(request.id, False), encode(errors.HelmsmanError("withdrawn")))
 
-    def _suffer(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
+    def _apply_fault(self, request: Request, payload: Payload, reply: ReplyFn) -> None:
         prepared: list[Prepared] = []
 
         def prepare() -> str:
@@ -353,7 +353,7 @@ class EngineHost:
             if not isinstance(error, (ImportError, AttributeError)):
                 reason += "\n" + traceback_text(error)
             raise errors.EngineImportError(
-                worker_id=self.identity.worker_id, engine_name=name, path=path, reason=reason
+                worker_id=self.identity.worker_id, engine_name=name, engine_path=path, reason=reason
             ) from error
 
     def _destroy_engines(self, names: list[str] | None) -> list[str]:

@@ -43,7 +43,7 @@ class Verb(StrEnum):
     RELEASE = "release"
     """(handle id) -> None."""
     FAULT = "fault"
-    """(FaultOrder) -> str, what it has ended that lasted. The worker does this to itself once it has answered."""
+    """(FaultCommand) -> str, what it has ended that lasted. The worker does this to itself once it has answered."""
     RECEIVED = "received"
     """Without a reply, from transport to transport: the replies to these requests have arrived, and may be forgotten."""
     DESTROY = "destroy"
@@ -118,7 +118,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Accelerators that the worker was granted, which it verifies on the first use of its platform."""
 
 
-class FaultOrder(msgspec.Struct, frozen=True, kw_only=True):
+class FaultCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Argument of FAULT."""
 
     kind: Literal["kill", "stop"]

@@ -11,7 +11,7 @@ from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams, StopReason
 from helmsman.controller._generation.request import RequestState, Ticket
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.testing import run_virtually
 
 P = ParamSpec("P")
 

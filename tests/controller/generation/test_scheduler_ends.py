@@ -13,7 +13,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.retries import RetryGeneration
-from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.testing import run_virtually
 from tests.controller.generation.backends import (
     HeldBackend,
     make_request,

@@ -19,8 +19,7 @@ from helmsman.controller._generation.request import RequestOptions, RequestState
 from helmsman.controller._generation.request_factory import samples_of
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
-from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
 from tests.controller.generation.invariants import end_of
 
 NUM_INSTANCES = 8

@@ -10,7 +10,7 @@ from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._generation.request import RequestState
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
-from helmsman.controller._generation.virtual_time import run_virtually
+from helmsman.testing import run_virtually
 
 POLICY = SupervisionPolicy(probe_every_s=1.0, suspect_s=5.0, dead_s=10.0, max_restarts=1)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import HelmsmanError, InvalidReplicasError, InvalidSpecError, WorkerFailedError, WorkerNotFoundError
+from helmsman.api.errors import HelmsmanError, InvalidSpecError, WorkerFailedError, WorkerNotFoundError
 from helmsman.api.generation import GenerationResult, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.event_loop import background_loop
@@ -156,7 +156,7 @@ def test_the_last_ones_are_not_removed_and_nobody_is_removed_twice(scheduler: Sc
             rollout.remove(["rollout/2"])
         with pytest.raises(WorkerNotFoundError, match="rollout/9"):
             rollout.remove(["rollout/2", "rollout/9"])
-        with pytest.raises(InvalidReplicasError):
+        with pytest.raises(InvalidSpecError, match="replicas is "):
             rollout.scale(0)
         assert _finish(scheduler, rollout, futures) == [[i + 2] for i in range(12)]
         assert first.result(30) is second.result(30) is None
@@ -289,7 +289,7 @@ def test_an_addition_that_fails_leaves_nothing(scheduler: Scheduler, tmp_path: P
         with pytest.raises(HelmsmanError, match="it was told to refuse"):
             rollout.add(2)
         assert _ids(scheduler, rollout) == ["rollout/0"]
-        with pytest.raises(InvalidReplicasError):
+        with pytest.raises(InvalidSpecError, match="replicas is "):
             rollout.add(0)
 
 

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.simulation import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths
-from helmsman.controller._generation.virtual_time import run_virtually
 from helmsman.controller._workflows.episode_runner import EpisodeRunner
 from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
+from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
 from tests.controller.generation.backends import make_request, settle, virtually, waits
 
 

@@ -37,15 +37,17 @@ OF_A_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A scheduler with an embedded cluster."""
+    """A scheduler with an embedded cluster, of a script that ignores SIGHUP, as nohup has it."""
+    disposition = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with make_scheduler("ray", address="local", num_cpus=32, log_dir=tmp_path_factory.mktemp("logs")) as scheduler:
+        signal.signal(signal.SIGHUP, disposition)
         yield scheduler
 
 
 @pytest.fixture(scope="module")
 def forkserver(cluster: Any) -> psutil.Process:
     """The parent of its workers."""
-    found = [child for child in psutil.Process().children() if "ray_forkserver" in " ".join(child.cmdline())]
+    found = [child for child in psutil.Process().children() if "_ray_forks.forkserver" in " ".join(child.cmdline())]
     assert len(found) == 1
     return found[0]
 
@@ -193,7 +195,7 @@ def test_a_fork_ends_with_the_process_that_ray_started_for_it(cluster: Any) -> N
 
 
 def _clients() -> set[psutil.Process]:
-    return {each for each in psutil.Process().children(recursive=True) if "ray_fork_client.py" in _command(each)}
+    return {each for each in psutil.Process().children(recursive=True) if "_ray_forks/client.py" in _command(each)}
 
 
 def _command(process: psutil.Process) -> str:

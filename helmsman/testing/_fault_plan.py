@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from helmsman.api.errors import FaultPlanError
 from helmsman.api.faults import DropNode, Fault, Hang, Kill, Slow
 from helmsman.api.scheduler import Scheduler
-from helmsman.controller._faults.injector import Drill
+from helmsman.testing._fault_injector import FaultInjector
 
 _UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _KINDS = ("kill", "hang", "slow", "drop")
 
 
 class FaultPlan:
-    """Faults for a drill, in the order in which they are due.
+    """Faults in the order in which they are due.
 
     Args:
         faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together.
@@ -84,12 +84,12 @@ class FaultPlan:
 
         return cls(drawn())
 
-    def begin(self, scheduler: Scheduler) -> Drill:
-        """Begin a drill on the workers of a scheduler, which need not be there yet.
+    def begin(self, scheduler: Scheduler) -> FaultInjector:
+        """Begin to inject the faults into workers of a scheduler, which need not have started yet.
 
         Raises: FaultsUnsupportedError on a scheduler whose workers are no processes, unless there is nothing to do.
         """
-        return Drill(self.faults, scheduler)
+        return FaultInjector(self.faults, scheduler)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.faults))

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from helmsman import DropNode, FaultPlan, Hang, Kill, Slow
 from helmsman.api.errors import FaultPlanError, FaultsUnsupportedError
 from helmsman.api.faults import Fault
 from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
 from tests.controller.fakes import FakeScheduler
 
 TEXT = """

@@ -1,4 +1,4 @@
-"""Drill: a fault plan under way."""
+"""FaultInjector: a fault plan under way."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from helmsman.api.errors import FaultsUnsupportedError, HelmsmanError
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.scheduler import Scheduler
-from helmsman.controller._aio.event_loop import run_sync
 
 log = logging.getLogger(__name__)
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a fault at one worker."""
+    """The outcome of a fault at one worker."""
 
     at: float
     """When, in seconds since the epoch."""
@@ -34,8 +34,8 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.fault}: {it.worker_id}{where}: {what}"
 
 
-class Drill:
-    """Inflicts the faults of a plan as the script comes to their steps. It never raises for a worker that is not there."""
+class FaultInjector:
+    """Injects the faults of a plan as the script reaches their steps. It never raises for a worker that is missing."""
 
     def __init__(self, faults: Sequence[Fault], scheduler: Scheduler) -> None:
         """See FaultPlan.begin."""
@@ -45,18 +45,21 @@ class Drill:
         self._scheduler = scheduler
         self._has_begun = False
         self.record: list[FaultRecord] = []
-        """What has been inflicted, and what could not be, in its order."""
+        """All records so far, in their order, also of faults that could not be injected."""
 
     def step(self, step: int) -> list[FaultRecord]:
-        """Inflict what is due at a step, and return what became of it; to be called as each step begins.
+        """Inject the faults that are due at a step and return their records; call it as each step begins.
 
-        What is due at steps that were left out since the last call is due now; what was due before the first call is left out,
-        since a run that is resumed has had it. Each fault happens once.
+        Faults of steps that were skipped since the last call are due now. Those due before the first call are left out, since a
+        resumed run has had them. Each fault happens once.
         """
-        return run_sync(self.astep(step)) if self._pending else []
+        if not self._pending:
+            return []
+        with ThreadPoolExecutor(1, "helmsman-faults") as pool:  # the caller's thread may run an event loop
+            return pool.submit(asyncio.run, self.astep(step)).result()
 
     async def astep(self, step: int) -> list[FaultRecord]:
-        """As step, awaited, from any event loop."""
+        """Inject the faults that are due at a step, as ``step`` does, from any event loop."""
         first, self._has_begun = not self._has_begun, True
         due = [fault for fault in self._pending if fault.at_step <= step]
         self._pending = [fault for fault in self._pending if fault.at_step > step]
@@ -77,5 +80,5 @@ class Drill:
     async def _inject(self, fault: Fault) -> list[Injection]:
         try:
             return await self._scheduler.inject(fault)
-        except HelmsmanError as error:  # the worker is not there, or the scheduler is closed: the drill's matter, not the run's
+        except HelmsmanError as error:  # a missing worker or a closed scheduler goes into the record and does not end the run
             return [Injection(worker_id=fault.worker_id, pid=None, node="", done=False, outcome=str(error))]

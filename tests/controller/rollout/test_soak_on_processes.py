@@ -23,7 +23,6 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from helmsman import Hang, Kill, Slow
 from helmsman.api.errors import HelmsmanError, RequestDeadlineError, WorkerNotFoundError
 from helmsman.api.faults import Fault
 from helmsman.api.generation import GenerationResult
@@ -35,6 +34,7 @@ from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.rpc_server._host.inspection import task_stack
+from helmsman.testing import Hang, Kill, Slow
 from tests.contract.helpers import wait_until
 from tests.controller.generation.invariants import end_of
 from tests.controller.generation.pure_rollout import MAX_NEW_TOKENS, make_request, tokens_of

@@ -1,4 +1,4 @@
-"""What the controller does to inflict a fault: it asks the worker, which does it to itself."""
+"""Driver side of Scheduler.inject: ask the worker, which inflicts the fault on itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
 from helmsman.controller._aio.event_loop import in_thread
 from helmsman.controller._placement.place import Place
 from helmsman.controller._transport.client import WorkerClient
-from helmsman.rpc_server._wire.messages import FaultOrder, Verb
+from helmsman.rpc_server._wire.messages import FaultCommand, Verb
 
 
 async def inject(
@@ -24,28 +24,28 @@ async def inject(
         why_node_stays: tells why the node at a place cannot be dropped itself; '' when it can. It may block.
     """
     if not isinstance(fault, DropNode):
-        return [await _inflict(target, _order(fault))]
+        return [await _inflict(target, _command(fault))]
     why = await in_thread(why_node_stays, target.place)
     there = {client: None for client in clients if client.place.node_id == target.place.node_id}
     found = await asyncio.gather(*(_health(client) for client in there))
     living = [client for client, problem in zip(there, found, strict=True) if problem is None]
     node = f"; the node itself stays: {why}" if why else "; its raylet was killed, too"
     inflicted = await asyncio.gather(
-        *(_tell(client, FaultOrder(kind="kill", ends_raylet=not why and client is living[0]), node) for client in living)
+        *(_tell(client, FaultCommand(kind="kill", ends_raylet=not why and client is living[0]), node) for client in living)
     )
     spared = [problem for problem in found if problem is not None]
     return [*inflicted, *spared]
 
 
-def _order(fault: Kill | Hang | Slow) -> FaultOrder:
+def _command(fault: Kill | Hang | Slow) -> FaultCommand:
     if isinstance(fault, Kill):
-        return FaultOrder(kind="kill")
+        return FaultCommand(kind="kill")
     factor = fault.factor if isinstance(fault, Slow) else math.inf
-    return FaultOrder(kind="stop", factor=factor, seconds=math.inf if fault.seconds is None else fault.seconds)
+    return FaultCommand(kind="stop", factor=factor, seconds=math.inf if fault.seconds is None else fault.seconds)
 
 
-async def _inflict(client: WorkerClient, order: FaultOrder) -> Injection:
-    return await _health(client) or await _tell(client, order)
+async def _inflict(client: WorkerClient, command: FaultCommand) -> Injection:
+    return await _health(client) or await _tell(client, command)
 
 
 async def _health(client: WorkerClient) -> Injection | None:
@@ -61,10 +61,10 @@ async def _health(client: WorkerClient) -> Injection | None:
     return None
 
 
-async def _tell(client: WorkerClient, order: FaultOrder, more: str = "") -> Injection:
-    what = order.describe() + more
+async def _tell(client: WorkerClient, command: FaultCommand, more: str = "") -> Injection:
+    what = command.describe() + more
     try:
-        ended = await client.control(Verb.FAULT, order)
+        ended = await client.control(Verb.FAULT, command)
     except (WorkerFailedError, CallTimeoutError):
         # It was there just now. By way of Ray, its answer may be lost with it, or wait until it goes on.
         return _injection(client, True, what)

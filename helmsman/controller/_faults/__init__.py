@@ -1,1 +1,0 @@
-"""Fault injection: plans, the injector, and the check of each fault."""
