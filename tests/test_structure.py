@@ -21,11 +21,10 @@ LARGE = {
     "Cluster",
 }
 DEEP = {
-    *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler", "LocalTransport", "RayTransport"),
+    *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler"),
 }
 CYCLIC = {
     ("api.dispatch", "api.worker_group"),
-    ("controller._transport.client", "controller._transport.pending_call"),
     ("engines._models.checkpoint", "engines._models.model"),
     ("engines._server.dialects", "engines._server.sglang"),
 }

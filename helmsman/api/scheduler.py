@@ -483,8 +483,8 @@ class Scheduler(abc.ABC):
         """Ask a worker whether it is there; it answers beside a call that runs.
 
         A worker that does not answer within half a second is observed from outside, so that its health is known within a
-        second. This needs Linux, and on Ray a worker on this machine or direct connections (``direct_calls``). Inline workers
-        share the script's interpreter, so a lock that is held there holds up the script, too.
+        second. This needs Linux. Inline workers share the script's interpreter, so a lock that is held there holds up the
+        script, too.
 
         Args:
             timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.

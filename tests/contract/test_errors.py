@@ -18,8 +18,7 @@ from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._schedulers.base import Call
 from helmsman.controller._transport.base import Outgoing
-from helmsman.controller._transport.client import request_ids
-from helmsman.controller._transport.pending_call import FutureExchange
+from helmsman.controller._transport.client import await_reply, request_ids
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb
 from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
@@ -283,7 +282,6 @@ def test_forgotten_engine_name_is_explained(engine: Engine) -> None:
     assert engine.call("add") == 1
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: Engine) -> None:
     client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
@@ -291,7 +289,7 @@ def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: En
 
     async def send() -> object:
         request = Request(next(request_ids), Verb.CALL, 5, "add")  # type: ignore[arg-type]
-        return await FutureExchange.begun(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
+        return await await_reply(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
 
     for _ in range(3):
         with pytest.raises(errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"):
@@ -300,7 +298,6 @@ def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: En
     assert engine.call("pid") == pid
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_that_cannot_be_encoded_takes_no_number(engine: Engine) -> None:
     for method in ("\ud800", "add\udfff"):
