@@ -26,18 +26,17 @@ from helmsman.controller._node.devices import physical_ids, visibility
 from helmsman.controller._placement.place import Place, in_device_order
 from helmsman.controller._placement.resources import ACCELERATORS, Resources, show
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._ray_backend.before_import import choose_authentication, outliving_the_raylet
 from helmsman.controller._ray_backend.embedded import (
     blocking,
     bounded,
-    choose_authentication,
-    connect,
     current,
     end_embedded_ray,
     forget_lost,
     is_own_node,
-    outliving_the_raylet,
     script_is_failing,
 )
+from helmsman.controller._ray_backend.embedded_start import connect
 from helmsman.controller._ray_backend.process_watch import EmbeddedRay
 from helmsman.controller._schedulers.base import SchedulerBase
 from helmsman.controller._schedulers.role import Role, rank_of

@@ -1,6 +1,6 @@
 """Stands where the raylet of an embedded cluster starts a Python worker, and has the fork server make one.
 
-Run as ``python -I -S ray_fork_client.py SETUP_WORKER DEFAULT_WORKER ...``, with Ray's own arguments. It imports nothing that is
+Run as ``python -I -S client.py SETUP_WORKER DEFAULT_WORKER ...``, with Ray's own arguments. It imports nothing that is
 not built into the interpreter, so it is there in a few milliseconds. It hands its arguments, environment, folder and standard
 streams to the fork server, and lives as long as the worker does: the raylet, which knows this process as the one that it has
 started, may kill it, and the worker ends with it. Where the fork server refuses, or is not there, it becomes what Ray would
