@@ -26,11 +26,8 @@ DEEP = {
     *("RolloutController", "RolloutInstances", "RolloutWeights"),
 }
 CYCLIC = {
-    ("api.dispatch", "api.worker_group"),
     ("controller._generation.instance", "controller._generation.request"),
     ("controller._transport.client", "controller._transport.pending_call"),
-    ("engines._models.checkpoint", "engines._models.model"),
-    ("engines._server.dialects", "engines._server.sglang"),
 }
 KINDS_ASKED_FOR = {"controller._roles.call_all", "controller._weight_sync.sync", "controller._worker_groups.cluster"}
 INTIMATE = {

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
-from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
+from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec
 from helmsman.api.errors import (
     CallTimeoutError,
     DispatchError,
@@ -31,7 +31,7 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.api.topology import RankInfo
-from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
+from helmsman.api.worker_group import GroupFuture, Options, RegisteredMethod, WorkerGroup
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.rank_environment import rank_environment
 from helmsman.controller._roles.role_controller import RoleController
