@@ -6,6 +6,7 @@ Their far end is one EchoProcess; the controller's side, down to a socket for ea
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -17,17 +18,15 @@ from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.single_machine import ADDRESS, OneMachine, without_selectors
 from helmsman.controller._placement.snapshot import ClusterSnapshot
 from helmsman.controller._schedulers.base import SchedulerBase
-from helmsman.controller._schedulers.local import LocalProcess, LocalTransport
 from helmsman.controller._transport.base import Ending
+from helmsman.controller._transport.channel import Channel, ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import HandleStore, SegmentStore
+from helmsman.rpc_server._wire import auth
 
 
-class _Process(LocalProcess):
+class _Process:
     """The end of a worker that has no process of its own."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
 
     async def kill(self) -> None:
         """Nothing is to be ended."""
@@ -35,7 +34,11 @@ class _Process(LocalProcess):
     async def wait_ended(self, limit_s: float) -> None:
         """It has."""
 
-    async def ending(self) -> Ending:
+    async def observe(self, limit_s: float) -> bytes:
+        """Nothing can be observed."""
+        return b""
+
+    async def ending(self, lost_because: str) -> Ending:
         """As a worker's that was killed."""
         return Ending("was simulated")
 
@@ -47,7 +50,7 @@ class SimulatedScheduler(SchedulerBase):
         super().__init__()
         self._echo = echo
         self._machine = OneMachine(num_gpus=0)
-        self.transports: list[LocalTransport] = []
+        self.transports: list[ChannelTransport] = []
 
     @property
     def n_gpus_per_node(self) -> int:
@@ -76,7 +79,10 @@ class SimulatedScheduler(SchedulerBase):
         resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
         async def connect(rank: int, place: Place) -> WorkerClient:
-            transport = await LocalTransport.open(self._echo.path, self._echo.key, _Process())
+            connecting = functools.partial(auth.connect, self._echo.path, self._echo.key, 30.0)
+            channel = Channel(f"{job.role}/{rank}", connecting, shares_memory=True)
+            await channel.open()
+            transport = ChannelTransport(channel, _Process())
             resources.push_async_callback(transport.kill)
             self.transports.append(transport)
             identity = self._identity(job, rank, place.node)

@@ -20,6 +20,9 @@ GRACE_S = 10.0
 # In the background of a shell that has it ignored, what the tests start would be deaf to Ctrl-C, too: only that is inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Under nohup: the kernel sends SIGHUP, then SIGCONT to stopped workers whose raylet has exited, and the first must end them.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Inherited by every process that a test causes, also by those that left its process group or were adopted by init.
 os.environ[SESSION_ENV_VAR] = SESSION

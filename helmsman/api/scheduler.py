@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, get_args
 import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.errors import InvalidReplicasError, InvalidSpecError, TaskCountError
+from helmsman.api.errors import InvalidSpecError
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.suggestions import Suggesting
@@ -95,9 +95,14 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         if not self.role or "/" in self.role or self.role != self.role.strip():
             raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
         if self.replicas < 1:
-            raise InvalidReplicasError(role=self.role, replicas=self.replicas)
+            raise InvalidSpecError(role=self.role, field="replicas", value=self.replicas, expected="1 or more")
         if len(self.tasks) not in (1, self.replicas):
-            raise TaskCountError(role=self.role, replicas=self.replicas, num_tasks=len(self.tasks))
+            raise InvalidSpecError(
+                role=self.role,
+                field="the number of tasks",
+                value=len(self.tasks),
+                expected=f"1 spec, which all replicas share, or {self.replicas}, one for each",
+            )
         for spec in self.tasks:
             amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
             for field, amount in (
@@ -478,8 +483,8 @@ class Scheduler(abc.ABC):
         """Ask a worker whether it is there; it answers beside a call that runs.
 
         A worker that does not answer within half a second is observed from outside, so that its health is known within a
-        second. This needs Linux, and on Ray a worker on this machine or direct connections (``direct_calls``). Inline workers
-        share the script's interpreter, so a lock that is held there holds up the script, too.
+        second. This needs Linux. Inline workers share the script's interpreter, so a lock that is held there holds up the
+        script, too.
 
         Args:
             timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.

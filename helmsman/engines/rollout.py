@@ -153,7 +153,7 @@ class HFRolloutEngine(InferenceEngine):
         Raises:
             ValueError: Names or shapes do not fit the model, which is left as it was.
             RuntimeError: The engine is asleep, and wake(weights_only=True) comes first. Or it ended half-way
-                (TornWeightsError): nothing is decoded until an update is completed, and abort gives requests back.
+                (PartialWeightUpdateError): nothing is decoded until an update is completed, and abort gives requests back.
             ConnectionError: The other members of the group for weights are gone or late.
             OSError: The files cannot be read.
         """

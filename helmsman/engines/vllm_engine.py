@@ -212,8 +212,8 @@ class VLLMEngine(InferenceEngine):
 
         Raises:
             ValueError: Names or shapes do not fit the model, which is left as it was.
-            RuntimeError: It ended half-way (TornWeightsError): nothing is decoded until an update is completed, and abort gives
-                requests back.
+            RuntimeError: It ended half-way (PartialWeightUpdateError): nothing is decoded until an update is completed, and
+                abort gives requests back.
             ConnectionError: The other members of the group for weights are gone or late.
             OSError: The files cannot be read.
             EngineDeadError: vLLM's processes have ended.

@@ -8,7 +8,7 @@ from torch import nn
 from helmsman.engines.weight_transfer import Incoming
 
 
-class TornWeightsError(RuntimeError):
+class PartialWeightUpdateError(RuntimeError):
     """Some parameters have new values and others have not."""
 
 
@@ -23,7 +23,7 @@ def apply_weights(model: nn.Module, weights: Incoming) -> None:
 
     Raises:
         ValueError: Names are missing or unexpected, or a shape differs.
-        TornWeightsError: Something went wrong once the first parameter had been changed.
+        PartialWeightUpdateError: Something went wrong once the first parameter had been changed.
         Exception: What went wrong before.
     """
     targets: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
@@ -36,7 +36,7 @@ def apply_weights(model: nn.Module, weights: Incoming) -> None:
                 targets[name].copy_(tensor)
     except Exception as error:
         if is_torn:
-            raise TornWeightsError(
+            raise PartialWeightUpdateError(
                 f"the weights were exchanged in part: {type(error).__name__}: {error}. Nothing is decoded by them until an "
                 "update is completed."
             ) from error

@@ -53,7 +53,7 @@ def test_what_does_not_load_on_the_head_runs_nowhere(ranks: list[Engine]) -> Non
     head, other = _both(ranks, "receive", [(Unloadable(),), ()])
     assert isinstance(head, errors.ArgumentNotLoadableError)
     assert isinstance(other, errors.PeerNotReadyError)
-    assert other.ranks == (0,)  # type: ignore[attr-defined]
+    assert other.ranks == [0]  # type: ignore[attr-defined]
     assert "refused to load" in str(other)
     assert _both(ranks, "count", [(), ()], broadcast=False) == before
     assert _both(ranks, "receive", [("still well",), ()]) == [(("still well",), {})] * 2

@@ -20,10 +20,11 @@ from helmsman.controller._schedulers.base import Call
 from helmsman.controller._transport import base
 from helmsman.rpc_server._wire import payload as wire_payload
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
+from helmsman.rpc_server._wire.frames import ReplyFrame, RequestFrame, encode_frame
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
 from helmsman.rpc_server._wire.payload import to_wire
 from helmsman.rpc_server._wire.segments import ShmSegment, pack
+from helmsman.rpc_server._wire.session import Session
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
 
@@ -86,7 +87,7 @@ def test_bytes_of_a_message(arguments: Any, most_bytes: int) -> None:
     request, payload = Request(1000, Verb.CALL, "actor/0", "step"), encode(arguments)
     wire, segment = to_wire(payload)
     assert segment is None
-    assert len(framed_request(1000, encode_frame(RequestFrame(request, wire)))) <= most_bytes
+    assert len(Session().keep(encode_frame(RequestFrame(request, wire)))) <= most_bytes
     reply, nothing = Reply(1000, True), encode(None)
     assert len(encode_frame(ReplyFrame(reply, to_wire(nothing)[0]))) <= 24
 

@@ -233,7 +233,7 @@ def test_a_budget_that_is_spent_fails_what_waits(make_pool: MakePool) -> None:
     assert isinstance(first, RewardLostError)
     assert isinstance(second, RewardLostError)
     assert isinstance(third, RewardWorkersSpentError)
-    assert "1 were started anew" in str(third)
+    assert "1 were restarted" in str(third)
     with pytest.raises(RewardWorkersSpentError, match="SIGKILL"):
         pool.map([1])
 

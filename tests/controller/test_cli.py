@@ -81,7 +81,7 @@ def test_what_makes_no_sense_ends_in_a_line(arguments: list[str], facts: list[st
 
 def test_a_job_that_can_never_start(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", files("jobs.yaml", "- {role: r, replicas: 0}"), "--cluster", CLUSTER]) == 2
-    assert "asks for 0 replicas" in capsys.readouterr().err
+    assert "replicas is 0" in capsys.readouterr().err
 
 
 def test_no_command_and_a_wrong_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,8 @@ class Nodes:
     """A running cluster."""
 
     def __init__(self, shapes: list[dict[str, Any]]) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB})
+        unused = {"include_log_monitor": False, "no_monitor": True}  # each process costs a second of CPU
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB, **unused})
         try:
             for shape in shapes:
                 self.add(**shape)

@@ -25,12 +25,18 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 MASKS = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
 NOSET = {kind: f"RAY_EXPERIMENTAL_NOSET_{variable}" for kind, variable in MASKS.items()}
 ON_ZERO = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+_NUMBERS, _NAMES = "4,5,6,7", "X-d,X-c,X-b,X-a"
 NODES = [
-    (kind, mask, noset, on_zero)
-    for kind, mask, (noset, on_zero) in itertools.product(
-        MASKS, (None, "4,5,6,7", "X-d,X-c,X-b,X-a"), ((False, "0"), (False, "1"), (True, "0"))
-    )
+    *(
+        ("GPU", mask, noset, on_zero)
+        for mask, (noset, on_zero) in itertools.product((None, _NUMBERS, _NAMES), ((False, "0"), (False, "1"), (True, "0")))
+    ),
+    ("NPU", None, False, "0"),
+    ("NPU", _NUMBERS, False, "0"),
+    ("NPU", _NUMBERS, False, "1"),
+    ("NPU", _NAMES, True, "0"),
 ]
+"""Every way for GPUs. NPUs differ by the names of variables alone."""
 
 
 def _name(kind: str, mask: str | None, noset: bool, on_zero: str) -> str:

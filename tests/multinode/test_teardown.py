@@ -16,7 +16,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec, Timeouts
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from tests.contract.engines import Counter
-from tests.contract.helpers import Engine, wait_gone, wait_until
+from tests.contract.helpers import Engine, stop, wait_gone, wait_until
 from tests.multinode.conftest import Nodes, gpu_node
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -56,7 +56,7 @@ def test_one_dead_and_one_hung_worker_hold_up_nobody(
     os.kill(pids["train/1"], signal.SIGKILL)
     with pytest.raises(errors.WorkerFailedError, match="SIGKILL"):
         wait_until(lambda: engines[1].call("add") == 0, "it fails")
-    os.kill(pids["train/3"], signal.SIGSTOP)
+    stop(pids["train/3"])
 
     run.delete_workers("train", reverse_order=reverse_order)
     wait_gone(pids)

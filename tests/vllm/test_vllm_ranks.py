@@ -11,7 +11,7 @@ import torch
 
 from helmsman.api.generation import SamplingParams
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weights import TornWeightsError
+from helmsman.engines.weights import PartialWeightUpdateError
 from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, differences, folder_of, logprobs_of, model_of, weights_of
 from tests.vllm.vllm_served import PROMPTS, Served, broadcast, require_the_trainers, written
 
@@ -56,7 +56,7 @@ async def test_weights_come_by_broadcasts_that_the_first_rank_passes_on(served: 
 
 
 async def test_a_torn_update_leaves_no_rank_behind(served: Served, tmp_path: Path) -> None:
-    with pytest.raises(TornWeightsError, match="model.norm.weight"):
+    with pytest.raises(PartialWeightUpdateError, match="model.norm.weight"):
         await served.engine.update_weights(written(model_of(QWEN2_TIED, seed=5), tmp_path, spoilt="model.norm.weight"), 5)
     model = model_of(QWEN2_TIED, seed=6)
     await broadcast(served, model, 6, weights_of(model))

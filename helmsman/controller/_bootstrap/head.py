@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from helmsman.api.errors import BootstrapError, NotJoinedError, RayDiedError, UnfitNodeError
+from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._bootstrap.async_utils import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller._bootstrap.connection import (
@@ -147,7 +147,7 @@ class Head:
     # --- the roll ---------------------------------------------------------------------------------------------------------
 
     async def _all_nodes(self, deadline: Deadline) -> dict[int, NodeSeen]:
-        """Wait until Ray knows every rank, with its devices. Raises: NotJoinedError, RayDiedError."""
+        """Wait until Ray knows every rank, with its devices. Raises: BootstrapError."""
         assert self._ray is not None
         view = self._view = self._make_view(self._address, self._environ)
         died = asyncio.ensure_future(self._ray.ended())
@@ -159,7 +159,7 @@ class Head:
                 if not missing:
                     return seen
                 if died.done():
-                    raise RayDiedError(f"Ray has died on the head: {died.result()}")
+                    raise _ray_died(died.result())
                 news = f"{len(missing)} of {self._plan.identity.count} nodes are missing: {_listed(missing)}"
                 if news != told:
                     told = news
@@ -167,9 +167,10 @@ class Head:
                     for member in self._members.values():
                         member.link.send(Waiting(news))
                 if deadline.passed:
-                    raise NotJoinedError(
+                    raise BootstrapError(
                         f"{news}, after {deadline.limit_s:g} s. There are: {self._present(seen)}. Look at what the missing "
-                        "nodes have printed; where they only need longer, give more with --timeout"
+                        "nodes have printed; where they only need longer, give more with --timeout",
+                        exit_code=BootstrapExit.NOT_JOINED,
                     )
                 await asyncio.sleep(_POLL_S)
         finally:
@@ -201,7 +202,7 @@ class Head:
         try:
             listener = socket.create_server((plan.address, plan.control_port), backlog=BACKLOG)
         except OSError as error:  # it was free a moment ago, when the plan was made
-            raise UnfitNodeError(
+            raise PreflightError(
                 f"port {plan.control_port}, on which the nodes' supervisors meet, cannot be had on {plan.address}: "
                 f"{os.strerror(error.errno or 0)}. Another run may have started here at the same moment: choose another by "
                 "--control-port"
@@ -284,7 +285,8 @@ class Head:
         self._tell(f"{member} leaves: {message.reason}")
         if not self._began:
             if not self._left.done():
-                self._left.set_result(NotJoinedError(f"{member} left before the run began: {message.reason}"))
+                text = f"{member} left before the run began: {message.reason}"
+                self._left.set_result(BootstrapError(text, exit_code=BootstrapExit.NOT_JOINED))
         elif message.signal and self._plan.elastic:
             draining = asyncio.ensure_future(self._drain(member, message.reason))
             self._draining.add(draining)
@@ -316,7 +318,7 @@ class Head:
                 await script.stop(self._stop.result().number, self._plan.grace_s)
                 raise self._stop.result()
             await script.stop(signal.SIGTERM, _ORPHANED_SCRIPT_S)
-            raise RayDiedError(f"Ray has died on the head: {died.result()}")
+            raise _ray_died(died.result())
         finally:
             await cancelled(ended, died)
 
@@ -360,3 +362,7 @@ def _ranges(ranks: list[int]) -> str:
         else:
             parts.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _ray_died(how: str) -> BootstrapError:
+    return BootstrapError(f"Ray has died on the head: {how}", exit_code=BootstrapExit.RAY_DIED)

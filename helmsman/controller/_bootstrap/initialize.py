@@ -65,7 +65,7 @@ def initialize(
         num_cpus, num_gpus, resources: logical resources of a cluster that is started; what this process may use when None.
         preload: modules that the workers of such a cluster find imported already; see RayScheduler.
 
-    Raises: ClusterNotFoundError (no one answers at RAY_ADDRESS), StrangeClusterError (it is another run's), ClusterNotUpError
+    Raises: ClusterNotFoundError (no one answers at RAY_ADDRESS), ClusterMismatchError (it is another run's), ClusterNotUpError
         (several nodes, and no RAY_ADDRESS), BackendNotInstalledError.
     """
     choose_authentication()

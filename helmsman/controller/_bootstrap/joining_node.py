@@ -9,15 +9,7 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
-from helmsman.api.errors import (
-    BootstrapError,
-    HeadLostError,
-    NodeRefusedError,
-    NotJoinedError,
-    ProtocolError,
-    RayDiedError,
-    UnfitNodeError,
-)
+from helmsman.api.errors import BootstrapError, BootstrapExit, ProtocolError
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._bootstrap.async_utils import StoppedError, Tell, cancelled, first, unless
 from helmsman.controller._bootstrap.connection import (
@@ -72,8 +64,9 @@ class Member:
             self._tell(f"{stopped}; it leaves")
             await self._say_goodbye(Leaving(str(stopped), stopped.number), self._plan.grace_s)
             return stopped.exit_code
-        except (RayDiedError, UnfitNodeError) as error:
-            await self._say_goodbye(Leaving(str(error)), 0.0)
+        except BootstrapError as error:
+            if error.exit_code in (BootstrapExit.PREFLIGHT, BootstrapExit.RAY_DIED):  # else the head has ended it, or is lost
+                await self._say_goodbye(Leaving(str(error)), 0.0)
             raise
         finally:
             if self._ray is not None:
@@ -108,14 +101,14 @@ class Member:
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            raise RayDiedError(f"Ray has died on this node: {died.result()}")
+            raise BootstrapError(f"Ray has died on this node: {died.result()}", exit_code=BootstrapExit.RAY_DIED)
         finally:
             await cancelled(died, attending)
 
     # --- before it has joined ---------------------------------------------------------------------------------------------
 
     async def _arrive(self, deadline: Deadline) -> tuple[Welcome, str]:
-        """Find the head, and wait until its Ray is up; returns its address. Raises: NotJoinedError, NodeRefusedError."""
+        """Find the head, and wait until its Ray is up; returns its address. Raises: BootstrapError."""
         told = ""
         while True:
             try:
@@ -124,12 +117,11 @@ class Member:
                     self._run_id = welcome.run_id
                     self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
                 return welcome, await self._await_join(deadline)
-            except BootstrapError:
-                raise  # some are OSErrors, too
             except ProtocolError as error:
-                raise NodeRefusedError(
+                raise BootstrapError(
                     f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
-                    "HELMSMAN_TOKEN), number of nodes and --control-port"
+                    "HELMSMAN_TOKEN), number of nodes and --control-port",
+                    exit_code=BootstrapExit.REFUSED,
                 ) from error
             except (OSError, LinkLostError) as error:
                 news = f"the head at {self._where} does not answer ({error})"
@@ -137,9 +129,10 @@ class Member:
                     told = news
                     self._tell(f"{news}; it is sought for {deadline.remaining_s:.0f} s more")
                 if deadline.passed:
-                    raise NotJoinedError(
+                    raise BootstrapError(
                         f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what it has printed; that host must "
-                        "be the one where rank 0 runs, and let ports through"
+                        "be the one where rank 0 runs, and let ports through",
+                        exit_code=BootstrapExit.NOT_JOINED,
                     ) from error
             await asyncio.sleep(_RETRY_S)
 
@@ -150,7 +143,7 @@ class Member:
             run_id: of the run to which it belongs; '' before it has joined.
 
         Raises: OSError and LinkLostError (nobody answers), ProtocolError (another run's head, or no head, does),
-            NodeRefusedError.
+            BootstrapError (the head refuses this node).
         """
         plan = self._plan
         link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience, tls=plan.tls)
@@ -172,7 +165,8 @@ class Member:
             if isinstance(answer, Refused):
                 if answer.ended:
                     raise ProtocolError(f"the head at {self._where} is another run's: {answer.reason}")
-                raise NodeRefusedError(f"the head at {self._where} does not take this node: {answer.reason}")
+                text = f"the head at {self._where} does not take this node: {answer.reason}"
+                raise BootstrapError(text, exit_code=BootstrapExit.REFUSED)
             if not isinstance(answer, Welcome):
                 raise LinkLostError("the head says something else than it should")
         except BaseException:
@@ -214,12 +208,13 @@ class Member:
                 if isinstance(message, Ended):
                     raise _never_part_of(message)
         except LinkLostError as error:
-            raise NotJoinedError(f"the head at {self._where} was lost before this node had joined: {error}") from error
+            text = f"the head at {self._where} was lost before this node had joined: {error}"
+            raise BootstrapError(text, exit_code=BootstrapExit.NOT_JOINED) from error
 
     # --- once it has joined -----------------------------------------------------------------------------------------------
 
     async def _attend(self) -> Ended:
-        """Stay with the head until it ends the run; returns how. Raises: NotJoinedError, HeadLostError."""
+        """Stay with the head until it ends the run; returns how. Raises: BootstrapError."""
         assert self._link is not None
         while True:
             try:
@@ -239,7 +234,7 @@ class Member:
     async def _seek_again(self, why: str) -> Ended | None:
         """Connect again; None once that is done, or how the run has ended when its head is no more.
 
-        Raises: HeadLostError, NodeRefusedError (another has taken this rank meanwhile).
+        Raises: BootstrapError: the head is lost, or another node has taken this rank.
         """
         patience = self._plan.patience
         deadline, refusals = Deadline(patience.unreachable_s), Deadline(patience.refused_s)
@@ -248,8 +243,6 @@ class Member:
                 await self._introduce(self._run_id)
                 self._tell("the connection to the head was lost, and is back")
                 return None
-            except BootstrapError:
-                raise  # some of which are OSErrors
             except ConnectionRefusedError:
                 if refusals.passed:
                     return Ended(0, "its head is gone")
@@ -258,9 +251,10 @@ class Member:
             except (OSError, LinkLostError) as error:
                 refusals = Deadline(patience.refused_s)
                 if deadline.passed:
-                    raise HeadLostError(
+                    raise BootstrapError(
                         f"the head at {self._where} cannot be reached ({why}, then: {error}); whether the run goes on there is "
-                        "not known here"
+                        "not known here",
+                        exit_code=BootstrapExit.HEAD_LOST,
                     ) from error
             await asyncio.sleep(_RETRY_S)
 
@@ -282,7 +276,7 @@ class Member:
                     return
 
 
-def _never_part_of(ended: Ended) -> NotJoinedError:
+def _never_part_of(ended: Ended) -> BootstrapError:
     """Of a run that has ended before this node was part of it."""
     how = "the run did not begin" if ended.failed else "the run has ended before this node had joined"
-    return NotJoinedError(f"{how}: {ended.reason}")
+    return BootstrapError(f"{how}: {ended.reason}", exit_code=BootstrapExit.NOT_JOINED)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.connection import Patience
 from helmsman.controller._bootstrap.settings import Setting, resource_arguments
 from helmsman.controller._node.launchers import NodeIdentity
@@ -110,24 +110,24 @@ def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ
 
 
 def lease(leases: PortLeases, count: int) -> list[int]:
-    """Ports that nobody has to know beforehand, below the ephemeral range. Raises: UnfitNodeError."""
+    """Ports that nobody has to know beforehand, below the ephemeral range. Raises: PreflightError."""
     try:
         return leases.lease(count)
     except (OSError, ValueError) as error:
-        raise UnfitNodeError(f"Ray has no ports on this node: {error}") from error
+        raise PreflightError(f"Ray has no ports on this node: {error}") from error
 
 
 def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """First and last of the ports for Ray's workers: the longest run that has none of these ranges in it.
 
-    Ray refuses to start with a port that two of its parts could use. Raises: UnfitNodeError.
+    Ray refuses to start with a port that two of its parts could use. Raises: PreflightError.
     """
     runs = [_WORKER_PORTS]
     for low, high in taken:
         cut = [run for first, last in runs for run in ((first, min(last, low - 1)), (max(first, high + 1), last))]
         runs = [(first, last) for first, last in cut if last - first >= _FEWEST_WORKER_PORTS]
     if not runs:
-        raise UnfitNodeError(
+        raise PreflightError(
             f"Ray's workers have no ports on this node: of {_WORKER_PORTS[0]} to {_WORKER_PORTS[1]}, --port, --control-port "
             f"and {RANGE_VARIABLE} leave no {_FEWEST_WORKER_PORTS} in a row; set {RANGE_VARIABLE} to a range outside"
         )
@@ -141,7 +141,7 @@ def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -
         leases: from which all ports that nobody has to know beforehand are taken.
         head: address of the cluster to join; '' to be its head.
 
-    Raises: UnfitNodeError when there are not enough ports.
+    Raises: PreflightError when there are not enough ports.
     """
     ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)]
     first, last = worker_ports([(plan.port, plan.port), (plan.control_port, plan.control_port), port_range(os.environ)])

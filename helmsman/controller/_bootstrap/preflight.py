@@ -11,7 +11,7 @@ import platform
 import socket
 import struct
 
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.api.version import __version__
 from helmsman.controller._node.checks import address_towards
 from helmsman.controller._node.launchers import NodeIdentity
@@ -24,11 +24,11 @@ _LISTENS = "0A"
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes. Raises: UnfitNodeError without Ray."""
+    """What must be the same on all nodes. Raises: PreflightError without Ray."""
     try:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
-        raise UnfitNodeError("Ray is not installed on this node: pip install 'helmsman[ray]'") from error
+        raise PreflightError("Ray is not installed on this node: pip install 'helmsman[ray]'") from error
     return {"python": platform.python_version(), "ray": ray, "helmsman": __version__}
 
 
@@ -36,12 +36,12 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
     """The IPv4 address by which other nodes reach this one, and its interface, '' where that cannot be known.
 
     By ``interface`` when it is given, else by the route to the head; the head's own is the one by which the others know it.
-    Raises: UnfitNodeError where there is none, or where only this host could use it.
+    Raises: PreflightError where there is none, or where only this host could use it.
     """
     if interface:
         address = _address_of(interface)
         if not address:
-            raise UnfitNodeError(
+            raise PreflightError(
                 f"--interface {interface!r} is no interface of this node with an IPv4 address; it has {_described_interfaces()}"
             )
     elif identity.count == 1:
@@ -54,17 +54,17 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
     others = identity.count - 1
     if others and not address:
         whom = f"to the head {identity.head}" if identity.rank else "to anywhere"
-        raise UnfitNodeError(
+        raise PreflightError(
             f"this node has no route {whom}, and {others} other node{'s' if others > 1 else ''} must reach it; it has "
             f"{_described_interfaces()}. Name the interface that leads to them with --interface"
         )
     if others and ":" in address:
-        raise UnfitNodeError(
+        raise PreflightError(
             f"this node's address would be {address}, and nodes meet by IPv4 alone; it has {_described_interfaces()}. Name an "
             "interface with an IPv4 address with --interface"
         )
     if others and address.startswith("127."):
-        raise UnfitNodeError(
+        raise PreflightError(
             f"this node's address would be {address}, which no other host can reach"
             + (f" (the head's name {identity.head!r} means this very host here)" if identity.rank else "")
             + f"; it has {_described_interfaces()}. Name the interface that leads to the others with --interface, or the "
@@ -91,23 +91,23 @@ def _described_interfaces() -> str:
 
 
 def require_port(port: int, what: str, flag: str) -> None:
-    """Raise UnfitNodeError where a number is no port."""
+    """Raise PreflightError where a number is no port."""
     if not 0 < port < 1 << 16:
-        raise UnfitNodeError(f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}")
+        raise PreflightError(f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}")
 
 
 def require_free(port: int, what: str, flag: str) -> None:
-    """Raise UnfitNodeError, saying who has it, where a port that this node is to listen on is taken."""
+    """Raise PreflightError, saying who has it, where a port that this node is to listen on is taken."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise UnfitNodeError(
+                raise PreflightError(
                     f"port {port}, {what}, cannot be had: {error.strerror}; choose another by {flag}"
                 ) from error
-            raise UnfitNodeError(
+            raise PreflightError(
                 f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another port by {flag}, the same on all "
                 "nodes"
             ) from error

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from helmsman.api.errors import RayDiedError
+from helmsman.api.errors import BootstrapError, BootstrapExit
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._bootstrap.async_utils import Tell
 from helmsman.controller._ray_backend.ray_logs import last_warnings, newest_session_logs
@@ -55,12 +55,12 @@ class RayProcess:
         """Start it, and wait until it prints that Ray is up; a start that fails within its time is tried once more.
 
         Raises:
-            RayDiedError: with the end of what it printed, and the warnings and errors in the logs of Ray's processes.
+            BootstrapError: with the end of what it printed, and the warnings and errors in the logs of Ray's processes.
         """
         deadline = Deadline(self._start_s)
         try:
             await self._start(deadline)
-        except RayDiedError as error:
+        except BootstrapError as error:
             if deadline.passed:
                 raise
             self._tell(f"{error}\nRay is started once more (after {deadline.elapsed_s:.1f} s of at most {self._start_s:g} s)")
@@ -83,18 +83,19 @@ class RayProcess:
         looked_at = time.monotonic()
         while _STARTED not in self._log_path.read_text(errors="replace"):
             if self._ended.done():
-                raise RayDiedError(f"Ray did not start on this node: {self._ended.result()}", log=self._log())
+                raise self._not_started(f": {self._ended.result()}")
             if deadline.passed:
-                raise RayDiedError(
-                    f"Ray did not start on this node within {self._start_s:g} s; where the node is only busy, give more with "
-                    "--start-timeout",
-                    log=self._log(),
+                raise self._not_started(
+                    f" within {self._start_s:g} s; where the node is only busy, give more with --start-timeout"
                 )
             if time.monotonic() - looked_at > _LOOK_S:  # Ray itself goes on waiting for a raylet that has exited
                 self._watch_members()
                 looked_at = time.monotonic()
             await asyncio.sleep(_POLL_S)
         self._watch_members()
+
+    def _not_started(self, why: str) -> BootstrapError:
+        return BootstrapError(f"Ray did not start on this node{why}", exit_code=BootstrapExit.RAY_DIED, log=self._log())
 
     def _log(self) -> str:
         """The end of what ``ray start`` printed, and the last warnings and errors of the processes that it has started."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.async_utils import Tell
 from helmsman.controller._node.checks import RAY_SOCKET_BYTES, SOCKET_PATH_BYTES
 from helmsman.controller._node.cleanup import leftovers, remove, remove_old_logs, up_folder, up_places
@@ -23,7 +23,7 @@ _LONGEST = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
 def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     """(id, folder) for this node's part of a run: of this user alone, with a record that it lives, and gone at the end.
 
-    Raises: UnfitNodeError where there is no place for it.
+    Raises: PreflightError where there is no place for it.
     """
     run_id = new_run_id()
     folder = up_folder(_parent(environ), run_id)
@@ -37,7 +37,7 @@ def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
             with private_directory(folder.parent, folder.name):
                 undo.callback(_remove, folder)
         except OSError as error:
-            raise UnfitNodeError(
+            raise PreflightError(
                 f"there is no place for Ray's files and the record of the run (in {folder.parent}): {error}. Name a folder "
                 "that can be written to by TMPDIR, and by RAY_TMPDIR if that is set"
             ) from error

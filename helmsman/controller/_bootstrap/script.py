@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 
 _KILLED_S = 2.0
 """What the kernel may take to end a script that was killed: one that hangs in a file system is left to it."""
@@ -24,11 +24,11 @@ class Script:
 
     @classmethod
     async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Script:
-        """Start it. Raises: UnfitNodeError when there is no such program."""
+        """Start it. Raises: PreflightError when there is no such program."""
         try:
             return cls(await asyncio.create_subprocess_exec(*command, env=environ))
         except OSError as error:
-            raise UnfitNodeError(f"the script cannot be started: {command[0]}: {error.strerror}") from error
+            raise PreflightError(f"the script cannot be started: {command[0]}: {error.strerror}") from error
 
     async def ended(self) -> int:
         """Wait for its end; returns its exit code, as a shell has it."""

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from helmsman.api.environment import masked
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.controller._node.checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
 from helmsman.controller._ray_backend.start_limits import LIMIT_VARIABLE
 
@@ -136,29 +136,29 @@ def shown(settings: Sequence[Setting]) -> str:
 
 
 def parse_variables(given: Iterable[str]) -> dict[str, str]:
-    """NAME=VALUE, as --env has them. Raises: UnfitNodeError."""
+    """NAME=VALUE, as --env has them. Raises: PreflightError."""
     parsed = {}
     for each in given:
         name, equals, value = each.partition("=")
         if not equals or not name.isidentifier():
             shown = f"{name}={masked(name, value)}" if equals else masked("", each)
-            raise UnfitNodeError(f"--env {shown!r} is not NAME=VALUE")
+            raise PreflightError(f"--env {shown!r} is not NAME=VALUE")
         parsed[name] = value
     return parsed
 
 
 def parse_resources(text: str) -> dict[str, float]:
-    """Ray's logical resources as JSON, {"CPU": 8, "GPU": 2, "NPU": 4}. Raises: UnfitNodeError."""
+    """Ray's logical resources as JSON, {"CPU": 8, "GPU": 2, "NPU": 4}. Raises: PreflightError."""
     try:
         parsed = msgspec.json.decode(text, type=dict[str, float])
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UnfitNodeError(
+        raise PreflightError(
             f"--resources {text!r} is not a JSON object of numbers, such as '{{\"NPU\": 8}}': {error}"
         ) from error
     if wrong := [name for name, amount in parsed.items() if amount < 0]:
-        raise UnfitNodeError(f"--resources has a negative amount of {', '.join(wrong)}")
+        raise PreflightError(f"--resources has a negative amount of {', '.join(wrong)}")
     if wrong := [f"{parsed[name]:g} {name}" for name in _FLAGS if not parsed.get(name, 0.0).is_integer()]:
-        raise UnfitNodeError(f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down")
+        raise PreflightError(f"--resources has {', '.join(wrong)}, of which a node has a whole number; round it down")
     return parsed
 
 
@@ -171,27 +171,27 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
         shm_free: bytes that are free in /dev/shm.
 
     Raises:
-        UnfitNodeError: the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
+        PreflightError: the store does not fit into /dev/shm, or leaves too little memory for Ray's processes.
     """
     rest, shm = available - MEMORY_BESIDE_STORE, int(shm_free * _SHM_SHARE)
     step = "enlarge /dev/shm (docker --shm-size, an emptyDir with medium Memory)"
     if asked is not None:
         wanted = asked * GIB
         if not STORE_LEAST <= wanted <= min(rest, shm):  # which is so for nan, too
-            raise UnfitNodeError(
+            raise PreflightError(
                 f"--object-store {asked:g} GiB: /dev/shm has {size(shm_free)} free, and {size(available)} of memory are "
                 f"available, of which Ray's processes take {size(MEMORY_BESIDE_STORE)}; the store needs {size(STORE_LEAST)}. "
                 f"Ask for less, end other programs, or {step}"
             )
         return int(wanted)
     if rest < STORE_LEAST:
-        raise UnfitNodeError(
+        raise PreflightError(
             f"Ray cannot start on this node: {size(max(available, 0))} of memory are available, expected "
             f"{size(STORE_LEAST + MEMORY_BESIDE_STORE)}. End other programs, remove files from /dev/shm, or raise the limit of "
             "the container or the job; helmsman doctor shows the figures"
         )
     if shm < STORE_LEAST:
-        raise UnfitNodeError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
+        raise PreflightError(f"/dev/shm has {size(shm_free)} free, and Ray's object store needs {size(STORE_LEAST)}: {step}")
     return min(max(int(available * OBJECT_STORE_SHARE), STORE_LEAST), rest, shm, _STORE_MOST)
 
 

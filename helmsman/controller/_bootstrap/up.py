@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from helmsman.api.environment import masked
-from helmsman.api.errors import BootstrapError, UnfitNodeError
+from helmsman.api.errors import BootstrapError, PreflightError
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.controller._bootstrap.async_utils import StoppedError, Tell, first, stop_signals, teller
 from helmsman.controller._bootstrap.head import Head
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         tell = teller(identity.rank)
         command = options.program[1:] if options.program[:1] == ["--"] else options.program
         if not command and not options.show_settings:
-            raise UnfitNodeError("there is no program to run: helmsman up [options] -- python train.py")
+            raise PreflightError("there is no program to run: helmsman up [options] -- python train.py")
         if identity.attach_to and options.show_settings:
             print(f"{identity.said_by['attach_to']}: the program runs on that cluster, and nothing is set here")
             return 0
@@ -148,13 +148,13 @@ async def _on_cluster_there(identity: NodeIdentity, command: list[str], grace_s:
 
 
 def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], run_id: str, folder: Path) -> NodePlan:
-    """What this node is to do; see NodePlan for the arguments. Raises: UnfitNodeError when it cannot."""
+    """What this node is to do; see NodePlan for the arguments. Raises: PreflightError when it cannot."""
     address, interface = node_address(identity, options.interface)
     alone = identity.count == 1
     port = options.port or (0 if alone else HEAD_PORTS[0])
     control_port = 0 if alone else options.control_port or port + 1
     if port and port == control_port:
-        raise UnfitNodeError(f"--port and --control-port are both {port}: the head listens on each, so name two")
+        raise PreflightError(f"--port and --control-port are both {port}: the head listens on each, so name two")
     for number, what, flag in (
         (port, "of the head's Ray", "--port"),
         (control_port, "on which the nodes' supervisors meet", "--control-port"),
@@ -172,7 +172,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
     kind = next((name for name in ("GPU", "NPU") if resources.get(name)), "GPU")
     num_devices = int(resources.get(kind, 0))
     if options.gpus is not None and options.gpus != num_devices:
-        raise UnfitNodeError(
+        raise PreflightError(
             f"{options.gpus} accelerators are expected on this node (--gpus) and {num_devices} are found: look at the driver "
             "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
         )
@@ -244,7 +244,7 @@ def _tls() -> bool:
     try:
         return uses_tls(os.environ)
     except ValueError as error:
-        raise UnfitNodeError(str(error)) from error
+        raise PreflightError(str(error)) from error
 
 
 def _secret(path: str | None) -> str:
@@ -254,7 +254,7 @@ def _secret(path: str | None) -> str:
     try:
         secret = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UnfitNodeError(f"--token-file {path}: {error}") from error
+        raise PreflightError(f"--token-file {path}: {error}") from error
     if not secret:
-        raise UnfitNodeError(f"--token-file {path} is empty; make one with: openssl rand -hex 32 > {path}")
+        raise PreflightError(f"--token-file {path} is empty; make one with: openssl rand -hex 32 > {path}")
     return secret

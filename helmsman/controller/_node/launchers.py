@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from helmsman.api.errors import LauncherConflictError, LauncherError, LauncherIncompleteError
+from helmsman.api.errors import LauncherError
 
 
 class Fact(msgspec.Struct, frozen=True):
@@ -65,8 +65,8 @@ def identify_node(
         rank, count, head: the flags --node-rank, --num-nodes and --head.
 
     Raises:
-        LauncherConflictError: two sources say different things, or a launcher starts several processes on a node.
-        LauncherIncompleteError: a part is missing, or makes no sense.
+        LauncherError: Two sources say different things, a launcher starts several processes on a node, or a part is missing
+            or makes no sense.
     """
     flags = Said(
         launcher="flags",
@@ -130,14 +130,11 @@ def _complete(launcher: str, facts: Mapping[str, Fact | None], found: list[Said]
     if rank is not None and count is not None and int(count.value) > 1 and head is None and int(rank.value) > 0:
         missing.append("the head's address (--head)")
     if missing or rank is None or count is None:
-        raise LauncherIncompleteError(launcher=launcher, missing=missing, said=sorted(said_by.values()))
+        raise _incomplete(launcher, missing, sorted(said_by.values()))
     number, total = int(rank.value), int(count.value)
     if not 0 <= number < total:
-        raise LauncherIncompleteError(
-            launcher=launcher,
-            missing=[f"a rank below the number of nodes: {rank.said_by} of {count.said_by}"],
-            said=sorted(said_by.values()),
-        )
+        wanted = f"a rank below the number of nodes: {rank.said_by} of {count.said_by}"
+        raise _incomplete(launcher, [wanted], sorted(said_by.values()))
     return NodeIdentity(
         launcher=launcher, rank=number, count=total, head="" if head is None else str(head.value), said_by=said_by
     )
@@ -150,10 +147,10 @@ def _agreed(field: str, flags: Said, found: list[Said]) -> Fact | None:
         return fact
     said = [(each.launcher, fact) for each in found if (fact := getattr(each, field)) is not None]
     if len({fact.value for _, fact in said}) > 1:
-        raise LauncherConflictError(
-            field={"rank": "node rank", "count": "number of nodes", "head": "head"}[field],
-            said=[f"{launcher}: {fact.said_by}" for launcher, fact in said],
-            flag={"rank": "--node-rank", "count": "--num-nodes", "head": "--head"}[field],
+        raise _conflict(
+            {"rank": "node rank", "count": "number of nodes", "head": "head"}[field],
+            [f"{launcher}: {fact.said_by}" for launcher, fact in said],
+            {"rank": "--node-rank", "count": "--num-nodes", "head": "--head"}[field],
         )
     return said[0][1] if said else None
 
@@ -161,11 +158,24 @@ def _agreed(field: str, flags: Said, found: list[Said]) -> Fact | None:
 def _require_one_process(said: Said) -> None:
     per_node = said.processes_per_node
     if per_node is not None and per_node.value != 1:
-        raise LauncherConflictError(
-            field="processes on a node",
-            said=[f"{said.launcher}: {per_node.said_by}", "helmsman: one, which starts all others"],
-            flag="one process per node",
-        )
+        sources = [f"{said.launcher}: {per_node.said_by}", "helmsman: one, which starts all others"]
+        raise _conflict("processes on a node", sources, "one process per node")
+
+
+def _incomplete(launcher: str, missing: list[str], said: list[str]) -> LauncherError:
+    return LauncherError(
+        problem=f"{launcher} says {', '.join(said) or 'nothing more'}; missing is {' and '.join(missing)}",
+        said=said,
+        step="Give it as a flag, the same way on every node",
+    )
+
+
+def _conflict(field: str, said: list[str], flag: str) -> LauncherError:
+    return LauncherError(
+        problem=f"sources disagree on the {field}: {'; '.join(said)}",
+        said=said,
+        step=f"Start helmsman with {flag}, which settles it, or without the variables of the launcher that is not meant",
+    )
 
 
 def _flag(name: str, value: int | str | None) -> Fact | None:
@@ -180,7 +190,7 @@ def _number(environ: Mapping[str, str], name: str) -> Fact | None:
     if text is None or text == "":
         return None
     if not re.fullmatch(r"\d+", text.strip()):
-        raise LauncherIncompleteError(launcher=name, missing=["a number"], said=[f"{name}={text}"])
+        raise _incomplete(name, ["a number"], [f"{name}={text}"])
     return Fact(int(text), f"{name}={text}")
 
 
@@ -290,10 +300,10 @@ _HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
 def expand_hostlist(text: str) -> Iterator[str]:
     """The hosts of Slurm's syntax, in order: 'gpu[001-003,007]-a,login' is gpu001-a, gpu002-a, gpu003-a, gpu007-a, login.
 
-    Raises: LauncherIncompleteError for what is none.
+    Raises: LauncherError for what is none.
     """
     if not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
-        raise LauncherIncompleteError(launcher="Slurm", missing=["a list of hosts"], said=[text])
+        raise _incomplete("Slurm", ["a list of hosts"], [text])
     for part in re.findall(_HOSTS, text):
         yield from _expand(part.strip(), text)
 
@@ -306,6 +316,6 @@ def _expand(part: str, whole: str) -> Iterator[str]:
     for item in match.group(1).split(","):
         first, dash, last = item.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise LauncherIncompleteError(launcher="Slurm", missing=["a list of hosts"], said=[whole])
+            raise _incomplete("Slurm", ["a list of hosts"], [whole])
         for number in range(int(first), int(last or first) + 1):
             yield from _expand(part[: match.start()] + str(number).zfill(len(first)) + part[match.end() :], whole)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from helmsman.api.errors import RayStartError, StrangeClusterError
+from helmsman.api.errors import ClusterMismatchError, RayStartError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import submit
@@ -205,9 +205,9 @@ def _require_own_run(address: str) -> None:
 
     runs = {str(node["Labels"].get(RUN_LABEL)) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
     if run_id not in runs:
-        raise StrangeClusterError(
+        raise ClusterMismatchError(
             f"the cluster at {address} is not that of this run: its nodes belong to {', '.join(sorted(runs)) or 'none'}, and "
-            f"this script was started on run {run_id} ({RUN_VARIABLE}). That run's cluster has most likely ended; start it anew"
+            f"this script was started on run {run_id} ({RUN_VARIABLE}). That cluster has most likely ended; start it again"
         )
 
 

@@ -41,6 +41,7 @@ from helmsman.controller._ray_backend.process_watch import EmbeddedRay
 from helmsman.controller._schedulers.base import SchedulerBase
 from helmsman.controller._schedulers.role import Role, rank_of
 from helmsman.controller._transport.base import TransportLostError, tail_of
+from helmsman.controller._transport.channel import ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._wire.tls import uses_tls
@@ -56,7 +57,7 @@ with needed_by("RayScheduler", "ray"), outliving_the_raylet():
     from helmsman.controller._ray_backend.address import choose_address
     from helmsman.controller._ray_backend.holders import describe_holders
     from helmsman.controller._ray_backend.placement_groups import get_placement_group_master_ip_and_port
-    from helmsman.controller._ray_backend.transport import ControllerStore, RayTransport
+    from helmsman.controller._ray_backend.transport import ControllerStore, RayWorker
     from helmsman.rpc_server._host.handles import HandleStore
     from helmsman.rpc_server._server.ray_server import Granted, Greeting, RayRPCServer
 
@@ -87,9 +88,10 @@ class RayScheduler(SchedulerBase):
         preload: modules that every worker of an embedded cluster finds imported already, since it is forked from a process that
             has imported them. Importing torch costs a worker more than a second otherwise. None lets Ray start its workers
             itself, as it does on any other cluster.
-        direct_calls: send small calls over a connection of our own to each worker, several times faster than Ray's calls. Where
-            none can be had (a firewall), they go by way of Ray as without it. Connections to other machines use TLS, unless
-            HELMSMAN_TLS=0 is set where the script runs.
+
+    Each worker is called by a connection of its own: a Unix socket on this machine, TCP to other machines, with TLS unless
+    HELMSMAN_TLS=0 is set where the script runs. A worker on another machine listens on a port of HELMSMAN_PORT_RANGE where that
+    is set on its node, else of Ray's range of worker ports.
 
     Raises: AmbiguousAddressError, ClusterNotFoundError, NodesMissingError, RayStartError, ClusterNotUpError (a launcher has
         started the script on several nodes, without a cluster of them); ValueError where HELMSMAN_TLS is neither 0 nor 1.
@@ -110,7 +112,6 @@ class RayScheduler(SchedulerBase):
         resources: dict[str, float] | None = None,
         num_nodes: int | None = None,
         preload: Sequence[str] | None = ("torch",),
-        direct_calls: bool = True,
     ) -> None:
         forget_lost()
         address, tls = choose_address(address), uses_tls(os.environ)
@@ -118,7 +119,6 @@ class RayScheduler(SchedulerBase):
         self._owns_ray = address is not None
         self._ray: EmbeddedRay | None = None
         self._prefix = f"helmsman/{self.run_id}"
-        self._direct_calls = direct_calls
         self._tls = tls
         try:
             if address is not None:
@@ -225,8 +225,9 @@ class RayScheduler(SchedulerBase):
 
     def _reference_of(self, handle: ResultHandle) -> Any:
         transport = self._client(handle.worker_id).transport
-        assert isinstance(transport, RayTransport)
-        return transport.publish(handle)
+        assert isinstance(transport, ChannelTransport)
+        assert isinstance(transport.process, RayWorker)
+        return transport.process.publish(handle)
 
     async def _launch(
         self,
@@ -237,28 +238,26 @@ class RayScheduler(SchedulerBase):
         resources: contextlib.AsyncExitStack,
     ) -> list[WorkerClient]:
         self._require_ray()
-        workers: list[RayTransport] = []
+        workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
         for place in places:
             actor = await bounded(self._actor, job, place)  # it asks the head, which may have stopped
-            workers.append(RayTransport(actor, place, self._here, self._values, self._ray))
+            workers.append(RayWorker(actor, place, self._here, self._values, self._ray))
 
-        async def greeted(rank: int, worker: RayTransport) -> tuple[Greeting, Place]:
+        async def greeted(rank: int, worker: RayWorker) -> tuple[Greeting, Place]:
             greeting = await self._answer(job, rank, worker, worker.greet(), deadline)
             return greeting, await self._granted(job, rank, worker, greeting, deadline)
 
-        async def adopt(index: int, worker: RayTransport, greeting: Greeting, place: Place) -> WorkerClient:
+        async def adopt(index: int, worker: RayWorker, greeting: Greeting, place: Place) -> WorkerClient:
             identity = self._identity(job, index, place.node)
-            # A key for each worker: a relay in the network cannot lead its connection to another worker of the run.
-            key = secrets.token_bytes(32) if self._direct_calls else b""
-            await self._answer(job, index, worker, worker.adopt(identity, key, tls=self._tls), deadline)
-            client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, worker, self.timeouts)
+            transport = await self._answer(job, index, worker, worker.adopt(identity, tls=self._tls), deadline)
+            client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, transport, self.timeouts)
             client.environment = visibility(place.kind, place.devices)
             if place.instance_devices:
                 client.environment[INSTANCE_DEVICES_ENV_VAR] = json.dumps(place.instance_devices)
             return client
 
-        async def start(rank: int, worker: RayTransport) -> WorkerClient:
+        async def start(rank: int, worker: RayWorker) -> WorkerClient:
             return await adopt(rank, worker, *await greeted(rank, worker))
 
         if not any(place.num_devices for place in places):  # nobody's rank depends on what others were granted
@@ -290,7 +289,7 @@ class RayScheduler(SchedulerBase):
             **options,
         ).remote(absolute_search_path())
 
-    async def _answer(self, job: Job, index: int, worker: RayTransport, answer: Awaitable[T], deadline: Deadline) -> T:
+    async def _answer(self, job: Job, index: int, worker: RayWorker, answer: Awaitable[T], deadline: Deadline) -> T:
         """What a worker that starts answers. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(deadline.remaining_s):
@@ -309,7 +308,7 @@ class RayScheduler(SchedulerBase):
             log_tail=tail_of(worker.log_path, start=worker.log_start),
         )
 
-    async def _granted(self, job: Job, index: int, worker: RayTransport, greeting: Greeting, deadline: Deadline) -> Place:
+    async def _granted(self, job: Job, index: int, worker: RayWorker, greeting: Greeting, deadline: Deadline) -> Place:
         """The worker's place with the ids of its devices, which Ray has chosen."""
         place = worker.place
         if place.shared or not place.num_devices:
@@ -349,7 +348,7 @@ class RayScheduler(SchedulerBase):
             await end_embedded_ray(self.timeouts.shutdown_s / 2, self._is_failing)
 
 
-async def _kill_all(workers: Sequence[RayTransport]) -> None:
+async def _kill_all(workers: Sequence[RayWorker]) -> None:
     await asyncio.gather(*(worker.kill() for worker in workers))
 
 

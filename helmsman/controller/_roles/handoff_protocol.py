@@ -9,7 +9,7 @@ class Turn(Protocol):
     """Whose devices these are now."""
 
     def require(self, role: str, method: str) -> None:
-        """Raise OutOfTurnError unless it is this role's turn."""
+        """Raise DevicesNotOwnedError unless it is this role's turn."""
 
     async def explain(self, error: BaseException) -> None:
         """Raise DeviceMemoryError from an error that comes from devices without room."""

@@ -30,11 +30,10 @@ from helmsman.controller._placement.snapshot import as_node
 from helmsman.controller._schedulers.elastic import ElasticRoles
 from helmsman.controller._schedulers.fault_injection import inject
 from helmsman.controller._schedulers.rendezvous import probe
-from helmsman.controller._transport.base import Outgoing
-from helmsman.controller._transport.client import WorkerClient, encode_arguments, request_ids
+from helmsman.controller._transport.base import Outgoing, encode_arguments
+from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, await_reply, request_ids, wait_for_reply
 from helmsman.controller._transport.fan_out import Fanout
 from helmsman.controller._transport.health import ask_health
-from helmsman.controller._transport.pending_call import GroupExchange, exchange_async, exchange_sync
 from helmsman.controller._validation.argument_types import checked, refusal, require_seconds
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._wire.codec import Packed, Payload, decode, encode
@@ -149,7 +148,7 @@ class SchedulerBase(ElasticRoles):
         limit = self._limit("call_engine", timeout)
         client = self._client(worker_id)
         outgoing = self._packed_call(client, worker_id, method, engine_name, args, kwargs, rpc_meta)
-        return decode(exchange_sync(client, outgoing, *limit))
+        return decode(wait_for_reply(client, outgoing, *limit))
 
     async def async_call_engine(
         self,
@@ -165,7 +164,7 @@ class SchedulerBase(ElasticRoles):
         limit = self._limit("async_call_engine", timeout)
         client = self._client(worker_id)
         outgoing = self._packed_call(client, worker_id, method, engine_name, args, kwargs, rpc_meta)
-        return decode(await exchange_async(client, outgoing, *limit))
+        return decode(await await_reply(client, outgoing, *limit))
 
     def begin_calls(
         self,
@@ -194,7 +193,7 @@ class SchedulerBase(ElasticRoles):
                         client, worker_id, method, engine_name, call.args, call.kwargs, meta, call.payload
                     )
                     shared[key] = outgoing
-                GroupExchange(client, outgoing, fanout, worker_id).begin()
+                GroupPendingCall(client, outgoing, fanout, worker_id).begin()
             except Exception as error:  # noqa: BLE001 - one worker's failure, which must not hide what was sent to others
                 fanout.failed(worker_id, error)
         return fanout

@@ -141,7 +141,7 @@ class ElasticRoles(RoleBook):
 
     def _require_scalable(self, role: Role, replicas: int, *, shrinks: bool) -> None:
         if replicas < 1:
-            raise errors.InvalidReplicasError(role=role.name, replicas=replicas)
+            raise errors.InvalidSpecError(role=role.name, field="replicas", value=replicas, expected="1 or more")
         has_many = role.clients and role.target is None and len(role.job.tasks) > 1
         expected = "a job with one spec for all of its replicas" if has_many else ""
         self._require_own(role, "replicas", replicas, shrinks, expected)

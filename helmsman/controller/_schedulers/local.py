@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import mmap
 import os
 import secrets
 import signal
-import socket
 import tempfile
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
@@ -23,8 +24,8 @@ from helmsman.controller._placement.single_machine import ADDRESS, OneMachine, w
 from helmsman.controller._placement.snapshot import ClusterSnapshot
 from helmsman.controller._schedulers.base import SchedulerBase
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
-from helmsman.controller._transport.base import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport, Posted
+from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
+from helmsman.controller._transport.channel import Channel, ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import HandleStore, SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
@@ -34,8 +35,8 @@ from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._process.safe_files import remove_tree
 from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server._wire.auth import connect
-from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.messages import Reply
+
+_CONNECT_S = 30.0
 
 
 class LocalScheduler(SchedulerBase):
@@ -143,7 +144,7 @@ class LocalScheduler(SchedulerBase):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
                 resources.push_async_callback(ended.kill)
-                transport = await LocalTransport.open(path, self._key, ended)
+                transport = await open_transport(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             raise errors.WorkerStartError(
                 role=job.role,
@@ -176,6 +177,19 @@ class LocalProcess:
         self._log_path = log_path
         self._log_start = log_start
         self._oom = oom_count(pid)
+        self._page: mmap.mmap | None = None
+        """The process's pulse, once it is there."""
+        self._watch: asyncio.Future[None] | None = None
+
+    def on_end(self, react: Callable[[], None]) -> None:
+        """Call ``react`` when it has ended; it has started to serve by now."""
+
+        async def watch() -> None:
+            await self._server.wait_exit(self.pid)
+            react()
+
+        self._page = find_page(self.pid, self.tag)
+        self._watch = asyncio.ensure_future(watch())
 
     async def kill(self) -> None:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
@@ -198,57 +212,28 @@ class LocalProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._server.wait_exit(self.pid), limit_s)
 
-    async def ending(self) -> Ending:
-        """How it ended; a process that lives although its connection is lost is ended now, since nobody can reach it."""
+    async def ending(self, lost_because: str) -> Ending:
+        """How it ended; a process that lives although its channel is lost is ended now, since it cannot be reached."""
         try:
             ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 0.8)
         except TimeoutError:
             self._server.kill(self.pid)
-            return Ending("closed its connection and was then ended", None, signal.SIGKILL, self._log_tail())
+            cause = f"was ended by this scheduler: {lost_because or 'its connection was lost'}"
+            return Ending(cause, None, signal.SIGKILL, self._log_tail())
         code, number = split_status(ended.status)
         return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
+
+    async def observe(self, limit_s: float) -> bytes:
+        """Observe it by its page."""
+        return b"" if self._page is None else await in_thread(observe, self._page, self.pid)
 
     def _log_tail(self) -> str:
         return tail_of(self._log_path, start=self._log_start)
 
 
-class LocalTransport(ChannelTransport):
-    """Requests over a worker's Unix socket; large buffers in shared memory. The connection ends with the worker."""
-
-    def __init__(self, sock: socket.socket, process: LocalProcess) -> None:
-        super().__init__()
-        self._process = process
-        self._page = find_page(process.pid, process.tag)
-        self._channel = Channel(sock, shares_memory=True, acknowledges=False, on_apart=_lose_one, on_lost=_lose)
-
-    @classmethod
-    async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
-        """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-        return cls(await connect(path, key, 30.0), process)
-
-    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
-        raise TransportLostError
-
-    async def observe(self, limit_s: float) -> bytes:
-        return b"" if self._page is None else await in_thread(observe, self._page, self._process.pid)
-
-    async def ending(self) -> Ending:
-        return await self._process.ending()
-
-    async def wait_ended(self, limit_s: float) -> None:
-        await self._process.wait_ended(limit_s)
-
-    async def kill(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        await self._process.kill()
-
-
-def _lose(posted: Sequence[Posted]) -> None:
-    for each in posted:
-        each.settle()
-        each.awaited.failed(TransportLostError())
-
-
-def _lose_one(posted: Posted) -> None:
-    _lose([posted])
+async def open_transport(worker_id: str, path: str, key: bytes, process: LocalProcess) -> ChannelTransport:
+    """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
+    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), shares_memory=True)
+    await channel.open()
+    process.on_end(channel.close)
+    return ChannelTransport(channel, process)

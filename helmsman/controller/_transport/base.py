@@ -6,14 +6,15 @@ import abc
 import asyncio
 import contextlib
 import os
+import pickle
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from helmsman.api import errors
 from helmsman.rpc_server._process.safe_files import open_regular
-from helmsman.rpc_server._wire.codec import Payload
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame
 from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.payload import INLINE_BYTES, to_wire
@@ -25,7 +26,7 @@ _CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
 
 
 class TransportLostError(Exception):
-    """The worker's process, or the way to it, is gone; only a transport raises it and only an exchange sees it."""
+    """The worker's process has ended, or cannot be reached; only a transport raises it and only a pending call sees it."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Outgoing:
-    """A request and its payload. The message of a small one is made once, for however many workers it goes to."""
+    """A request and its payload. The message of a small one is made once for all workers that it goes to."""
 
     __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
 
@@ -77,8 +78,47 @@ class Outgoing:
             raise errors.ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
 
 
+def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
+    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that is to blame."""
+    try:
+        return encode(arguments, root="arguments")
+    except errors.CodecError as error:
+        raise errors.ArgumentNotSerializableError(
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            path=_argument_path(error.path, len(arguments)),
+            value_type=error.value_type,
+            reason=error.reason,
+        ) from error
+
+
+def _argument_path(path: str, num_parts: int) -> str:
+    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
+    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
+    for index, name in enumerate(names):
+        path = path.replace(f"arguments[{index}]", name, 1)
+    return path
+
+
+def error_in(answer: Payload) -> errors.HelmsmanError:
+    """The error in a reply, with the original exception as its cause where that can be unpickled here."""
+    try:
+        error: errors.HelmsmanError = decode(answer)
+    except errors.HelmsmanError as unreadable:
+        return unreadable
+    original = getattr(error, "original", None)
+    if isinstance(error, errors.EngineCallError) and original is not None:
+        error.original = None
+        try:
+            error.__cause__ = pickle.loads(original)
+        except Exception:  # noqa: BLE001 - unpickling runs the exception's own code; its text is in our error already
+            error.__cause__ = None
+    return error
+
+
 class Awaited(Protocol):
-    """Who waits for a reply; told once, on the event loop."""
+    """The receiver of a reply; called once, on the event loop."""
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         """The worker has answered."""
@@ -88,7 +128,7 @@ class Awaited(Protocol):
 
 
 class Transport(abc.ABC):
-    """Carries requests to one worker. A request is sent at most once, whatever happens.
+    """Carries requests to one worker. A request arrives at most once, whatever happens.
 
     Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
     that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
@@ -96,14 +136,15 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``. It never times out by itself."""
+        """Send a request, whose reply is for ``awaited``. It never times out by itself. Raises TransportLostError,
+        ProtocolError."""
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
 
     async def observe(self, limit_s: float) -> bytes:
-        """An observation of the worker from outside its process, for ``pulse.read``; b'' when there is none in time."""
+        """Observe the worker from outside its process, for ``pulse.read``; b'' when there is no observation in time."""
         return b""
 
     async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for

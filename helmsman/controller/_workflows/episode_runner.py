@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import re
+import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -263,7 +264,7 @@ class EpisodeRunner:
             raise
         if not work.done():
             self._abandon(work)
-            raise EpisodeTimeoutError(item=item, limit_s=self._timeout_s or 0.0)
+            raise EpisodeTimeoutError(item=reprlib.repr(item)[:120], limit_s=self._timeout_s or 0.0)
         if work.cancelled():
             raise HelmsmanError("the episode was cancelled by something that it awaited, and not by its executor.")
         return work.result()
@@ -314,7 +315,10 @@ class EpisodeRunner:
         if len(failures) > self._max_failures:
             self._recent = []
             raise WorkflowFailuresError(
-                num_failed=len(failures), limit=self._max_failures, window=self._failure_window, last=failures[-1]
+                num_failed=len(failures),
+                limit=self._max_failures,
+                window=self._failure_window,
+                last=f"{type(failures[-1]).__name__}: {failures[-1]}",
             ) from failures[-1]
 
 

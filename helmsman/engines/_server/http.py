@@ -128,7 +128,7 @@ class ServerClient:
         }
         step = steps.get(status, "What it says, and its output in the worker's log, tell why")
         return ServerRequestError(
-            address=self._address, route=route, status=status, answer=answer, expected=expected, step=step
+            address=self._address, route=route, status=status, answer=answer[:2000], expected=expected, step=step
         )
 
     async def close(self) -> None:

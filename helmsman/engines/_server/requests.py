@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from helmsman.api.errors import ServerError, ServerLostError
+from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.engines._admission import check_request
 from helmsman.engines._server.http import ServerClient
@@ -204,5 +204,6 @@ class ServedRequests:
         """Tell the server that nobody reads a part any more, where the end of the connection does not."""
         call = self._dialect.abort(part.request_id)
         if call is not None and not self._client.is_closed:
-            with contextlib.suppress(ServerError, ServerLostError, TimeoutError):  # what was read of it counts all the same
+            # What was read of it counts all the same.
+            with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):
                 await self._client.call("POST", call.route, body=call.body, limit_s=self._control_timeout_s)

@@ -17,7 +17,7 @@ from helmsman.engines._vllm.buckets import SharedBucket, device_message, split
 from helmsman.engines._vllm.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import Incoming, incoming
-from helmsman.engines.weights import TornWeightsError
+from helmsman.engines.weights import PartialWeightUpdateError
 
 Call = Callable[..., Awaitable[list[dict[str, Any]]]]
 """``call(method, *args)``: a method of VLLMWorkerExtension on all ranks; the Outcome of each."""
@@ -43,7 +43,7 @@ class VLLMTransfer:
         """Have every rank use these weights.
 
         Raises: ValueError for weights that do not fit, ConnectionError and OSError as ``incoming``, all with nothing changed;
-            TornWeightsError when it ended half-way; EngineDeadError.
+            PartialWeightUpdateError when it ended half-way; EngineDeadError.
         """
         if not self._forms:
             self._forms = await asyncio.to_thread(expected_of, self._model)
@@ -84,7 +84,7 @@ class VLLMTransfer:
         except Exception as error:
             with contextlib.suppress(Exception):  # whatever it says, the weights are torn
                 await call("helmsman_give_up")
-            raise TornWeightsError(
+            raise PartialWeightUpdateError(
                 f"the weights were exchanged in part: {type(error).__name__}: {error}. Nothing is decoded by them until an "
                 "update is completed."
             ) from error
@@ -107,7 +107,7 @@ def _require_done(outcomes: list[dict[str, Any]]) -> None:
     worst = next((outcome for outcome in failed if outcome["error"][0] != "ConnectionError"), failed[0])
     name, text = worst["error"]
     if any(outcome["torn"] for outcome in failed):
-        raise TornWeightsError(
+        raise PartialWeightUpdateError(
             f"the weights were exchanged in part: {text}. Nothing is decoded by them until an update is completed."
         )
     raise _TYPES.get(name, RuntimeError)(text)

@@ -21,7 +21,7 @@ from helmsman.engines._vllm.buckets import read_message
 from helmsman.engines._vllm.fit import Expected, require_fit
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
-from helmsman.engines.weights import TornWeightsError
+from helmsman.engines.weights import PartialWeightUpdateError
 
 Outcome = dict[str, Any]
 """``error`` (type, message) and whether the weights are ``torn``; empty where all went well."""
@@ -134,7 +134,7 @@ class _Loading:
             self.end()
         except Exception as error:
             self._try_to_give_up()
-            raise TornWeightsError(f"{type(error).__name__}: {error}") from error
+            raise PartialWeightUpdateError(f"{type(error).__name__}: {error}") from error
 
     def _try_to_give_up(self) -> None:
         try:
@@ -219,7 +219,7 @@ def _outcome(work: Callable[[], None]) -> Outcome:
     try:
         work()
     except Exception as error:  # noqa: BLE001 - the process boundary
-        is_torn = isinstance(error, TornWeightsError)
+        is_torn = isinstance(error, PartialWeightUpdateError)
         cause = error.__cause__ if is_torn and error.__cause__ is not None else error
         return {"error": [type(cause).__name__, str(error)], "torn": is_torn}
     return {}

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from helmsman.api.errors import HelmsmanError
+from helmsman.rpc_server._process import pause_helper
 from helmsman.rpc_server._wire.messages import FaultCommand
 
-_HELPER = Path(__file__).parent.with_name("_process") / "pause_helper.py"
 _HELPER_ENDS_S = 5.0
 
 
@@ -63,7 +62,7 @@ def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
     arguments = [str(os.getpid()), repr(command.factor), repr(command.seconds)]
     helper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_HELPER), *arguments],
+        [sys.executable, "-I", "-S", pause_helper.__file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

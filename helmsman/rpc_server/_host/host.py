@@ -353,7 +353,7 @@ class EngineHost:
             if not isinstance(error, (ImportError, AttributeError)):
                 reason += "\n" + traceback_text(error)
             raise errors.EngineImportError(
-                worker_id=self.identity.worker_id, engine_name=name, path=path, reason=reason
+                worker_id=self.identity.worker_id, engine_name=name, engine_path=path, reason=reason
             ) from error
 
     def _destroy_engines(self, names: list[str] | None) -> list[str]:

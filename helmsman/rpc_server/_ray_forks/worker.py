@@ -109,7 +109,6 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
     os.chdir(order.folder)
     _take_after(order.client)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(order.environment)
     utils.update_envs(order.runtime_environment)
@@ -126,7 +125,7 @@ def become_worker(order: Order, program: CodeType, driver_folders: Iterable[str]
 
 
 def _take_after(client: int) -> None:
-    """Have the limits, the signal mask and the standing with the kernel's memory killer that the raylet gave to its child."""
+    """Adopt what the raylet gave to its child: limits, signal mask, disposition of SIGHUP, and the score of the OOM killer."""
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             kind = getattr(resource, name)
@@ -134,6 +133,8 @@ def _take_after(client: int) -> None:
                 resource.setrlimit(kind, resource.prlimit(client, kind))
     status = Path(f"/proc/{client}/status").read_text()
     mask = int(status.partition("SigBlk:")[2].split()[0], 16)
+    is_ignored = int(status.partition("SigIgn:")[2].split()[0], 16) >> (signal.SIGHUP - 1) & 1
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)  # ignored under nohup
     signal.pthread_sigmask(signal.SIG_SETMASK, [number for number in signal.valid_signals() if mask >> (number - 1) & 1])
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{client}/oom_score_adj").read_text())

@@ -40,13 +40,11 @@ def remote_error(identity: WorkerIdentity, request: Request, error: BaseExceptio
         original = cloudpickle.dumps(error)
         if len(original) > MAX_PICKLE_BYTES:
             reason = f"has {len(original):,} bytes when it is pickled, and {MAX_PICKLE_BYTES:,} are sent at most"
-            return errors.ExceptionNotSerializableError(**fields, reason=reason)
+            return errors.EngineCallError(**fields, unsent=reason)
         pickle.loads(original)
     except Exception:  # noqa: BLE001 - pickling and unpickling run the exception's own code
-        return errors.ExceptionNotSerializableError(**fields)
-    failure = errors.EngineCallError(**fields)
-    failure.original = original
-    return failure
+        return errors.EngineCallError(**fields, unsent="cannot be pickled")
+    return errors.EngineCallError(**fields, original=original)
 
 
 def _type_name(error: BaseException) -> str:

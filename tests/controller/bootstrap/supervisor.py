@@ -46,7 +46,7 @@ async def live(plan: NodePlan, cluster: Path) -> int:
             return await Member(plan, tell, stop).run()
         return await Head(plan, tell, stop, lambda address, environ: Roll(cluster)).run()
     except BootstrapError as error:
-        tell(f"{type(error).__name__}: {error}")
+        tell(f"{error.exit_code.name}: {error}")
         return error.exit_code
 
 

@@ -131,8 +131,8 @@ except Exception as error:
 
 def test_another_runs_cluster_is_left_at_once(address: str) -> None:
     (told,) = run(REFUSED, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **{RUN_VARIABLE: "run-2"})
-    assert (told["kind"], told["connected"]) == ("StrangeClusterError", False)
-    for fact in (address, "its nodes belong to run-1", "started on run run-2", RUN_VARIABLE, "start it anew"):
+    assert (told["kind"], told["connected"]) == ("ClusterMismatchError", False)
+    for fact in (address, "its nodes belong to run-1", "started on run run-2", RUN_VARIABLE, "start it again"):
         assert fact in told["text"]
     assert RUN_LABEL == "helmsman-run", "as the cluster above has it"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
 from helmsman.controller._bootstrap.settings import Setting
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
@@ -140,7 +140,7 @@ def test_workers_have_the_longest_run_that_nobody_else_could_use(
 
 
 def test_no_ports_for_workers() -> None:
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         worker_ports([(1024, 65_535)])
     for fact in ("10002 to 19999", "--port, --control-port and HELMSMAN_PORT_RANGE", "to a range outside"):
         assert fact in str(caught.value)
@@ -175,7 +175,7 @@ def test_too_few_ports(
     tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch, text: str, facts: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, text)
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         ray_start(make_plan(tmp_path), "run-1", leases)
     for fact in ("Ray has no ports on this node", *facts):
         assert fact in str(caught.value)

@@ -15,7 +15,7 @@ import cloudpickle
 import msgspec
 import pytest
 
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.preflight import node_address, require_free, require_port, versions
 from helmsman.controller._node.checks import address_towards
 from helmsman.controller._node.launchers import NodeIdentity
@@ -101,7 +101,7 @@ def test_a_port_whose_last_connection_has_just_ended() -> None:
 )
 def test_who_holds_a_port_is_told(listen: Callable[..., tuple[int, int]], arguments: tuple[str, ...], who: str) -> None:
     port, pid = listen(f"'{who}'\n{WAITS}", *arguments)
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         require_free(port, *WHAT)
     for fact in (f"port {port}, of the head's Ray", f"held by {who} (pid {pid}: ", "by --port, the same on all nodes"):
         assert fact in str(caught.value)
@@ -116,7 +116,7 @@ def test_another_ray_on_a_port_is_told(listen: Callable[..., tuple[int, int]], t
         assert process.stdout is not None
         port = int(process.stdout.readline())
         with pytest.raises(
-            UnfitNodeError, match=f"port {port}.*held by another Ray cluster \\(pid {process.pid}: .*gcs_server"
+            PreflightError, match=f"port {port}.*held by another Ray cluster \\(pid {process.pid}: .*gcs_server"
         ):
             require_free(port, *WHAT)
     finally:
@@ -150,7 +150,7 @@ def test_the_holder_of_a_port_is_another_user(listen: Callable[..., tuple[int, i
 
 @pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
 def test_numbers_that_are_no_port(port: int) -> None:
-    with pytest.raises(UnfitNodeError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
+    with pytest.raises(PreflightError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
         require_port(port, *WHAT)
 
 
@@ -195,13 +195,13 @@ def test_the_head_may_have_a_name_that_is_not_known_yet() -> None:
 
 def test_an_interface_that_is_none() -> None:
     with pytest.raises(
-        UnfitNodeError, match="--interface 'ib7' is no interface of this node with an IPv4 address; it has .*lo 127"
+        PreflightError, match="--interface 'ib7' is no interface of this node with an IPv4 address; it has .*lo 127"
     ):
         node_address(HEAD, "ib7")
 
 
 def test_loopback_is_refused_where_others_must_reach_it() -> None:
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         node_address(HEAD, "lo")
     for fact in ("would be 127.0.0.1", "no other host can reach", "lo 127.0.0.1", "--interface", "--head"):
         assert fact in str(caught.value)
@@ -209,7 +209,7 @@ def test_loopback_is_refused_where_others_must_reach_it() -> None:
 
 
 def test_a_heads_name_that_means_this_host() -> None:
-    with pytest.raises(UnfitNodeError, match=r"the head's name 'localhost' means this very host here.*--head"):
+    with pytest.raises(PreflightError, match=r"the head's name 'localhost' means this very host here.*--head"):
         node_address(rank_one("localhost"), "")
 
 

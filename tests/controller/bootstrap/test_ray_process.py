@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.api.errors import RayDiedError
+from helmsman.api.errors import BootstrapError
 from helmsman.controller._bootstrap.async_utils import Tell
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.controller._ray_backend import start_limits
@@ -70,14 +70,14 @@ async def test_a_life(make_ray: MakeRay, tag: str) -> None:
     ],
 )
 async def test_an_end_before_it_was_up(make_ray: MakeRay, source: str, said: str) -> None:
-    with pytest.raises(RayDiedError) as caught:
+    with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start()
     assert f"Ray did not start on this node: {said}" in str(caught.value)
 
 
 async def test_start_that_takes_too_long(make_ray: MakeRay) -> None:
     told: list[str] = []
-    with pytest.raises(RayDiedError, match=r"did not start on this node within 0\.1 s.*give more with --start-timeout"):
+    with pytest.raises(BootstrapError, match=r"did not start on this node within 0\.1 s.*give more with --start-timeout"):
         await make_ray("import signal; signal.pause()", start_s=0.1, tell=told.append).start()
     assert told == [], "no time is left for a second try"
 
@@ -108,7 +108,7 @@ async def test_start_detects_a_process_of_ray_that_ends(make_ray: MakeRay, tmp_p
     (logs / f"{name}.err").write_text(f"[2026-11-22 06:56:24,839 I 1236 1236] all is well\n{reason}\n")
     (logs / f"{name}.out").write_text(f"{reason}\n")
     source = f"import signal, subprocess\nchild = subprocess.Popen([{str(program)!r}])\nsignal.pause()"
-    with pytest.raises(RayDiedError) as caught:
+    with pytest.raises(BootstrapError) as caught:
         await make_ray(source).start()
     assert f"{name} has ended; the end of what it printed:\n\n{name}.err: {reason}" in str(caught.value)
     assert str(caught.value).count(reason) == 1

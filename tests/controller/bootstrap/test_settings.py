@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.environment import MASK
-from helmsman.api.errors import UnfitNodeError
+from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.settings import (
     GIB,
     MANY_NODES,
@@ -120,7 +120,7 @@ def test_shown_masks_secrets() -> None:
 
 
 def test_parse_variables_masks_the_value_of_a_wrong_name() -> None:
-    with pytest.raises(UnfitNodeError, match=re.escape("--env 'MY-TOKEN=***' is not NAME=VALUE")):
+    with pytest.raises(PreflightError, match=re.escape("--env 'MY-TOKEN=***' is not NAME=VALUE")):
         parse_variables(["MY-TOKEN=hunter2"])
 
 
@@ -138,7 +138,7 @@ def test_variables_of_flags(given: list[str], parsed: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("given", ["A", "=1", "", "A B=1", "1A=2", "-A=1"])
 def test_what_is_no_variable(given: str) -> None:
-    with pytest.raises(UnfitNodeError, match=re.escape(f"--env {given!r} is not NAME=VALUE")):
+    with pytest.raises(PreflightError, match=re.escape(f"--env {given!r} is not NAME=VALUE")):
         parse_variables(["GOOD=1", given])
 
 
@@ -164,20 +164,20 @@ def test_resources_reach_ray_start_as_they_are(text: str, arguments: list[str]) 
     "text", ["", "8", "[1]", '{"GPU": "two"}', '{"GPU": null}', '{"GPU": true}', "{GPU: 2}", '{"GPU": 1e999}']
 )
 def test_resources_that_are_none(text: str) -> None:
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         parse_resources(text)
     for fact in (repr(text), "not a JSON object of numbers", "'{\"NPU\": 8}'"):
         assert fact in str(caught.value)
 
 
 def test_negative_amounts_are_named() -> None:
-    with pytest.raises(UnfitNodeError, match="negative amount of GPU, disk"):
+    with pytest.raises(PreflightError, match="negative amount of GPU, disk"):
         parse_resources(json.dumps({"CPU": 1, "GPU": -1, "disk": -0.5}))
 
 
 def test_parts_of_what_ray_counts_in_whole_numbers_are_refused() -> None:
     with pytest.raises(
-        UnfitNodeError, match=re.escape("has 7.5 CPU, 0.5 GPU, of which a node has a whole number; round it down")
+        PreflightError, match=re.escape("has 7.5 CPU, 0.5 GPU, of which a node has a whole number; round it down")
     ):
         parse_resources(json.dumps({"CPU": 7.5, "GPU": 0.5, "disk": 0.5}))
 
@@ -212,26 +212,26 @@ def test_object_store_bytes_as_asked() -> None:
 
 @pytest.mark.parametrize("asked", [9.6, 0.01, 0.0, -1.0, float("nan"), float("inf")])
 def test_object_store_bytes_that_cannot_be(asked: float) -> None:
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         object_store_bytes(asked, 100 * GIB, 10 * GIB)
     for fact in (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "Ask for less", "--shm-size", "emptyDir"):
         assert fact in str(caught.value)
 
 
 def test_object_store_bytes_beyond_the_memory() -> None:
-    with pytest.raises(UnfitNodeError, match="2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory"):
+    with pytest.raises(PreflightError, match="2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory"):
         object_store_bytes(2.0, 2 * GIB, 9 * GIB)
 
 
 def test_object_store_bytes_without_room_in_dev_shm() -> None:
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         object_store_bytes(None, 100 * GIB, 64 << 20)
     for fact in ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir"):
         assert fact in str(caught.value)
 
 
 def test_object_store_bytes_without_memory() -> None:
-    with pytest.raises(UnfitNodeError) as caught:
+    with pytest.raises(PreflightError) as caught:
         object_store_bytes(None, LEAST - 1, 10 * GIB)
     for fact in ("530.0 MiB of memory are available, expected 530.0 MiB", "End other programs", "helmsman doctor"):
         assert fact in str(caught.value)

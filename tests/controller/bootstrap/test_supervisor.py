@@ -90,7 +90,7 @@ def test_what_the_script_leaves_behind_goes_with_the_run(make_nodes: MakeNodes) 
 def test_a_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=["no-such-program", "x"])
     head, member = nodes.start_all()
-    head.ends(90, "UnfitNodeError", "the script cannot be started: no-such-program: No such file or directory")
+    head.ends(90, "PREFLIGHT", "the script cannot be started: no-such-program: No such file or directory")
     member.ends(0, "the run has ended: the script cannot be started: no-such-program")
 
 
@@ -104,12 +104,12 @@ def test_a_rank_that_never_comes(make_nodes: MakeNodes) -> None:
     head = nodes.start(0, timeout_s=1.5)
     head.ends(
         91,
-        "NotJoinedError: 1 of 3 nodes are missing: rank 2, never heard of, after 1.5 s",
+        "NOT_JOINED: 1 of 3 nodes are missing: rank 2, never heard of, after 1.5 s",
         "There are: rank 0 (127.0.0.1), rank 1 (127.0.0.1)",
         "Look at what the missing nodes have printed",
         "--timeout",
     )
-    member.ends(91, "NotJoinedError: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of")
+    member.ends(91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of")
     nodes.wait_nothing_left()
 
 
@@ -120,7 +120,7 @@ def test_many_ranks_that_never_come(make_nodes: MakeNodes) -> None:
 
 def test_a_head_that_never_comes(make_nodes: MakeNodes) -> None:
     member = make_nodes(2, timeout_s=0.5).start(1)
-    member.ends(91, "NotJoinedError: the head at 127.0.0.1:", "does not answer", "after 0.5 s: rank 0 is missing", "Look at")
+    member.ends(91, "NOT_JOINED: the head at 127.0.0.1:", "does not answer", "after 0.5 s: rank 0 is missing", "Look at")
 
 
 def test_a_node_may_come_before_the_head(make_nodes: MakeNodes) -> None:
@@ -162,7 +162,7 @@ def test_another_token(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=script("pass"))
     head = nodes.start(0)
     stranger = nodes.start(1, secret="another")
-    stranger.ends(92, "NodeRefusedError", f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN")
+    stranger.ends(92, "REFUSED", f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN")
     assert "a process on 127.0.0.1 is not taken: it has another token" in head.output
     nodes.start(1).ends(0)
     head.ends(0)
@@ -185,7 +185,7 @@ def test_a_node_that_does_not_fit(make_nodes: MakeNodes, changes: dict[str, Any]
     nodes = make_nodes(2, command=script("pass"))
     head = nodes.start(0)
     stranger = nodes.start(**{"rank": 1, **changes})
-    stranger.ends(92, "NodeRefusedError: the head at 127.0.0.1:", "does not take this node", *facts)
+    stranger.ends(92, "REFUSED: the head at 127.0.0.1:", "does not take this node", *facts)
     assert "is not taken" in head.output
     for fact in facts:
         assert fact in head.output
@@ -197,7 +197,7 @@ def test_two_nodes_of_one_rank(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3, command=script("pass"))
     head, first = nodes.start(0), nodes.start(1)
     first.said("joined the cluster")
-    nodes.start(1).ends(92, "NodeRefusedError", "rank 1 (", "is here already; every node needs a rank of its own")
+    nodes.start(1).ends(92, "REFUSED", "rank 1 (", "is here already; every node needs a rank of its own")
     nodes.start(2).ends(0)
     head.ends(0)
     first.ends(0)
@@ -210,8 +210,8 @@ def test_a_node_that_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
         member.said("joined the cluster")
     leaving.signal(TERM)
     leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
-    head.ends(91, "NotJoinedError: rank 1 (", "left before the run began: this node was told to stop by SIGTERM")
-    staying.ends(91, "NotJoinedError: the run did not begin: rank 1 (")
+    head.ends(91, "NOT_JOINED: rank 1 (", "left before the run began: this node was told to stop by SIGTERM")
+    staying.ends(91, "NOT_JOINED: the run did not begin: rank 1 (")
     nodes.wait_nothing_left()
 
 
@@ -262,7 +262,7 @@ def test_a_port_that_another_run_takes_at_the_same_moment(make_nodes: MakeNodes)
     nodes = make_nodes(2)
     with socket.create_server(("127.0.0.1", nodes.port)):
         nodes.start(0).ends(
-            90, f"UnfitNodeError: port {nodes.port}, on which the nodes' supervisors meet, cannot be had", "--control-port"
+            90, f"PREFLIGHT: port {nodes.port}, on which the nodes' supervisors meet, cannot be had", "--control-port"
         )
 
 

@@ -21,7 +21,7 @@ def test_ray_that_does_not_start_on_a_member(make_nodes: MakeNodes) -> None:
     head, other = nodes.start(0), nodes.start(2)
     other.said("joined the cluster")
     member = nodes.start(1)
-    member.ends(93, "RayDiedError: Ray did not start on this node: ray start exited with code 1", "no room for an object")
+    member.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
     head.ends(91, "rank 1 (", "left before the run began: Ray did not start on this node", "no room for an object store")
     other.ends(91, "the run did not begin: rank 1 (")
 
@@ -33,14 +33,14 @@ def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     member.said("knows this node")
     assert head.ray["pid"], "so that it knows what it is to do"
     nodes.behaviour(0, "fails")
-    head.ends(93, "RayDiedError: Ray did not start on this node: ray start exited with code 1", "no room for an object")
-    member.ends(91, "NotJoinedError: the run did not begin: Ray did not start on this node")
+    head.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
+    member.ends(91, "NOT_JOINED: the run did not begin: Ray did not start on this node")
 
 
 def test_ray_that_never_says_that_it_is_up(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, ray_start_s=0.3)
     nodes.behaviour(0, "hangs")
-    nodes.start(0).ends(93, "RayDiedError: Ray did not start on this node within 0.3 s")
+    nodes.start(0).ends(93, "RAY_DIED: Ray did not start on this node within 0.3 s")
 
 
 def test_ray_that_is_up_and_does_not_answer(make_nodes: MakeNodes) -> None:
@@ -57,7 +57,7 @@ def test_rays_death_on_a_member_is_its_own_and_the_run_goes_on(make_nodes: MakeN
     nodes.wait_running()
     os.kill(member.ray[which], KILL)
     how = {"pid": "ray start was ended by SIGKILL", "raylet": "raylet has ended"}[which]
-    member.ends(93, f"RayDiedError: Ray has died on this node: {how}")
+    member.ends(93, f"RAY_DIED: Ray has died on this node: {how}")
     head.said(f"leaves: Ray has died on this node: {how}")
     nodes.release()
     head.ends(0)
@@ -71,7 +71,7 @@ def test_rays_death_on_the_head_ends_the_run(make_nodes: MakeNodes, which: str) 
     head, member = nodes.start_all()
     nodes.wait_running()
     os.kill(head.ray[which], KILL)
-    head.ends(93, "RayDiedError: Ray has died on the head: ")
+    head.ends(93, "RAY_DIED: Ray has died on the head: ")
     assert nodes.script_was_told(TERM)
     member.ends(0, "the run has ended: Ray has died on the head: ")
     nodes.wait_nothing_left()
@@ -105,7 +105,7 @@ def test_the_head_is_told_to_stop_while_it_waits(make_nodes: MakeNodes) -> None:
     member.said("joined the cluster")
     head.signal(TERM)
     head.ends(143, "told to stop by SIGTERM")
-    member.ends(91, "NotJoinedError: the run did not begin: this node was told to stop by SIGTERM")
+    member.ends(91, "NOT_JOINED: the run did not begin: this node was told to stop by SIGTERM")
     nodes.wait_nothing_left()
 
 
@@ -212,7 +212,7 @@ def test_a_head_that_cannot_be_reached(make_nodes: MakeNodes, make_cable: MakeCa
     member = nodes.start(1, control_port=cable.port)
     nodes.wait_running()
     cable.cut_and_swallow()
-    member.ends(94, "HeadLostError: the head at 127.0.0.1:", "cannot be reached", "whether the run goes on there is not known")
+    member.ends(94, "HEAD_LOST: the head at 127.0.0.1:", "cannot be reached", "whether the run goes on there is not known")
     head.said("is lost: the connection was closed; the run goes on without it")
     nodes.release()
     head.ends(0)
@@ -287,5 +287,5 @@ def test_a_node_that_comes_late_and_has_not_joined_when_the_run_ends(make_nodes:
     assert late.ray["pid"], "it is in the middle of its start"
     nodes.release()
     head.ends(0)
-    late.ends(91, "NotJoinedError: the run has ended before this node had joined: the script has ended with exit code 0")
+    late.ends(91, "NOT_JOINED: the run has ended before this node had joined: the script has ended with exit code 0")
     assert "did not begin" not in late.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helmsman.api.errors import LauncherConflictError, LauncherIncompleteError
+from helmsman.api.errors import LauncherError
 from helmsman.controller._node.launchers import ALONE, expand_hostlist, find_many_nodes, identify_node
 
 BEAKER = {
@@ -64,11 +64,9 @@ def test_launchers(environ: dict[str, str], launcher: str, rank: int, count: int
 
 
 def test_what_a_launcher_leaves_to_flags() -> None:
-    with pytest.raises(
-        LauncherIncompleteError, match=r"JOB_COMPLETION_INDEX=2; missing is the number of nodes \(--num-nodes\)"
-    ):
+    with pytest.raises(LauncherError, match=r"JOB_COMPLETION_INDEX=2; missing is the number of nodes \(--num-nodes\)"):
         identify_node(KUBERNETES)
-    with pytest.raises(LauncherIncompleteError, match=r"the head's address \(--head\)"):
+    with pytest.raises(LauncherError, match=r"the head's address \(--head\)"):
         identify_node(KUBERNETES, count=4)
     found = identify_node(KUBERNETES, count=4, head="train-0.train")
     assert (found.rank, found.count, found.head) == (2, 4, "train-0.train")
@@ -79,7 +77,7 @@ def test_what_a_launcher_leaves_to_flags() -> None:
 
 def test_several_tasks_of_volcano_are_not_guessed_at() -> None:
     environ = VOLCANO | {"VC_MASTER_NUM": "1", "VC_MASTER_HOSTS": "job-master-0.job"}
-    with pytest.raises(LauncherIncompleteError, match="--num-nodes"):
+    with pytest.raises(LauncherError, match="--num-nodes"):
         identify_node(environ)
     assert identify_node(environ, rank=2, count=3, head="job-master-0.job").rank == 2
 
@@ -96,9 +94,9 @@ def test_a_cluster_that_is_there_is_attached_to() -> None:
 
 
 def test_launchers_that_disagree_are_named() -> None:
-    with pytest.raises(LauncherConflictError) as caught:
+    with pytest.raises(LauncherError) as caught:
         identify_node(TORCHRUN | SLURM | {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "10.0.0.7"})
-    assert caught.value.field == "node rank"
+    assert "disagree on the node rank" in str(caught.value)
     assert set(caught.value.said) == {"torchrun: GROUP_RANK=1", "Slurm: SLURM_NODEID=2"}
     assert "--node-rank" in str(caught.value)
     environ = TORCHRUN | SLURM | {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "10.0.0.7"}
@@ -115,7 +113,7 @@ def test_launchers_that_disagree_are_named() -> None:
     ],
 )
 def test_several_processes_on_a_node_are_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(LauncherConflictError, match="one process per node"):
+    with pytest.raises(LauncherError, match="one process per node"):
         identify_node(environ, count=2, head="h")
 
 
@@ -123,7 +121,7 @@ def test_several_processes_on_a_node_are_refused(environ: dict[str, str]) -> Non
     "environ", [BEAKER | {"BEAKER_REPLICA_RANK": "4"}, BEAKER | {"BEAKER_REPLICA_RANK": "-1"}, PAI | {"RANK": "x"}]
 )
 def test_numbers_that_make_no_sense(environ: dict[str, str]) -> None:
-    with pytest.raises(LauncherIncompleteError):
+    with pytest.raises(LauncherError):
         identify_node(environ)
 
 
@@ -144,7 +142,7 @@ def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["n[1-", "n[a-b]", "n]1", "n[]"])
 def test_what_is_no_host_list(text: str) -> None:
-    with pytest.raises(LauncherIncompleteError, match="a list of hosts"):
+    with pytest.raises(LauncherError, match="a list of hosts"):
         list(expand_hostlist(text))
 
 

@@ -113,6 +113,8 @@ def test_loss_of_a_core_process_fails_workers_and_spares_the_script(name: str, c
     assert _said(ended) == expected, ended.stderr
 
 
+OF_A_SOAK = pytest.mark.skipif("HELMSMAN_SOAK_ROUNDS" not in os.environ, reason="it waits for Ray's own minute: make soak")
+
 STUCK = """
 import ray
 from helmsman.controller._ray_backend import cluster_state
@@ -143,7 +145,7 @@ print("alive", flush=True)
 
 @pytest.mark.parametrize(
     ("environment", "lives_s"),
-    [({"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}, 6), pytest.param({}, 70, marks=pytest.mark.slow)],
+    [({"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}, 6), pytest.param({}, 70, marks=OF_A_SOAK)],
 )
 def test_a_call_that_the_dead_head_never_answers_does_not_end_the_script(environment: dict[str, str], lives_s: int) -> None:
     """Ray's own client holds the thread of such a call for ever, and ends the process once it has failed to reconnect."""

@@ -20,7 +20,6 @@ from helmsman.api.errors import (
     EngineCreationError,
     GroupCallError,
     HelmsmanError,
-    InvalidReplicasError,
     InvalidSpecError,
     RoleExistsError,
     WorkerFailedError,
@@ -222,7 +221,7 @@ def test_a_failed_clean_up_is_added_to_the_cause_and_does_not_hide_it(
 
 
 def test_what_is_wrong_with_the_job_is_said_before_anything_starts(scheduler: FakeScheduler) -> None:
-    with pytest.raises(InvalidReplicasError):
+    with pytest.raises(InvalidSpecError, match="replicas is "):
         controller(scheduler, replicas=0)
     with pytest.raises(ValueError, match="does not divide the 6 replicas of job 'actor'; valid sizes: 1, 2, 3, 6"):
         controller(scheduler, replicas=6, model_parallel_size=4)

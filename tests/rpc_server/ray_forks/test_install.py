@@ -37,8 +37,10 @@ OF_A_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A scheduler with an embedded cluster."""
+    """A scheduler with an embedded cluster, of a script that ignores SIGHUP, as nohup has it."""
+    disposition = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with make_scheduler("ray", address="local", num_cpus=32, log_dir=tmp_path_factory.mktemp("logs")) as scheduler:
+        signal.signal(signal.SIGHUP, disposition)
         yield scheduler
 
 

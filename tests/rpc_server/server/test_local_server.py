@@ -23,7 +23,8 @@ import pytest
 from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST, Connection
+from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
+from helmsman.rpc_server._server.channel import ChannelServer
 from helmsman.rpc_server._wire import auth, frames
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
@@ -70,7 +71,7 @@ def _frames(target: str) -> list[bytes]:
     handles = WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
     requests = [Request(1, Verb.CALL, "target/0", "add"), Request(2, Verb.SHUTDOWN), Request(3, Verb.HEALTH)]
     asked = [frames.RequestFrame(request, each) for request in requests for each in (payload, handles)]
-    messages = [frames.numbered_request(0, frames.encode_frame(frame)) for frame in asked]
+    messages = [struct.pack("!q", 0) + frames.encode_frame(frame) for frame in asked]
     welcome = b"#WELCOME#"
     digests = [os.urandom(64), b"helmsman plain\n" + os.urandom(64), pickle.dumps(Bomb(target)), welcome]
     return [struct.pack("!i", len(each)) + each for each in messages + digests]
@@ -232,8 +233,9 @@ class Liar(Counter):
 
     def answer_for(self, request_id: int, payload: WirePayload) -> None:
         """Reply to another request that its worker has not answered yet."""
-        (connection,) = (each for each in gc.get_objects() if type(each) is Connection)
-        connection.send(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)))
+        (server,) = (each for each in gc.get_objects() if type(each) is ChannelServer)
+        (peer,) = server._peers.values()
+        peer.send(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)), None)
 
 
 @pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])
@@ -244,7 +246,7 @@ def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
     try:
         engine = Engine.create(scheduler, worker, Liar)
         with held(engine, Gate(tmp_path), "async_wait") as answered_falsely:
-            (request_id,) = scheduler._client(worker).transport._channel._posted  # type: ignore[attr-defined]
+            (request_id,) = scheduler._client(worker).transport.channel._awaited  # type: ignore[attr-defined]
             engine.call("answer_for", request_id, payload)
             with pytest.raises((CodecError, pickle.UnpicklingError)):
                 answered_falsely.result(LIMIT_S)

@@ -18,26 +18,24 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from helmsman.api.errors import (
     CallError,
     DeviceMemoryError,
+    DevicesNotOwnedError,
     EngineCallError,
     EngineExistsError,
     EngineNotFoundError,
     GroupCallError,
     HelmsmanError,
-    OutOfTurnError,
     RequestsInFlightError,
 )
 from helmsman.api.memory import MemoryFigures
 from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._training.train_controller import TrainController
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
-
-if TYPE_CHECKING:
-    from helmsman.controller._rollout.rollout_controller import RolloutController
-    from helmsman.controller._training.train_controller import TrainController
 
 _PROBE = "helmsman.engines.memory.MemoryProbe"
 _PROBE_NAME = "helmsman-memory"
@@ -58,8 +56,8 @@ class Owner(Enum):
 class Turns:
     """Gives the devices that a trainer and a rollout share to one of them at a time.
 
-    What needs them out of turn is refused with OutOfTurnError; what finds no room on them raises DeviceMemoryError, with both
-    sides' figures. Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
+    A call that needs them out of turn raises DevicesNotOwnedError; one that finds no room on them raises DeviceMemoryError,
+    with both sides' figures. Methods whose names begin with ``a`` are awaited, from any event loop; the others block.
 
     Args:
         trainer, rollout: initialized. Where they do not fit beside each other at the start, put the trainer to sleep before the
@@ -144,7 +142,7 @@ class Turns:
             if self.owner is Owner.TRAINER:
                 return
             await self._have_rollout_sleep(left_s())
-            await self._trainer._replicated("wake", timeout=left_s())
+            await self._trainer.awake(left_s())
             self.owner = Owner.TRAINER
 
     async def _to_rollout(self) -> SyncReport | None:
@@ -152,10 +150,10 @@ class Turns:
             if self.owner is Owner.ROLLOUT:
                 return None
             self.owner = Owner.NOBODY
-            await self._trainer._replicated("sleep", timeout=left_s())
-            await self._rollout._wake(True, left_s())
-            report = await self._sync._push(left_s())
-            await self._rollout._wake(False, left_s())
+            await self._trainer.asleep(left_s())
+            await self._rollout.awake(weights_only=True, timeout=left_s())
+            report = await self._sync.apush(left_s())
+            await self._rollout.awake(timeout=left_s())
             self.owner = Owner.ROLLOUT
             return report
 
@@ -180,14 +178,14 @@ class Turns:
     # --- asked by the controllers -----------------------------------------------------------------------------------------
 
     def require(self, role: str, method: str) -> None:
-        """Raise OutOfTurnError unless it is this role's turn."""
+        """Raise DevicesNotOwnedError unless it is this role's turn."""
         wanted = Owner.TRAINER if role == self._trainer.role else Owner.ROLLOUT
         if self.owner is wanted or (wanted is Owner.ROLLOUT and self._hold_requests):
             return
         verb = "to_training()" if wanted is Owner.TRAINER else "to_rollout()"
         block = "training()" if wanted is Owner.TRAINER else "rollout()"
         next_step = f"Call {verb} of its Turns first, or do it in a block 'with turns.{block}:'."
-        raise OutOfTurnError(role=role, method=method, owner=self._whose(), next_step=next_step)
+        raise DevicesNotOwnedError(role=role, method=method, owner=self._whose(), next_step=next_step)
 
     async def explain(self, error: BaseException) -> None:
         """Raise DeviceMemoryError from an error that comes from devices without room."""
@@ -216,7 +214,7 @@ class Turns:
         """The devices are nobody's then; they are still whose they were when requests have not ended, as it stays awake."""
         before, self.owner = self.owner, Owner.NOBODY
         try:
-            await self._rollout._sleep(self._level, self._in_flight, limit_s)
+            await self._rollout.asleep(self._level, self._in_flight, limit_s)
         except RequestsInFlightError:
             self.owner = before
             raise

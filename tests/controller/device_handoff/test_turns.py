@@ -23,15 +23,15 @@ from helmsman import (
 from helmsman.api.advantages import group_advantages
 from helmsman.api.errors import (
     DeviceMemoryError,
+    DevicesNotOwnedError,
     EngineCallError,
     HelmsmanError,
-    OutOfTurnError,
     RequestsInFlightError,
     WorkerFailedError,
 )
 from helmsman.api.memory import MemoryFigures
+from helmsman.controller._device_handoff.turns import Owner, Turns
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.device_handoff import Owner, Turns
 from tests.contract.helpers import wait_until
 from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
@@ -163,9 +163,9 @@ def test_out_of_turn_is_refused_and_says_what_to_call(pair: Pair, tmp_path: Any)
     pair.turns.to_training()
     assert pair.turns.owner is Owner.TRAINER
     for call in (lambda: pair.rollout.generate(PROMPTS), lambda: pair.rollout.submit(PROMPTS[0])):
-        with pytest.raises(OutOfTurnError, match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)"):
+        with pytest.raises(DevicesNotOwnedError, match=rf"devices are role '{pair.trainer.role}''s. Call to_rollout\(\)"):
             call()
-    with pytest.raises(OutOfTurnError, match="out of turn"):
+    with pytest.raises(DevicesNotOwnedError, match="out of turn"):
         asyncio.run(pair.rollout.agenerate(PROMPTS[0]))
     pair.turns.to_rollout()
     assert pair.turns.to_rollout() is None
@@ -177,7 +177,7 @@ def test_out_of_turn_is_refused_and_says_what_to_call(pair: Pair, tmp_path: Any)
         lambda: pair.trainer.save(str(tmp_path / "checkpoint")),
     )
     for refused_call in refused:
-        with pytest.raises(OutOfTurnError, match=r"with turns.training\(\)"):
+        with pytest.raises(DevicesNotOwnedError, match=r"with turns.training\(\)"):
             refused_call()
     pair.trainer.export_hf(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
@@ -279,9 +279,9 @@ def test_a_hand_over_that_fails_leaves_the_devices_to_nobody_and_the_next_comple
         steps[to]()
     assert caught.value.owner.startswith("nobody's")
     assert pair.turns.owner is Owner.NOBODY
-    with pytest.raises(OutOfTurnError, match=r"nobody's, since the hand-over to the .* failed \(DeviceMemoryError\)"):
+    with pytest.raises(DevicesNotOwnedError, match=r"nobody's, since the hand-over to the .* failed \(DeviceMemoryError\)"):
         pair.trainer.train_batch(SAMPLES, "sft")
-    with pytest.raises(OutOfTurnError, match="nobody's, since the hand-over"):
+    with pytest.raises(DevicesNotOwnedError, match="nobody's, since the hand-over"):
         pair.rollout.generate(PROMPTS)
     steps[to if then == "again" else other]()
     version = pair.trainer.get_version()

@@ -1,0 +1,73 @@
+"""The base of all errors: declared fields, a message made of them, and pickling."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, dataclass_transform
+
+from helmsman.api.errors._text import log_section
+
+
+class _Shown:
+    """Fields and properties of an error as a template shows them: a sequence as its items, or 'none'."""
+
+    def __init__(self, error: HelmsmanError) -> None:
+        self._error = error
+
+    def __getitem__(self, name: str) -> Any:
+        value = getattr(self._error, name)
+        return (", ".join(map(str, value)) or "none") if isinstance(value, list | tuple) else value
+
+
+def _rebuild(cls: type[HelmsmanError], message: str, state: dict[str, Any]) -> HelmsmanError:
+    error = cls.__new__(cls)
+    # The built-in __init__ must run: without it a TimeoutError comes back without its message, an ImportError without msg.
+    super(HelmsmanError, error).__init__(message)
+    error.__dict__.update(state)
+    return error
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False)
+class HelmsmanError(Exception):
+    """Base of all our errors.
+
+    A subclass declares its fields as annotations, with a default where one may be left out; they become keyword arguments and
+    attributes, and survive pickling. Its message is ``template``, where ``{name}`` is a field or a property, or what
+    ``describe()`` returns. A class without fields takes its message as the argument.
+    """
+
+    __module__ = "helmsman.api.errors"  # where all errors are imported from
+    template: ClassVar[str] = ""
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherited = [name for base in cls.__bases__ if issubclass(base, HelmsmanError) for name in base.field_names]
+        own = [name for name, kind in cls.__annotations__.items() if "ClassVar" not in str(kind)]
+        cls.field_names = tuple(dict.fromkeys(inherited + own))
+        if cls.__module__.startswith(f"{__package__}."):
+            cls.__module__ = HelmsmanError.__module__
+
+    def __init__(self, message: str = "", /, **fields: Any) -> None:
+        self.__dict__.update(fields)
+        missing = {name for name in self.field_names if not hasattr(self, name)}
+        if wrong := missing | (fields.keys() - self.field_names if self.field_names else set()):
+            raise TypeError(f"{type(self).__name__}: missing or unknown {sorted(wrong)}, its fields are {self.field_names}")
+        super().__init__(message or self.describe())
+
+    def describe(self) -> str:
+        """The message: what failed, what was observed and expected, and the next step for the user last."""
+        return self.template.format_map(_Shown(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.__dict__.copy())
+
+
+class _LoggedError(HelmsmanError):
+    """An error of a process that has a log; its template ends with ``{log}``."""
+
+    log_path: str = ""
+    log_tail: str = ""
+
+    @property
+    def log(self) -> str:
+        return log_section(self.log_path, self.log_tail)

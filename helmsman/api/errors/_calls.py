@@ -1,0 +1,339 @@
+"""Errors of calls to workers: one call, a call of several ranks, and how they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from helmsman.api.errors._base import HelmsmanError, _LoggedError
+from helmsman.api.errors._text import few, quoted, stack_section
+
+
+class CallError(HelmsmanError):
+    """A call to one worker that did not return a result."""
+
+    worker_id: str
+    engine_name: str | None
+    method: str
+
+    @property
+    def call(self) -> str:
+        """The method with its engine; control calls have no engine."""
+        return f"{self.engine_name}.{self.method}" if self.engine_name else self.method
+
+
+class CallTimeoutError(CallError, _LoggedError, TimeoutError):
+    """A call that outlived its deadline. It is never sent again and may still be running."""
+
+    elapsed_s: float
+    limit_s: float
+    limit_source: str
+    worker_alive: bool
+    state: str
+    stack: str
+    template = (
+        "{worker_id}: {call} did not finish within {elapsed_s:.2f} s (limit {limit_s:.2f} s, set by {limit_source}). The call "
+        "was not sent again. The worker is {alive}; {state}. Raise the limit if the call is only slow, or delete_workers to "
+        "end it.{at}{log}"
+    )
+
+    @property
+    def alive(self) -> str:
+        return "alive" if self.worker_alive else "not answering"
+
+    @property
+    def at(self) -> str:
+        return stack_section("is", self.stack)
+
+
+class WorkerFailedError(CallError, _LoggedError):
+    """A worker process that died; the call that was in flight has no result and was not repeated."""
+
+    node: str
+    pid: int | None
+    cause: str
+    """How it ended, as 'was killed by SIGKILL'."""
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    running: str | None = None
+    running_s: float | None = None
+    next_step: str = ""
+    aftermath: str = ""
+    """Sentences about the other workers and the next step if a whole cluster was lost; else ''."""
+
+    @property
+    def role(self) -> str:
+        return self.worker_id.rpartition("/")[0]
+
+    @property
+    def index(self) -> int:
+        """Rank in the role; -1 if the id has none."""
+        index = self.worker_id.rpartition("/")[2]
+        return int(index) if index.isdigit() else -1
+
+    def describe(self) -> str:
+        since = f" (running for {self.running_s:.1f} s)" if self.running_s is not None else ""
+        doing = f" while {self.running} ran{since}" if self.running else ""
+        lost = f" {self.call} has no result and was not sent again." if self.method else ""
+        step = self.next_step or f"restart_worker({self.worker_id!r}) starts it again, without its engines."
+        others = (
+            self.aftermath or f"Other workers are unharmed. {step} delete_workers({self.role!r}) frees what the role holds."
+        )
+        pid = "unknown" if self.pid is None else self.pid
+        return f"worker {self.worker_id} on node {self.node} (pid {pid}) {self.cause}{doing}.{lost} {others}{self.log}"
+
+
+class EngineExistsError(CallError):
+    """A second engine under a name that the worker already holds."""
+
+    method: str = "create_engine"
+    engine_type: str
+    template = (
+        "{worker_id} already holds an engine {engine_name!r} (a {engine_type}). Give create_engine another engine_name, or "
+        "delete the workers first."
+    )
+
+
+class EngineImportError(CallError, ImportError):
+    """An engine's import path that leads nowhere in the worker."""
+
+    method: str = "create_engine"
+    engine_path: str
+    reason: str
+    template = (
+        "{worker_id} cannot import the engine {engine_path!r}: {reason}. The path is 'package.module.Class' and must be "
+        "importable in the worker's environment (its sys.path is the driver's); a class can be passed instead."
+    )
+
+
+class _RemoteError(CallError, _LoggedError):
+    """An exception inside an engine; the template names the part of the engine that raised it."""
+
+    remote_type: str
+    remote_message: str
+    remote_traceback: str
+    node: str = ""
+
+    def describe(self) -> str:
+        on = f" on {self.node}" if self.node else ""
+        return (
+            f"{self.worker_id}{on}: {super().describe()} raised {self.remote_type}: {self.remote_message}\n"
+            f"  traceback in the worker:\n{quoted(self.remote_traceback)}{self.log}"
+        )
+
+
+class EngineCreationError(_RemoteError):
+    """An engine's constructor that raised; the name is free again."""
+
+    template = "the constructor of engine {engine_name!r}"
+
+
+class EngineCallError(_RemoteError):
+    """An engine method that raised. ``__cause__`` is the original exception where it could be sent."""
+
+    unsent: str = ""
+    """Why the original could not be sent, as 'cannot be pickled'; '' where it could."""
+    original: bytes | None = None
+    """The pickled original, on its way to the controller."""
+    template = "{call}{without_cause}"
+
+    @property
+    def without_cause(self) -> str:
+        return f" (with an exception that {self.unsent}, so __cause__ is not set)" if self.unsent else ""
+
+
+class MethodNotFoundError(CallError, AttributeError):
+    """A method that the engine does not have, or may not be called from outside."""
+
+    engine_type: str
+    suggestions: Sequence[str]
+    reason: str = ""
+
+    def describe(self) -> str:
+        because = f" ({self.reason})" if self.reason else ""
+        hint = (
+            f"Did you mean: {', '.join(self.suggestions)}?"
+            if self.suggestions
+            else f"What may be called are the methods of {self.engine_type} without a leading underscore."
+        )
+        return (
+            f"{self.worker_id}: engine {self.engine_name!r} (a {self.engine_type}) has no public method {self.method!r}"
+            f"{because}. {hint}"
+        )
+
+
+class _PayloadError(CallError):
+    path: str
+    value_type: str
+    reason: str
+
+
+class ArgumentNotSerializableError(_PayloadError, TypeError):
+    """An argument that cannot be pickled; nothing was sent."""
+
+    template = (
+        "{worker_id}: {call}: the argument {path} (a {value_type}) cannot be sent to a worker: {reason}. Nothing was sent. "
+        "Leave it out, or build it inside the engine."
+    )
+
+
+class ArgumentNotLoadableError(_PayloadError):
+    """An argument that the worker could not unpickle; the method did not run."""
+
+    template = (
+        "{worker_id}: {call}: the worker could not load {path} ({value_type}): {reason}. The method did not run. A module that "
+        "exists only in the driver must be importable in the worker too."
+    )
+
+
+class ResultNotSerializableError(_PayloadError, TypeError):
+    """A result that cannot be pickled. The method did run; it is not repeated."""
+
+    template = (
+        "{worker_id}: {call} ran, but its {path} (a {value_type}) cannot be sent back: {reason}. The call is not repeated. "
+        "Return plain data, or keep the object in the engine."
+    )
+
+
+class PeerNotReadyError(CallError):
+    """Another rank of the model-parallel group failed before a collective call; no rank ran it."""
+
+    ranks: Sequence[int]
+    reason: str
+    template = (
+        "{worker_id}: {call} did not run, because rank(s) {ranks} of its model-parallel group were not ready: {reason}. Look "
+        "at the error of that rank first."
+    )
+
+
+class HandleLostError(CallError, LookupError):
+    """A result handle whose value is gone: released, or its worker died."""
+
+    engine_name: str | None = None
+    method: str = ""
+    handle_id: str
+    reason: str
+    template = (
+        "the value of handle {handle_id} (made by {worker_id}) is gone: {reason}. Produce it again with the call that returned "
+        "the handle."
+    )
+
+
+class GroupCallError(HelmsmanError):
+    """A call to several ranks of which some failed; ``first`` is the root cause, raised as its ``__cause__``."""
+
+    role: str
+    method: str
+    first: HelmsmanError
+    errors: dict[str, HelmsmanError]
+    num_ranks: int
+
+    def describe(self) -> str:
+        others = list(self.errors)[1:]
+        collateral = f" ({len(others)} other rank(s) failed as well: {', '.join(others[:8])})" if others else ""
+        return (
+            f"{self.role}: {self.method} failed on {len(self.errors)} of {self.num_ranks} ranks{collateral}. Root cause:\n"
+            f"{quoted(str(self.first))}"
+        )
+
+
+class RendezvousError(HelmsmanError, ConnectionError):
+    """The ranks of a role cannot meet: rank 0 cannot listen on the master's port, or others do not reach it there."""
+
+    role: str
+    address: str
+    port: int
+    source: str
+    refused: str
+    """The operating system's reason if rank 0 could not listen; else ''."""
+    reached: Sequence[str]
+    """Worker ids that reached it."""
+    failed: dict[str, str]
+    """Those that did not, and the operating system's reason; empty when rank 0 could not listen."""
+
+    def describe(self) -> str:
+        if self.refused:
+            what = f"rank 0 cannot listen on port {self.port}: {self.refused}"
+            step = "End what has that port on its node, or delete the role and create it again, which leases another port."
+        else:
+            reasons = dict.fromkeys(self.failed.values())
+            groups = [(reason, [each for each in self.failed if self.failed[each] == reason]) for reason in reasons]
+            why = "; ".join(f"{reason}: {few(workers)}" for reason, workers in groups)
+            num_ranks = len(self.failed) + len(self.reached)
+            what = f"{len(self.failed)} of {num_ranks} ranks do not reach rank 0 ({why}); reached by {few(self.reached)}"
+            step = (
+                "Check that the nodes reach one another at these addresses, and that no firewall closes the ports of "
+                "HELMSMAN_PORT_RANGE between them."
+            )
+        return f"role {self.role!r} cannot meet at {self.address}:{self.port}: {what}. Source: {self.source}. {step}"
+
+
+class DispatchError(HelmsmanError, TypeError):
+    """A declaration, argument or result that does not go with how a group method is dispatched and collected."""
+
+    method: str
+    reason: str
+    step: str
+    template = "{method}: {reason}. {step}."
+
+
+class UnevenBatchError(HelmsmanError, ValueError):
+    """Rows that do not divide over the ranks, where the method is declared to take nothing else."""
+
+    num_rows: int
+    divisor: int
+    derivation: str = ""
+    what: str = "a batch"
+
+    @property
+    def nearest(self) -> list[int]:
+        below = self.num_rows // self.divisor * self.divisor
+        return [size for size in (below, below + self.divisor) if size]
+
+    def describe(self) -> str:
+        derived = f": {self.derivation} = {self.divisor}" if self.derivation else ""
+        return (
+            f"{self.what} of {self.num_rows} rows does not divide over {self.divisor} parts{derived}; nearest valid sizes: "
+            f"{' and '.join(map(str, self.nearest))}. Give one of these, or declare remainder='pad' (the last row is repeated "
+            "and masked) or remainder='uneven' (some ranks get one row more)."
+        )
+
+
+class TopologyMismatchError(HelmsmanError):
+    """Workers whose own coordinates are not those that the controller has computed from the configuration."""
+
+    cluster: str
+    num_ranks: int
+    differences: dict[str, tuple[str, str]]
+    """Worker id -> (coordinates by the controller, coordinates by the worker)."""
+
+    def describe(self) -> str:
+        differences = self.differences
+        width = max(map(len, differences))
+        rows = [f"  {name.ljust(width)}  {ours}; it says {theirs}" for name, (ours, theirs) in list(differences.items())[:16]]
+        more = [f"  and {len(differences) - 16} more"] if len(differences) > 16 else []
+        return (
+            f"{len(differences)} of the {self.num_ranks} ranks of cluster {self.cluster!r} see other coordinates than "
+            "worker_config gives them, so batches would go to the wrong ranks. Make the sizes and mesh of worker_config those "
+            "of their parallel groups.\n" + "\n".join([*rows, *more])
+        )
+
+
+class CodecError(HelmsmanError):
+    """A payload that cannot be packed or unpacked; callers turn it into a CallError that names the call."""
+
+    path: str
+    value_type: str
+    reason: str
+    template = "{path} (a {value_type}): {reason}"
+
+
+class NotSerializableError(CodecError, TypeError):
+    """A value that cannot be pickled; ``path`` leads to the field that is to blame."""
+
+
+class NotLoadableError(CodecError):
+    """Bytes that cannot be unpickled here."""
+
+
+class ProtocolError(HelmsmanError):
+    """A peer that broke the wire protocol or did not prove that it belongs to the run."""

@@ -1,0 +1,327 @@
+"""Errors of training, rollouts, rewards and fault drills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from helmsman.api.errors._base import HelmsmanError
+from helmsman.api.errors._calls import WorkerFailedError
+from helmsman.api.errors._text import indented, output_section, stack_section
+
+
+class GenerationError(HelmsmanError):
+    """A generation request that failed."""
+
+
+class InstanceLostError(GenerationError, ConnectionError):
+    """The rollout instance that had the request has exited, or could not be reached."""
+
+    instance_id: str
+    reason: str
+    """How the instance was lost, without the request."""
+    may_have_begun: bool
+    """Whether it may have worked on the request."""
+    template = (
+        "rollout instance {instance_id} was lost and {begun} the request: {reason}. Give the generation scheduler a "
+        "RetryGeneration policy to have such requests continued on other instances."
+    )
+
+    @property
+    def begun(self) -> str:
+        return "may have begun" if self.may_have_begun else "had not begun"
+
+
+class RequestDeadlineError(GenerationError, TimeoutError):
+    """A request did not end within its own deadline; it was aborted."""
+
+    request_id: str
+    state: str
+    instance: str
+    limit_s: float
+
+    def describe(self) -> str:
+        where = f" on {self.instance}" if self.instance else ""
+        return (
+            f"request {self.request_id!r} did not end within {self.limit_s:g} s (RequestOptions.deadline_s); it was "
+            f"{self.state}{where}. Raise the deadline, lower max_new_tokens, or add instances if requests wait long."
+        )
+
+
+class RequestsInFlightError(GenerationError, TimeoutError):
+    """Requests that had not ended or been returned when the wait was over; they stay where they are."""
+
+    role: str
+    operation: str
+    in_flight: dict[str, int]
+    """Instance -> how many requests it has."""
+    num_queued: int
+    paused: bool
+    limit_s: float
+
+    def describe(self) -> str:
+        have = ", ".join(f"{instance} has {num}" for instance, num in self.in_flight.items()) or "none is in flight"
+        paused = "It is paused, and " if self.paused else ""
+        advice = (
+            "Wait on with wait_idle, end them with abort, or go on with resume"
+            if self.paused
+            else "Wait on, or end them with abort"
+        )
+        return (
+            f"role {self.role!r}: {self.operation} has waited {round(self.limit_s, 3):g} s for requests in flight: {have}. "
+            f"{paused}{self.num_queued} wait. {advice}: they come to their ends wherever they are."
+        )
+
+
+class EngineDeadError(HelmsmanError, ConnectionError):
+    """The processes that an engine started have ended; a rollout controller treats it as the death of the instance."""
+
+    engine: str
+    reason: str
+    template = (
+        "{engine} can serve no more: {reason}. The worker's log has its last words; a rollout controller with a "
+        "SupervisionPolicy replaces such an instance."
+    )
+
+
+class ServerLostError(EngineDeadError):
+    """An inference server that has ended, or whose connection broke; what it was generating is lost."""
+
+    engine: str = "ServerEngine"
+    address: str
+    exit_code: int | None
+    """Negative for a signal; None when it was running."""
+    log_tail: str
+    template = (
+        "the inference server at {address} was lost: {reason}. What it had begun was not sent again; give the rollout "
+        "controller supervision, so that the instance is replaced, and retries=RetryGeneration() to have its requests "
+        "continued elsewhere.{output}"
+    )
+
+    @property
+    def output(self) -> str:
+        return output_section(self.log_tail)
+
+
+class ServerStartError(HelmsmanError):
+    """An inference server that did not get ready."""
+
+    command: str
+    """Its command line, without the key."""
+    address: str
+    reason: str
+    exit_code: int | None
+    """Negative for a signal; None when it was running."""
+    elapsed_s: float
+    limit_s: float
+    log_tail: str
+    step: str
+    template = (
+        "the inference server was to be ready at {address} within {limit_s:g} s, and {reason} after {elapsed_s:.1f} s. {step}."
+        "\ncommand: {command}{output}"
+    )
+
+    @property
+    def output(self) -> str:
+        return output_section(self.log_tail)
+
+
+class ServerRequestError(HelmsmanError):
+    """A request that an inference server refused, or whose answer cannot be read."""
+
+    address: str
+    route: str
+    status: int
+    """Of HTTP."""
+    answer: str
+    """The beginning of the server's answer."""
+    expected: str
+    step: str
+
+    def describe(self) -> str:
+        return (
+            f"the inference server at {self.address} answered {self.route} with status {self.status}; expected "
+            f"{self.expected}. {self.step}.\nit said:\n{indented(self.answer.strip() or '(nothing)')}"
+        )
+
+
+class EpisodeTimeoutError(HelmsmanError, TimeoutError):
+    """An episode of a workflow did not end within its limit; it was cancelled."""
+
+    item: str
+    limit_s: float
+    template = (
+        "the episode of {item} did not end within {limit_s:g} s (WorkflowExecutor.episode_timeout_s), and was cancelled. Raise "
+        "the limit, lower max_new_tokens, or give what it waits for a limit of its own."
+    )
+
+
+class WorkflowFailuresError(HelmsmanError):
+    """More episodes of a workflow have failed than are tolerated."""
+
+    num_failed: int
+    limit: int
+    window: int
+    last: str
+    """The last error: type and message."""
+    template = (
+        "{num_failed} of the last {window} episodes have failed, and {limit} are tolerated (WorkflowExecutor.max_failures). "
+        "The last error was {last}. Mend the workflow, have it return nothing for what cannot be used, or tolerate more."
+    )
+
+
+class RewardTimeoutError(HelmsmanError, TimeoutError):
+    """A score that took longer than the limit of its RewardPool."""
+
+    worker_id: str
+    call: str
+    elapsed_s: float
+    limit_s: float
+    then: str
+    stack: str = ""
+    """Where the worker's engine thread was; empty for an async function."""
+    template = (
+        "{worker_id}: {call} did not end within {elapsed_s:.2f} s (limit {limit_s:g} s, RewardPool.timeout_s). {then}. Raise "
+        "the limit if the function is only slow.{at}"
+    )
+
+    @property
+    def at(self) -> str:
+        return stack_section("was", self.stack)
+
+
+class RewardLostError(HelmsmanError):
+    """A score that a worker may have begun when it exited; it has no result and was not repeated."""
+
+    worker_id: str
+    call: str
+    reason: str
+    template = (
+        "{call} has no result and was not repeated, since its worker has gone: {reason}. The others go on, and it is "
+        "restarted as often as RewardPool.max_restarts allows. Score the item again where that does no harm."
+    )
+
+
+class RewardWorkersSpentError(HelmsmanError):
+    """No worker of a RewardPool is left, and its budget of restarts is spent."""
+
+    role: str
+    num_workers: int
+    max_restarts: int
+    window_s: float
+    reason: str
+    template = (
+        "none of the {num_workers} workers of role {role!r} is left, and {max_restarts} were restarted within {window_s:g} "
+        "s, which is all that is allowed (RewardPool.max_restarts). The last one ended so: {reason}. Mend the function, or "
+        "allow more restarts."
+    )
+
+
+class CheckpointError(HelmsmanError):
+    """A checkpoint that the ranks of a training job cannot load."""
+
+    role: str
+    path: str
+    reason: str
+
+    def describe(self) -> str:
+        reason = self.reason.rstrip(".")
+        return (
+            f"role {self.role!r} cannot load the checkpoint {self.path}: {reason}. Remove it to go on from the one before it."
+        )
+
+
+class DevicesNotOwnedError(HelmsmanError):
+    """A call that needs devices which another role owns now."""
+
+    role: str
+    method: str
+    owner: str
+    next_step: str
+    template = "role {role!r}: {method} is out of turn: the devices are {owner}. {next_step}"
+
+
+class DeviceMemoryError(HelmsmanError):
+    """A call that found no room on devices on which two roles take turns."""
+
+    worker_id: str
+    method: str
+    reason: str
+    owner: str
+    figures: Sequence[str]
+
+    def describe(self) -> str:
+        lines = "".join(f"\n  {line}" for line in self.figures)
+        return (
+            f"{self.worker_id}: {self.method} found no room: {self.reason}\n  the devices are {self.owner}; who holds what:"
+            f"{lines}\nGive less to the role that holds most: fewer tokens in a micro-batch, gradient checkpointing or offload "
+            "for the trainer; a smaller cache, or sleep(level=2), for the rollout."
+        )
+
+
+class RecoveryExhaustedError(HelmsmanError):
+    """A train worker was lost, and the job has recovered from as many losses as its RecoveryPolicy allows."""
+
+    loss: WorkerFailedError
+    num_recoveries: int
+    window_s: float
+    checkpoint: str
+    """Folder of the last one; '' when there is none."""
+    reason: str = ""
+
+    @property
+    def role(self) -> str:
+        return self.loss.role
+
+    @property
+    def rank(self) -> int:
+        return self.loss.index
+
+    @property
+    def log_path(self) -> str:
+        return self.loss.log_path
+
+    def describe(self) -> str:
+        loss = self.loss
+        failed = f" The last of them failed: {self.reason}." if self.reason else ""
+        where = f"go on from {self.checkpoint}" if self.checkpoint else "begin again, since there is no checkpoint"
+        return (
+            f"role {self.role!r}: rank {self.rank} ({loss.worker_id} on node {loss.node}, pid {loss.pid}) {loss.cause}, after "
+            f"{self.num_recoveries} recoveries within {self.window_s:g} s, which is the most that RecoveryPolicy."
+            f"max_recoveries allows.{failed} Mend what ends the workers, or allow more, and start the script again to {where}."
+            f"{loss.log}"
+        )
+
+
+class ParallelLayoutError(HelmsmanError, ValueError):
+    """A model or a world that cannot be divided as the training configuration asks."""
+
+    what: str
+    requested: int
+    observed: str
+    step: str
+    template = "{what} asks for {requested}, and there is {observed}. {step}."
+
+
+class FaultPlanError(HelmsmanError, ValueError):
+    """A line of a fault plan that cannot be read."""
+
+    line: int
+    """From 1; parts of a line that ';' divides have one number."""
+    text: str
+    found: str
+    expected: str
+    template = (
+        "fault plan, line {line}: {text!r}: found {found} where {expected} is expected. Write 'kill rollout/3 at step 5', "
+        "'hang rollout/1 at step 7 for 20 s', 'slow rollout/2 by 3x at step 3 for 60 s' (without 'for', until its end) or "
+        "'drop the node of rollout/0 at step 9', one on each line or divided by ';'."
+    )
+
+
+class FaultsUnsupportedError(HelmsmanError):
+    """A scheduler whose workers cannot be killed or stopped alone."""
+
+    scheduler: str
+    template = (
+        "{scheduler} has its workers in the script's own process, which a fault would kill or stop with them. Run the drill on "
+        "the 'local' or 'ray' scheduler, or leave the fault plan out."
+    )
