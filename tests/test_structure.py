@@ -18,11 +18,7 @@ MAX_DEPTH = 2
 LONG = {"helmsman/rpc_server/_host/host.py"}
 LARGE: set[str] = set()
 DEEP: set[str] = set()
-CYCLIC = {
-    ("api.dispatch", "api.worker_group"),
-    ("engines._models.checkpoint", "engines._models.model"),
-    ("engines._server.dialects", "engines._server.sglang"),
-}
+CYCLIC: set[tuple[str, str]] = set()
 INTIMATE = {
     "rpc_server._process.guardian",
 }
