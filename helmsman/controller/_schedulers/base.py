@@ -30,14 +30,14 @@ from helmsman.controller._placement.snapshot import as_node
 from helmsman.controller._schedulers.elastic import ElasticRoles
 from helmsman.controller._schedulers.fault_injection import inject
 from helmsman.controller._schedulers.rendezvous import probe
-from helmsman.controller._transport.base import Outgoing, encode_arguments
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, await_reply, request_ids, wait_for_reply
 from helmsman.controller._transport.fan_out import Fanout
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal, require_seconds
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._wire.codec import Packed, Payload, decode, encode
+from helmsman.rpc_server._wire.codec import Packed, Payload, decode, encode, encode_arguments
 from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
 _REMEMBERED = 10_000
 

@@ -24,13 +24,14 @@ from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.single_machine import OneMachine, without_selectors
 from helmsman.controller._placement.snapshot import ClusterSnapshot
 from helmsman.controller._schedulers.base import SchedulerBase
-from helmsman.controller._transport.base import Awaited, Ending, Outgoing, Transport, TransportLostError
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._validation.argument_types import checked
 from helmsman.rpc_server._host.handles import HandleStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.wire import Outgoing
 
 
 class InlineScheduler(SchedulerBase):
