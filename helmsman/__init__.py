@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller._bootstrap.initialize import initialize as initialize
+    from helmsman.controller._device_handoff.turns import Turns as Turns
     from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from helmsman.controller._training.recovery import RecoverableTraining as RecoverableTraining
     from helmsman.controller._training.recovery_policy import RecoveryPolicy as RecoveryPolicy
     from helmsman.controller._training.train_controller import TrainController as TrainController
-    from helmsman.controller._weight_sync.device_handoff import Turns as Turns
     from helmsman.controller._weight_sync.sync import ViaCollective as ViaCollective
     from helmsman.controller._weight_sync.sync import ViaDisk as ViaDisk
     from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
@@ -120,7 +120,7 @@ _HOMES = {
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller._training.train_controller",
     "TrainEngine": "helmsman.api.engines",
-    "Turns": "helmsman.controller._weight_sync.device_handoff",
+    "Turns": "helmsman.controller._device_handoff.turns",
     "ViaCollective": "helmsman.controller._weight_sync.sync",
     "ViaDisk": "helmsman.controller._weight_sync.sync",
     "ViaMemory": "helmsman.controller._weight_sync.sync",

@@ -18,12 +18,10 @@ MAX_DEPTH = 2
 LONG = {"helmsman/api/scheduler.py", "helmsman/rpc_server/_host/host.py"}
 LARGE = {
     *("SchedulerBase", "ElasticRoles", "InlineScheduler", "LocalScheduler", "RayScheduler"),
-    *("RolloutController", "RolloutInstances", "RolloutRequests", "RolloutWeights"),
-    *("Cluster", "GenerateScheduler", "TrainController"),
+    *("Cluster", "GenerateScheduler"),
 }
 DEEP = {
     *("SchedulerBase", "InlineScheduler", "LocalScheduler", "RayScheduler"),
-    *("RolloutController", "RolloutInstances", "RolloutWeights"),
 }
 CYCLIC = {
     ("api.dispatch", "api.worker_group"),
@@ -31,10 +29,9 @@ CYCLIC = {
     ("engines._models.checkpoint", "engines._models.model"),
     ("engines._server.dialects", "engines._server.sglang"),
 }
-KINDS_ASKED_FOR = {"controller._roles.call_all", "controller._weight_sync.sync", "controller._worker_groups.cluster"}
+KINDS_ASKED_FOR = {"controller._roles.call_all", "controller._worker_groups.cluster"}
 INTIMATE = {
     *("controller._roles.role_controller", "controller._training.recovery"),
-    *("controller._weight_sync.device_handoff", "controller._weight_sync.sync"),
     "rpc_server._process.guardian",
 }
 """The six sets above hold what is beyond a limit today. They shrink; nothing is added."""

@@ -38,10 +38,8 @@ class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     mem: float = 0
     """Memory in GB (10^9 bytes); 0 asks for none in particular."""
     port_count: int = 0
-    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'), and held
-    against programs that look for a free one until it binds them. Before something binds one in a way that Python does not
-    tell of (a plain bind in C, or in a forked child), call ``helmsman.rpc_server.ports.hand_over(port)``. A worker with a
-    ``cmd`` has one at least."""
+    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'). No other
+    worker of any run on the node is given them until this one ends. A worker with a ``cmd`` has one at least."""
     env_vars: dict[str, str] = {}
     """Environment variables of the worker; they win over everything that is forwarded."""
     cmd: str | None = None

@@ -1,35 +1,21 @@
-"""Ports leased by the process that will bind them, and held until it does.
+"""Ports leased by the process that will bind them.
 
-A lease is two things. A **lock**: a Unix socket in the kernel's abstract namespace, named after the port. It is seen by every
-process that shares the port space (both belong to the network namespace), costs no file, and ends with its process, however
-that dies; so no two workers of any run on a node are given one port. And a **hold**: the port is bound, on IPv4 and IPv6,
-without listening, so that other programs which look for a free port pass it by.
-
-Whoever binds the port with SO_REUSEADDR or SO_REUSEPORT does not notice the hold: torch's TCPStore, asyncio, uvicorn, gRPC,
-ZMQ. For those who bind it plainly the hold has to go first, and it goes by itself where Python tells of the bind beforehand:
-
-- a plain ``bind`` in this process;
-- a program started with the port's number among its arguments, or in what its environment has of its own.
-
-In other cases (a plain bind in C, or in a forked child) call ``hand_over`` before. The lock stays until the process ends. A
-fork made by Python inherits neither; what is forked in C ends with the worker's family (guardian.py).
-
-What a hold cannot keep off is a foreign program that insists on just this port number and sets SO_REUSEADDR.
+A lease is a lock: a Unix socket in the kernel's abstract namespace, named after the port. It is seen by every process that
+shares the port space (both belong to the network namespace), costs no file, and ends with its process, however that dies; so no
+two workers of any run on a node are given one port. A port that another program has bound is passed over. Leased ports lie
+below the ephemeral range, from which the system serves programs that ask for any port.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import random
 import re
 import socket
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 RANGE_VARIABLE = "HELMSMAN_PORT_RANGE"
 """Environment variable with the first and the last port that may be leased: '20000-20200'."""
@@ -39,13 +25,8 @@ FIRST_PORT = 20_000
 _EPHEMERAL_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT, errno.EADDRNOTAVAIL)
-_NUMBER = re.compile(r"(?<!\d)\d{4,5}(?!\d)")
 
-_holds: dict[int, list[socket.socket]] = {}
-"""The bound sockets of each port that this process holds; changed by one operation at a time, since audit hooks change it."""
 _locks: set[socket.socket] = set()
-_install = threading.Lock()
-_installed = False
 
 
 class PortLeases:
@@ -71,7 +52,6 @@ class PortLeases:
                 f"at most {len(candidates)} of {count} ports are free: {first} to {last} are no more; ask for fewer, "
                 f"or set {RANGE_VARIABLE} to a wider range"
             )
-        _install_hooks()
         random.SystemRandom().shuffle(candidates)
         with contextlib.ExitStack() as undo:
             leased: list[int] = []
@@ -85,7 +65,7 @@ class PortLeases:
                     continue
                 self._held[port] = lock
                 undo.callback(self._release, port)
-                if _hold(port):
+                if _is_free(port):
                     leased.append(port)
                 else:
                     num_foreign += 1
@@ -102,7 +82,6 @@ class PortLeases:
     def _release(self, port: int) -> None:
         lock = self._held.pop(port, None)
         if lock is not None:
-            hand_over(port)
             _locks.discard(lock)
             lock.close()
 
@@ -110,15 +89,6 @@ class PortLeases:
         """Give all leases back."""
         for port in list(self._held):
             self._release(port)
-
-
-def hand_over(port: int) -> None:
-    """Let go of the hold on a leased port just before something binds it that Python does not tell of; see the module.
-
-    The lease itself stays with the worker. Nothing happens for a port that this process does not hold.
-    """
-    for sock in _holds.pop(port, ()):
-        sock.close()
 
 
 def port_range(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -146,14 +116,11 @@ def _first_ephemeral_port() -> int:
         return 32_768
 
 
-# --- locks and holds ----------------------------------------------------------------------------------------------------
-
-
 def _lock(port: int) -> socket.socket | None:
     """The lock of a port; None when somebody has it."""
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        if sys.platform == "linux":  # no abstract namespace elsewhere: the hold, which is bound strictly, is all there is
+        if sys.platform == "linux":  # elsewhere there is no abstract namespace, and only the check whether the port is bound
             lock.bind(f"\0helmsman/port/{port}")
     except OSError:
         lock.close()
@@ -162,91 +129,28 @@ def _lock(port: int) -> socket.socket | None:
     return lock
 
 
-def _hold(port: int) -> bool:
-    """Bind a port strictly, and only then allow others that reuse it; returns whether it was free."""
-    with contextlib.ExitStack() as undo:
-        sockets = []
-        for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-            try:
-                sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+def _is_free(port: int) -> bool:
+    """Whether no program has bound a port, on IPv4 or IPv6."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
                 if family == socket.AF_INET6:
                     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 sock.bind((address, port))
-            except OSError as error:
-                if error.errno in _TAKEN:
-                    return False
-                if family == socket.AF_INET6 and error.errno in _NO_IPV6:
-                    continue
+        except OSError as error:
+            if error.errno in _TAKEN:
+                return False
+            if family == socket.AF_INET or error.errno not in _NO_IPV6:
                 raise
-            sockets.append(sock)
-        for sock in sockets:
-            for option in _REUSE:
-                sock.setsockopt(socket.SOL_SOCKET, option, 1)
-        _holds[port] = sockets
-        undo.pop_all()
     return True
 
 
-_REUSE = [socket.SO_REUSEADDR] + ([socket.SO_REUSEPORT] if hasattr(socket, "SO_REUSEPORT") else [])
-
-
-# --- what lets a hold go by itself --------------------------------------------------------------------------------------
-
-
-def _install_hooks() -> None:
-    """Once in a process, and only in one that leases ports: an audit hook cannot be taken out again."""
-    global _installed
-    with _install:
-        if not _installed:
-            _installed = True
-            sys.addaudithook(_audit)
-            os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    """Called for every audited event of the process, so it decides by the name alone. It never raises: that would stop what
-    is audited."""
-    if event in _AUDITED and _holds:
-        try:
-            if event == "socket.bind":
-                _before_bind(*args)
-            else:
-                _before_program(event, args)
-        except Exception as error:  # noqa: BLE001 - arguments of any kind pass here, and must not fail because of us
-            print(f"helmsman: a leased port may still be held: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-_AUDITED = frozenset({"socket.bind", "subprocess.Popen", "os.posix_spawn", "os.system"})
-
-
-def _before_bind(sock: socket.socket, address: Any) -> None:
-    if not isinstance(address, tuple) or len(address) < 2 or address[1] not in _holds:
-        return
-    if not any(sock.getsockopt(socket.SOL_SOCKET, option) for option in _REUSE):
-        hand_over(address[1])
-
-
-def _before_program(event: str, args: tuple[Any, ...]) -> None:
-    """args: (executable, args, cwd, env) of subprocess, (path, argv, env) of posix_spawn, (command,) of system."""
-    texts = _texts(args[0] if event == "os.system" else args[1])
-    environ = args[-1] if event != "os.system" else None
-    if environ:  # what the child has in common with us says nothing about it: MASTER_PORT is rank 0's to bind, in this process
-        ours = {os.fsencode(name): os.fsencode(value) for name, value in os.environ.items()}
-        theirs = {os.fsencode(name): os.fsencode(value) for name, value in environ.items()}
-        texts = itertools.chain(texts, (os.fsdecode(value) for name, value in theirs.items() if ours.get(name) != value))
-    for text in texts:
-        for number in _NUMBER.findall(text):
-            hand_over(int(number))
-
-
-def _texts(arguments: Any) -> Iterator[str]:
-    parts: Iterable[Any] = [arguments] if isinstance(arguments, (str, bytes, os.PathLike)) else arguments
-    return (os.fsdecode(part) for part in parts)
-
-
 def _forget_in_child() -> None:
-    """A forked child is not the owner: what it inherited would keep a port taken after its worker has ended."""
-    for sock in itertools.chain(_locks, *_holds.values()):
-        sock.close()
+    """A forked child does not own the leases: an inherited lock would keep a port taken after its worker has ended."""
+    for lock in _locks:
+        lock.close()
     _locks.clear()
-    _holds.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

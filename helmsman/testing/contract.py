@@ -20,9 +20,8 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,10 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.faults import Hang, Kill
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerHealth, WorkerState
+from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, WorkerState
 from helmsman.testing import contract_engine
 from helmsman.testing.contract_engine import CountingEngine
+from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
 
 __all__ = [
     "TestSchedulerContract",
@@ -47,125 +47,13 @@ __all__ = [
     "shared_workers",
 ]
 
-LIMIT_S = 30.0
-"""A wait that lasts longer fails its test."""
 LATE_S = 0.2
 """Limit of calls that are to time out."""
 GONE_S = 10.0
 """Promise: every process that a controller caused has ended this long after the controller itself."""
 NOTICE_S = 2.0
 """Promise: callers learn of a worker's death within this time."""
-HEALTH_S = 1.0
-"""Promise: health is answered within this time."""
 _numbers = itertools.count()
-
-
-# --- helpers --------------------------------------------------------------------------------------------------------------
-
-
-def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait until ``condition`` returns something true and return it; fail the test with ``what`` after the limit."""
-    deadline = time.monotonic() + limit_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {limit_s:g} s: {what}", pytrace=False)
-        time.sleep(0.01)
-    return value
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
-
-
-def _is_stopped(scheduler: Scheduler, worker_id: str) -> bool:
-    return not asyncio.run(scheduler.check_health(worker_id)).answered
-
-
-class Engine:
-    """An engine in a worker."""
-
-    def __init__(self, scheduler: Scheduler, worker_id: str, name: str) -> None:
-        self.scheduler = scheduler
-        self.worker_id = worker_id
-        self.name = name
-
-    @classmethod
-    def create(cls, scheduler: Scheduler, worker_id: str, engine: Any, name: str | None = None, *args: Any) -> Engine:
-        """Create it and return it."""
-        asyncio.run(scheduler.create_engine(worker_id, engine, name, *args))
-        return cls(scheduler, worker_id, name or worker_id)
-
-    def call(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Any:
-        """Call a method."""
-        return self.scheduler.call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
-
-    def acall(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """Return the coroutine of a call."""
-        return self.scheduler.async_call_engine(self.worker_id, method, self.name, *args, timeout=timeout, **kwargs)
-
-    def begin(self, method: str, *args: Any, timeout: float = LIMIT_S, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """Start a call and return its future."""
-        return asyncio.run_coroutine_threadsafe(self.acall(method, *args, timeout=timeout, **kwargs), _loop())
-
-    @property
-    def state(self) -> WorkerState:
-        """State of its worker."""
-        return {status.worker_id: status.state for status in self.scheduler.status()}[self.worker_id]
-
-    def health(self) -> WorkerHealth:
-        """Health of its worker, asked five times: one late answer is the load of a shared machine, three break the promise."""
-        answers, elapsed_s = [], []
-        for _ in range(5):
-            started = time.monotonic()
-            answers.append(asyncio.run(self.scheduler.check_health(self.worker_id)))
-            elapsed_s.append(time.monotonic() - started)
-        assert sorted(elapsed_s)[2] < HEALTH_S, "health is answered within a second"
-        return answers[-1]
-
-
-class Gate:
-    """Two files that hold an engine inside a call: the engine makes the first, the test the second."""
-
-    def __init__(self, folder: Path, name: str = "gate") -> None:
-        self.started = str(folder / f"{name}-started")
-        self.release = str(folder / f"{name}-release")
-
-    @property
-    def files(self) -> tuple[str, str]:
-        """Arguments of the engine's waiting methods."""
-        return self.started, self.release
-
-    def wait_started(self) -> None:
-        """Wait until the engine is inside."""
-        wait_until(lambda: os.path.exists(self.started), "the engine began its call")
-
-    def open(self) -> None:
-        """Let the engine return. Idempotent."""
-        Path(self.release).touch()
-
-
-@contextlib.contextmanager
-def held(
-    engine: Engine, gate: Gate, method: str = "wait", timeout: float = LIMIT_S
-) -> Iterator[concurrent.futures.Future[Any]]:
-    """Hold an engine inside a call until the block ends."""
-    future = engine.begin(method, *gate.files, timeout=timeout)
-    try:
-        gate.wait_started()
-        yield future
-    finally:
-        gate.open()
 
 
 # --- fixtures -------------------------------------------------------------------------------------------------------------
@@ -226,6 +114,10 @@ def own_processes(scheduler: Scheduler) -> None:
     """Skip the test where workers are no processes of their own."""
     if scheduler.shares_process:
         pytest.skip("the workers share the script's process")
+
+
+def _is_stopped(scheduler: Scheduler, worker_id: str) -> bool:
+    return not asyncio.run(scheduler.check_health(worker_id)).answered
 
 
 # --- the suite ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from helmsman.rpc_server._process import guardian
-from helmsman.testing.contract import LIMIT_S, Engine, Gate, held, is_running, wait_until
+from helmsman.testing.contract_tools import LIMIT_S, Engine, Gate, held, is_running, wait_until
 
 __all__ = ["LIMIT_S", "Engine", "Gate", "held", "is_running", "wait_until"]
 

@@ -54,6 +54,9 @@ class RequestFlow:
             max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does not.
             why_hopeless: asked while requests wait and no instance serves: why none ever will, with which they fail.
         """
+        for name, value in {"max_in_flight": max_in_flight, "max_queue": max_queue}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected 1 or more")
         self._backend = backend
         self._policy = policy or LeastOutstandingTokens()
         self._retries = retries or RetryUnbegun()

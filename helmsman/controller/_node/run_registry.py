@@ -152,7 +152,7 @@ class RunLock:
             self._folder = os.dup(folder)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         os.write(self._fd, msgspec.json.encode(record))
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._forget)  # a child that inherits the lock would pass for the controller
 
     def _forget(self) -> None:
         if self._fd >= 0:

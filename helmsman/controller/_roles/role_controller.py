@@ -26,6 +26,8 @@ class RoleController:
     """
 
     _ready_methods: Sequence[str] = ("initialize",)
+    _title: str = ""
+    """Name of the class that a script sees; this one's when ''."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class RoleController:
         """
         job.validate()
         if not isinstance(engine, (str, type)):
-            raise refusal(type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
+            raise refusal(self._title or type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
         require_engine_arguments(job.role, engine, engine_kwargs or {})
         self.scheduler = scheduler
         self.job = job

@@ -60,8 +60,9 @@ class Faults:
 
 def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     """A helper that is ready to stop this process. It bears this worker's tag, by which it ends with it in any case."""
+    arguments = [str(os.getpid()), repr(command.factor), repr(command.seconds)]
     helper = subprocess.Popen(
-        [sys.executable, "-I", "-S", pause_helper.__file__],
+        [sys.executable, "-I", "-S", pause_helper.__file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -70,8 +71,6 @@ def _start_helper(command: FaultCommand) -> subprocess.Popen[bytes]:
     assert helper.stdin is not None
     assert helper.stdout is not None
     with helper.stdout as said:
-        # Not as arguments: a number there may be that of a port, which is let go of for the child that it is given to.
-        helper.stdin.write(f"{os.getpid()} {command.factor!r} {command.seconds!r}".encode())
         if said.read(1) != b"r":
             raise OSError(f"the helper that stops a worker ended with {helper.wait()} before it began")
     return helper

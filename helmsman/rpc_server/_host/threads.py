@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import itertools
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from types import ModuleType
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -23,7 +18,6 @@ from helmsman.rpc_server._process.pulse import CallRecord
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
 """For what is in flight on a loop that is stopped to end by its cancellation."""
-_PYTHONS_INTERVAL_S = 5e-3
 
 
 def share_interpreter() -> None:
@@ -33,52 +27,9 @@ def share_interpreter() -> None:
     an engine in a loop of short operations, each of which lets go of the lock and takes it back at once, it never does: with
     5 ms and a release every 7 to 70 us, health took 1.3 to 3.8 s on an idle machine of two cores, with 0.2 ms 1.0 to 2.6 s,
     with 1 us 28 ms at most in the median. The price is a tenth for two threads that both compute in Python; a rollout pays
-    nothing. Imports are excepted: see _CalmImports.
+    nothing.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    sys.meta_path.insert(0, _CalmImports())
-
-
-class _CalmImports(importlib.abc.MetaPathFinder):
-    """Gives the threads of this process Python's own turns while a module is imported.
-
-    A thread that waits for the lock looks again and again while the one that has it waits for a processor. Where more workers
-    than processors import torch at once, that cost each a third of the import's CPU time. An import holds the lock, so 5 ms are
-    all that health has to wait for.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._here = threading.local()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """What the other finders say of a package, with its execution in our hands; its submodules are run by that."""
-        if path is not None or fullname in sys.modules or getattr(self._here, "asks_others", False):
-            return None
-        self._here.asks_others = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._here.asks_others = False
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            execute = functools.partial(self._execute, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]
-        return spec
-
-    def _execute(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-        self._count(1)
-        try:
-            exec_module(module)
-        finally:
-            self._count(-1)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._num_running += change
-            sys.setswitchinterval(_PYTHONS_INTERVAL_S if self._num_running else SWITCH_INTERVAL_S)
 
 
 class Running(msgspec.Struct, frozen=True):

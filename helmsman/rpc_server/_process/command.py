@@ -20,8 +20,7 @@ _TAIL_BYTES = 4096
 class CommandEngine:
     """Runs ``python -m MODULE ARGUMENTS`` with the worker's environment, devices and log; it ends with the worker.
 
-    The child may bind the worker's leased ports: their holds go when it starts (helmsman.rpc_server.ports). It finds them in
-    HELMSMAN_PORTS, 'port,port'.
+    The child may bind the worker's leased ports. It finds them in HELMSMAN_PORTS, 'port,port'.
 
     Args:
         command: module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ... are replaced by the leased

@@ -2,8 +2,8 @@
 
 It ends when its time is over, on command, or with the worker, and never leaves a living worker stopped.
 
-Standard library only: a script of its own (``python -I -S pause_helper.py``), since a stopped process cannot continue itself.
-It reads "PID FACTOR SECONDS", writes a byte once it is ready, begins when it reads one byte, and ends at another.
+Standard library only: a script of its own (``python -I -S pause_helper.py PID FACTOR SECONDS``), since a stopped process cannot
+continue itself. It writes a byte once it is ready, begins when it reads one byte, and ends at another.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 
 _PERIOD_S = 0.1
@@ -53,7 +54,7 @@ def hold(pidfd: int, told: int, factor: float, seconds: float) -> None:
 
 def main() -> None:
     """The helper's whole life."""
-    pid, factor, seconds = os.read(0, 256).split()
+    pid, factor, seconds = sys.argv[1:]
     pidfd = os.pidfd_open(int(pid))
     if os.getppid() != int(pid):
         return  # it has ended before the line above, and another may have its number
