@@ -108,7 +108,7 @@ class RequestFlow:
                         f"{type(self._policy).__name__}.choose gave {getattr(chosen, 'instance_id', chosen)!r} for request "
                         f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it was given"
                     )
-            except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
+            except Exception as error:  # noqa: BLE001 - a policy may be the user's, and its error is this request's alone
                 self._end(ticket, RequestState.FAILED, error)
             else:
                 self._admit(samples[: chosen.capacity], chosen)
@@ -132,7 +132,7 @@ class RequestFlow:
         return math.inf if self._max_in_flight is None else self._max_in_flight - self.num_in_flight
 
     def why_none_serves(self) -> Exception | None:
-        """Why no instance serves or will; None while there is hope."""
+        """Why no instance serves or will; None while one does or may."""
         return None if any(instance.health.serves for instance in self.instances.values()) else self._why_hopeless()
 
     def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
@@ -201,9 +201,9 @@ class RequestFlow:
                 )
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                self.close("its event loop has ended")  # nobody else cancels these tasks
+                self.close("its event loop has ended")  # nothing else cancels these tasks
             return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to these requests, and others must go on
+        except BaseException as error:  # noqa: BLE001 - any error is the answer to these requests, and others must go on
             return [error] * len(samples)
         return results
 
@@ -308,7 +308,7 @@ class RequestFlow:
             self.slots.release()
 
     def _expire(self, ticket: Ticket) -> None:
-        """Its deadline has passed: it ends now, whatever its instance does."""
+        """Its deadline has passed: it ends now, also while its instance works."""
         self._timers.pop(ticket, None)
         instance = ticket.instance
         error = RequestDeadlineError(
@@ -366,7 +366,7 @@ class RequestFlow:
         call = asyncio.get_running_loop().create_task(tell())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, also where nobody waits for it
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # retrieved, also where it is not awaited
         return call
 
     async def until(self, holds: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """GenerateScheduler: owns every generation request from its submission to its one end.
 
-Everything here runs on one event loop, so nothing is locked; but whatever was true before an ``await`` is looked at again after
+Everything here runs on one event loop, so nothing is locked; but a condition from before an ``await`` is checked again after
 it. Time is the loop's, so that the same code runs on a virtual clock (helmsman.testing.run_virtually).
 """
 
@@ -178,7 +178,7 @@ class GenerateScheduler:
             call.result()
 
     def suspend(self, by: str = "") -> None:
-        """Once this has returned, no request starts until resume, whatever it was waiting for. What runs goes on, and
+        """Once this has returned, no request starts until resume. Running requests go on, and
         submission stays open.
 
         Args:
@@ -302,7 +302,7 @@ class GenerateScheduler:
             raise
 
     def undrain(self, instance_id: str, drain: object = None) -> None:
-        """Give an instance requests again, whoever has drained it or does so now; with a ``drain``, unless somebody else does.
+        """Give an instance requests again, and end all drains of it; with a ``drain``, end that one alone.
         Nothing happens when it is gone."""
         if (instance := self.instances.get(instance_id)) is None:
             return

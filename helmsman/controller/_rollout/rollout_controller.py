@@ -31,7 +31,7 @@ from helmsman.controller._validation.argument_types import checked
 class RolloutController:
     """The rollout instances of one role.
 
-    A request has one end, whatever happens. When its worker dies, it fails with WorkerFailedError or, with
+    A request ends exactly once. When its worker dies, it fails with WorkerFailedError or, with
     ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
     Instances come and go while requests run (``add``, ``drain``, ``remove``, ``scale``). Methods whose names begin with ``a``
     are awaited, from any event loop; the others block.
@@ -68,9 +68,9 @@ class RolloutController:
             policy: which worker takes a request; LeastOutstandingTokens when None.
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
-            supervision: probe the workers, and build dead ones anew, which serve again once they have the weights of the last
+            supervision: probe the workers, and rebuild dead ones, which serve again once they have the weights of the last
                 update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
-                what they have is continued elsewhere, and they are built anew where there is room. With None a worker's death
+                what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's death
                 is noticed by its calls, and final.
             samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
                 computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
@@ -228,8 +228,8 @@ class RolloutController:
         """Continue all prompts and give ``(index, result)`` of each as it ends; ``index`` is its place in what generate would
         return, so ``index // num_samples`` is the prompt's.
 
-        Requests are sent when the first item is asked for. Whoever leaves the loop early, in whatever way, withdraws the rest,
-        which is aborted at its workers. With ``samples_by_engine`` the samples that one call draws come together.
+        Requests are sent when the first item is asked for. Leaving the loop early, also by an error, aborts the remaining
+        requests. With ``samples_by_engine`` the samples that one call draws come together.
 
         Args:
             on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each as ``(index, error)``.
@@ -270,7 +270,7 @@ class RolloutController:
         num_samples: int = 1,
         on_error: OnError = "raise",
     ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
-        """As stream, for ``async for``. A ``break`` withdraws the rest when the loop lets go of the iterator;
+        """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the iterator;
         ``contextlib.aclosing`` does so at a certain place."""
         requests = self._requests.maker.make_all(prompts, sampling, num_samples)
         return self._requests.astream(requests, options, num_samples, on_error)
@@ -332,7 +332,7 @@ class RolloutController:
             in_flight: what becomes of the requests that workers have. They ``continue``, and this returns at once; or they
                 ``finish``, and it returns when they have; or it ``recall``s them, and returns when their workers have given
                 them back with the tokens that they have, with which they wait and go on anywhere after resume. One that comes
-                to its end on the way is done. The keys of recalled tokens are computed anew, by the weights of then.
+                to its end on the way is done. The keys of recalled tokens are computed again, by the weights at that time.
             timeout: seconds to wait for that; None waits as long as the workers' calls may take (``request_timeout_s``).
         Raises: RequestsInFlightError after the time-out, which names the workers that still have requests. It is paused then,
             too, and what was recalled still comes back when its worker answers; when that dies, its requests go by ``retries``.

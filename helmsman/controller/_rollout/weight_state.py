@@ -63,8 +63,8 @@ class RolloutWeights:
         return self._instances.workers
 
     def why_hopeless(self) -> Exception | None:
-        """Why requests that wait will never be served; None while there is hope: an instance that lives may get weights yet by
-        the update that is under way, or by the next one after sleep."""
+        """Why requests that wait will never be served; None while a live instance may still become ready, by the update that is
+        under way, or by the next one after sleep."""
         if (self._is_updating or not self.state.serves) and self._instances.some_live():
             return None
         return self._instances.why_none_will_serve()
@@ -258,7 +258,7 @@ class RolloutWeights:
     async def hold(self, in_flight: InFlight, timeout: float | None) -> AsyncIterator[None]:
         """See WeightSink. While weights are brought, an instance without them may get them yet; afterwards what it has goes on
         elsewhere."""
-        by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold lets go what this one holds
+        by = f"hold {next(_holds)}"  # of its own: neither the script nor another hold ends it
         requests = self._instances.requests
         async with self._in_turn(timeout) as left_s:
             self._is_updating = True

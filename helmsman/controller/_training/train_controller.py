@@ -70,7 +70,7 @@ class TrainController(RoleController):
         self.model_parallel_size = model_parallel_size
         self.data_parallel_size = job.replicas // model_parallel_size
         self.num_recoveries = 0
-        """How often all ranks were built anew, or are."""
+        """How often a rebuild of all ranks has begun."""
         self.turn: Turn | None = None
         """Whose devices these are, where a rollout takes turns with it."""
         engine_path = engine if isinstance(engine, str) else engine.__module__
@@ -234,7 +234,7 @@ class TrainController(RoleController):
 
     @checked
     def recover(self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None) -> int:
-        """Build all ranks anew when some were lost, and load a checkpoint; returns the weight version.
+        """Rebuild all ranks when some were lost, and load a checkpoint; returns the weight version.
 
         All processes of the role are ended before any is started, since the ranks that live wait in collectives for the lost
         ones. They come back at their places or, where a node is gone or a place cannot be had, wherever the job fits. Other

@@ -172,9 +172,9 @@ class ViaDisk:
 class ViaCollective:
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
 
-    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed, one of them
-    has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are sent
-    once more to those that can. What is built anew between two syncs serves after the next one.
+    Nothing is decoded while they last. The group is made at the first sync, and again when its members have changed, one of
+    them has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are
+    sent once more to those that can. An instance that is rebuilt between two syncs serves after the next one.
 
     Args:
         timeout_s: how long members wait for each other.
