@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVa
 import msgspec
 
 from helmsman.api.dispatch import MethodSpec
-from helmsman.api.topology import RankInfo
+from helmsman.api.topology import RankInfo, Topology
 
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch
@@ -167,6 +167,33 @@ class GroupMethod(Generic[P, G]):
 
 class WorkerGroup(abc.ABC, Generic[W_co]):
     """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
+
+    topology: Topology
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.topology.dp_size
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.topology.tp_size
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.topology.pp_size
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.topology.cp_size
 
     def method(self, method: RegisteredMethod[W_co, P, Any, G]) -> GroupMethod[P, G]:
         """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``.
