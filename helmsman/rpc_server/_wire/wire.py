@@ -153,11 +153,11 @@ def pack_length(size: int) -> bytes:
     return _LENGTH.pack(size)
 
 
-def unpack_length(prefix: bytes) -> int:
-    """The size of the message behind this prefix. Raises ProtocolError for a size that cannot be."""
+def unpack_length(prefix: bytes, most: int = MAX_FRAME_BYTES) -> int:
+    """The size of the message behind this prefix. Raises ProtocolError for a negative size, or one of more than ``most``."""
     (size,) = _LENGTH.unpack(prefix)
-    if not 0 <= size <= MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {size} bytes was announced, expected at most {MAX_FRAME_BYTES}")
+    if not 0 <= size <= most:
+        raise ProtocolError(f"a message of {size} bytes was announced, expected at most {most}")
     return int(size)
 
 
