@@ -31,7 +31,7 @@ only_ray = pytest.mark.not_on("local", "all its workers share memory with the sc
 
 
 def _channel(engine: Engine) -> Channel:
-    channel = engine.scheduler._client(engine.worker_id).transport.channel  # type: ignore[attr-defined]
+    channel = engine.scheduler._roles.client(engine.worker_id).transport.channel  # type: ignore[attr-defined]
     assert isinstance(channel, Channel)
     return channel
 
@@ -197,7 +197,7 @@ def test_channel_is_unix_socket_on_one_machine_and_tls_between_machines(own: Eng
 @only_ray
 def test_channel_without_tls(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """HELMSMAN_TLS=0, which a scheduler reads when it is made."""
-    monkeypatch.setattr(scheduler, "_tls", False)
+    monkeypatch.setattr(scheduler._backend, "_tls", False)  # type: ignore[attr-defined]
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
@@ -216,7 +216,7 @@ def test_channel_start_error_names_addresses_and_port(
     async def dropped(address: tuple[str, int], limit_s: float) -> None:
         raise TimeoutError(f"no connection within {limit_s:g} s")
 
-    monkeypatch.setattr(scheduler, "_tls", tls)
+    monkeypatch.setattr(scheduler._backend, "_tls", tls)  # type: ignore[attr-defined]
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_tcp", dropped)
     with pytest.raises(errors.WorkerStartError) as caught:

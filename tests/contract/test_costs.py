@@ -13,10 +13,9 @@ from typing import Any
 import numpy
 import pytest
 
-from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.scheduler import Call, Job, Scheduler
 from helmsman.controller._aio.event_loop import background_loop, run_sync
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.base import Call
 from helmsman.rpc_server._wire import wire as wire_module
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb

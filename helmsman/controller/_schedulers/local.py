@@ -14,20 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Timeouts
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._placement.place import Place
-from helmsman.controller._placement.single_machine import ADDRESS, OneMachine, without_selectors
-from helmsman.controller._placement.snapshot import ClusterSnapshot
-from helmsman.controller._schedulers.base import SchedulerBase
+from helmsman.controller._placement.single_machine import ADDRESS, OneMachine
+from helmsman.controller._schedulers.backend import Backend, Launch
+from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
 from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
 from helmsman.controller._transport.channel import Channel, ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
-from helmsman.rpc_server._host.handles import HandleStore, SegmentStore
+from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._process.guardian import split_status
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
@@ -39,15 +38,13 @@ from helmsman.rpc_server._wire.auth import connect
 _CONNECT_S = 30.0
 
 
-class LocalScheduler(SchedulerBase):
-    """Workers as processes of this machine; see SchedulerBase for the other arguments.
+class LocalScheduler(BackendScheduler):
+    """Workers as processes of this machine; see BackendScheduler for the other arguments.
 
     Args:
         num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
         preload: modules that every worker finds imported already. Importing torch costs a worker more than a second otherwise.
     """
-
-    _same_machine = True
 
     def __init__(
         self,
@@ -61,106 +58,76 @@ class LocalScheduler(SchedulerBase):
         resources: Mapping[str, float] | None = None,
         preload: Sequence[str] = ("torch",),
     ) -> None:
-        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        super().__init__(LocalBackend(machine, preload), seed=seed, log_dir=log_dir, timeouts=timeouts)
+
+
+class LocalBackend(Backend):
+    """Worker processes that a fork server of this machine starts.
+
+    Args:
+        machine: finds places for workers.
+        preload: as for LocalScheduler.
+    """
+
+    same_machine = True
+
+    def __init__(self, machine: OneMachine, preload: Sequence[str]) -> None:
+        self.allocator = machine
+        self.store = SegmentStore()
+        self._devices = machine.devices
         self._preload = tuple(preload)
         self._key = secrets.token_bytes(32)
         self._server: ForkServer | None = None
         self._starting_server = asyncio.Lock()
         self._run_dir: Path | None = None
 
-    @property
-    def n_gpus_per_node(self) -> int:
-        return len(self._machine.devices.ids)
-
-    def _snapshot(self) -> ClusterSnapshot:
-        return self._machine.snapshot()
-
-    def _as_planned_for(self, job: Job) -> Job:
-        return without_selectors(job)
-
-    def _make_store(self) -> HandleStore:
-        return SegmentStore()
-
-    def _holders(self, jobs: Sequence[Job]) -> str:
-        return self._machine.holders()
-
-    async def _reserve(
-        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
-        plan = self._plan(jobs)
-        for role in plan.roles:
-            resources[role.role].callback(self._machine.free, [worker.worker_id for worker in role.workers])
-        return self._machine.hold(plan)
-
-    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
-        self._machine.free([worker_id])
-
-    async def _launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
+    async def launch(self, start: Launch) -> list[WorkerClient]:
         server, run_dir = await self._ensure_server()
-        return await await_all(
-            self._start_worker(job, rank, place, server, run_dir, deadline, resources)
-            for rank, place in zip(ranks, places, strict=True)
-        )
+        return await await_all(self._start_worker(start, *pair, server, run_dir) for pair in start.pairs)
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
             if self._server is not None and self._server.has_ended:
-                await self._sweep()  # it was killed, and its workers with it; new ones get another
+                await self.close()  # it was killed, and its workers with it; new ones get another
                 self._server = None
             if self._server is None or self._run_dir is None:
-                make_log_dir(self._log_dir, self.run_id)
-                self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run_id}-"))
+                make_log_dir(self.run.log_dir, self.run.id)
+                self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run.id}-"))
                 self._server = await ForkServer.start(
-                    self.run_id, self._run_dir, self._log_dir / "forkserver.log", self._preload
+                    self.run.id, self._run_dir, self.run.log_dir / "forkserver.log", self._preload
                 )
             return self._server, self._run_dir
 
-    async def _start_worker(
-        self,
-        job: Job,
-        index: int,
-        place: Place,
-        server: ForkServer,
-        run_dir: Path,
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> WorkerClient:
-        identity = self._identity(job, index, ADDRESS)
-        devices = self._machine.devices.environment(place.devices)
+    async def _start_worker(self, start: Launch, rank: int, place: Place, server: ForkServer, run_dir: Path) -> WorkerClient:
+        identity = self.run.identity(start.job, rank, ADDRESS)
+        devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
-        environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
+        environment = worker_environment(os.environ, start.job.spec(rank), devices, same_machine=True)
         log_start = log_size(identity.log_path)
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
-            async with asyncio.timeout(deadline.remaining_s):
+            async with asyncio.timeout(start.deadline.remaining_s):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
-                resources.push_async_callback(ended.kill)
+                start.resources.push_async_callback(ended.kill)
                 transport = await open_transport(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             raise errors.WorkerStartError(
-                role=job.role,
+                role=start.job.role,
                 worker_id=identity.worker_id,
                 node=ADDRESS,
-                reason=str(error) or f"it did not answer within {deadline.limit_s:g} s (Timeouts.start_s)",
+                reason=str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)",
                 log_path=identity.log_path,
                 log_tail=tail_of(identity.log_path, start=log_start),
             ) from error
-        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
+        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.run.timeouts)
         client.environment = devices
         return client
 
-    async def _sweep(self) -> None:
+    async def close(self) -> None:
         if self._server is not None:
-            await self._server.stop(self.timeouts.shutdown_s)
+            await self._server.stop(self.run.timeouts.shutdown_s)
         if self._run_dir is not None:
             with contextlib.suppress(OSError):  # the forkserver removes it, too
                 remove_tree(self._run_dir)

@@ -7,11 +7,10 @@ from typing import Any
 
 from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
-from helmsman.api.scheduler import Scheduler, Worker
+from helmsman.api.scheduler import Call, Scheduler, Worker
 from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._roles.handoff_protocol import Turn
 from helmsman.controller._roles.role_controller import RoleController
-from helmsman.controller._schedulers.base import Call
 from helmsman.controller._training.batch_split import split_samples
 from helmsman.controller._validation.argument_names import require_loss_settings
 

@@ -6,11 +6,10 @@ import asyncio
 from typing import Any
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.api.scheduler import ResultHandle, Worker
+from helmsman.api.scheduler import Call, ResultHandle, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._roles.call_all import release
-from helmsman.controller._schedulers.base import Call
 from helmsman.controller._training.ranks import Ranks
 
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.api.scheduler import Leaving, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller._placement.place import Place
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.fan_out import Fanout, lead_of
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -61,7 +61,7 @@ class WorkerClient:
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
         self.unanswered: set[int] = set()
-        """Requests for its health that an observation has replaced; they do not make the worker MARKED."""
+        """Requests for its health that an observation has replaced; they do not make the worker OVERDUE."""
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
         """The question about all of ``_to_locate``, until it is sent."""
@@ -124,12 +124,12 @@ class WorkerClient:
 
     @property
     def state(self) -> WorkerState:
-        """READY, MARKED, FAILED or STOPPED."""
+        """READY, OVERDUE, FAILED or STOPPED."""
         if self._stopped:
             return WorkerState.STOPPED
         if self._ending is not None:
             return WorkerState.FAILED
-        return WorkerState.MARKED if self.overdue else WorkerState.READY
+        return WorkerState.OVERDUE if self.overdue else WorkerState.READY
 
     async def shut_down(self, limit_s: float) -> None:
         """Ask the process to end and give it time to; whether it did is for ``transport.kill`` to make sure."""
@@ -345,7 +345,7 @@ class PendingCall(abc.ABC):
 
     def give_up(self, limit_s: float, source: str) -> None:
         """Fail a late call. Its request stays with the transport, since the reply still has to be taken and its
-        memory freed, and the worker is MARKED until then. A worker that has ended raises another error, which is pending."""
+        memory freed, and the worker is OVERDUE until then. A worker that has ended raises another error, which is pending."""
         if self._is_lost:
             return
         self._given_up = True

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import ProcessState, Scheduler, WorkerHealth
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
-from helmsman.controller._transport.fan_out import Fanout
 from helmsman.rpc_server._process.pulse import Seen, read
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb

@@ -190,7 +190,8 @@ class ViaCollective:
         """See Way."""
         if source.scheduler.shares_process:
             raise ValueError(
-                "ViaCollective needs workers in processes of their own, which InlineScheduler has not; use ViaMemory"
+                f"ViaCollective needs workers in processes of their own, which {type(source.scheduler).__name__} has not; "
+                "use ViaMemory"
             )
         sender = source.workers[0]
         shared = [

@@ -50,8 +50,7 @@ def engine(scheduler: LocalScheduler) -> Engine:
 @pytest.fixture
 def path(scheduler: LocalScheduler) -> str:
     """The worker's socket. Only a process that may read the run's folder can know it."""
-    assert scheduler._run_dir is not None
-    (socket_path,) = scheduler._run_dir.glob("*.sock")
+    (socket_path,) = scheduler._backend._run_dir.glob("*.sock")  # type: ignore[attr-defined]
     return str(socket_path)
 
 
@@ -186,7 +185,7 @@ def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> N
 
 def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
     """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
-    proved = connect(path, scheduler._key, 5.0)
+    proved = connect(path, scheduler._backend._key, 5.0)
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
         proved.settimeout(LIMIT_S)
@@ -246,7 +245,7 @@ def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
     try:
         engine = Engine.create(scheduler, worker, Liar)
         with held(engine, Gate(tmp_path), "async_wait") as answered_falsely:
-            (request_id,) = scheduler._client(worker).transport.channel._awaited  # type: ignore[attr-defined]
+            (request_id,) = scheduler._roles.client(worker).transport.channel._awaited  # type: ignore[attr-defined]
             engine.call("answer_for", request_id, payload)
             with pytest.raises((CodecError, pickle.UnpicklingError)):
                 answered_falsely.result(LIMIT_S)
