@@ -108,9 +108,9 @@ class BareConnection:
 
     def receive(self) -> ReplyFrame:
         """The reply, which fits into one read."""
-        reply = decode_reply(self._session.take(self._socket.recv(65536)[4:]))
-        self._session.taken()
-        return reply
+        body = self._session.take(self._socket.recv(65536)[4:])
+        self._session.taken(len(body), None)
+        return decode_reply(body)
 
     def round_trip(self) -> ReplyFrame:
         """One after the other."""
@@ -166,7 +166,7 @@ def _answer(sock: socket.socket, peer: _Peer) -> bool:
                 answers.append(pack_length(WELCOME.size) + WELCOME.pack(0))
             elif body := peer.session.take(message):
                 request = decode_request(body).request
-                peer.session.taken()
+                peer.session.taken(len(body), None)
                 frame = ReplyFrame(Reply(request.id, True), _ANSWERS.get(request.verb, _NOTHING))
                 answers.append(peer.session.keep(encode_frame(frame)))
         sock.sendall(b"".join(answers))

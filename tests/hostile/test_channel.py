@@ -43,25 +43,26 @@ class Answer:
 class Controller:
     """A controller's end of the channel."""
 
-    def __init__(self, worker: Worker, port: int | None) -> None:
+    def __init__(self, worker: Worker, port: int | None, *, reconnects: bool) -> None:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Settled when the connection is lost; no other replaces it."""
+        """Settled when the connection is lost and no other replaces it."""
         self.num_connections = 0
+        self._reconnects = reconnects
         self._worker = worker
         self._address = worker.address if port is None else ("127.0.0.1", port)
         self._num_requests = 0
         self.channel = Channel("target/0", self._connect, shares_memory=worker.mode == "unix")
 
     @classmethod
-    async def of(cls, worker: Worker, port: int | None = None) -> Controller:
+    async def of(cls, worker: Worker, port: int | None = None, *, reconnects: bool = False) -> Controller:
         """Connect, by way of a proxy's port where one is given."""
-        controller = cls(worker, port)
+        controller = cls(worker, port, reconnects=reconnects)
         await controller.channel.open()
         return controller
 
     async def _connect(self) -> socket.socket:
         self.num_connections += 1
-        if self.num_connections > 1:
+        if self.num_connections > 1 and not self._reconnects:
             self.lost.set_result(None)
             await asyncio.Event().wait()
         return await connect(self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls")
@@ -96,6 +97,18 @@ async def test_channel_relay_only_relays(worker: Worker, proxy: Proxy, target: P
     for _ in range(3):
         await controller.call(target)
     assert num_executed(target) == 3
+    controller.channel.close()
+
+
+async def test_channel_relay_drops_connections(worker: Worker, proxy: Proxy, target: Path) -> None:
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]), reconnects=True)
+    for number in range(2, 7):
+        answers = [controller.send(target) for _ in range(20)]
+        proxy.drop()
+        await asyncio.wait_for(asyncio.gather(*(answer.future for answer in answers)), LIMIT_S)
+        await controller.call(target)
+        assert controller.num_connections == number
+    assert num_executed(target) == 105, "each is executed once"
     controller.channel.close()
 
 

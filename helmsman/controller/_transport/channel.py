@@ -33,7 +33,6 @@ from helmsman.rpc_server._wire.wire import (
     decode_reply,
     encode_frame,
     from_wire,
-    is_large,
     pack_length,
     unpack_length,
 )
@@ -264,8 +263,7 @@ class Channel:
                 payload = from_wire(wire)
             except Exception as error:  # noqa: BLE001 - no memory is left, or it does not unpickle: the loss of this result alone
                 failure = error
-        has_segment = wire is not None and wire.segment is not None
-        if self._session.taken(is_large=is_large(body, has_segment=has_segment)):
+        if self._session.taken(len(body), wire):
             self._write(self._session.confirmation())
         if awaited is None:
             return

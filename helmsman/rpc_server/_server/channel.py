@@ -30,10 +30,10 @@ from helmsman.rpc_server._wire.wire import (
     WELCOME,
     ReplyFrame,
     Session,
+    WirePayload,
     decode_request,
     encode_frame,
     from_wire,
-    is_large,
     salvage_request_id,
     to_wire,
 )
@@ -95,7 +95,7 @@ def _listening(family: int, address: str | tuple[str, int]) -> socket.socket:
 def can_carry(payload: Payload, *, shares_memory: bool) -> bool:
     """Whether a payload may travel by a channel: those that are large need shared memory, and so do handles."""
     if shares_memory:
-        return all(type(handle.location) is bytes for handle in payload.handles)
+        return not payload.handles or all(type(handle.location) is bytes for handle in payload.handles)
     return not payload.handles and payload.nbytes < CHANNEL_BYTES
 
 
@@ -104,7 +104,7 @@ class _Arrival(NamedTuple):
 
     in_order: bool
     """Whether it is engine work, which begins in the order of arrival."""
-    has_segment: bool
+    wire: WirePayload | None
     answer: Callable[[ReplyFn], None]
     """Answers the request: by the host where it could be decoded, else by an error."""
 
@@ -212,7 +212,7 @@ class ChannelServer(AuthenticatedServer):
             if not body:
                 return True
             arrival = self._understood(body)
-            is_due = peer.session.taken(is_large=is_large(body, has_segment=arrival.has_segment))
+            is_due = peer.session.taken(len(body), arrival.wire)
             if arrival.in_order:
                 arrival.answer(reply)
         if is_due:
@@ -230,7 +230,7 @@ class ChannelServer(AuthenticatedServer):
             request_id = salvage_request_id(body)
             if request_id is None:
                 raise ProtocolError(reason) from error
-            return _Arrival(False, False, _refusal(request_id, reason))
+            return _Arrival(False, None, _refusal(request_id, reason))
         request, wire = frame.request, frame.payload
         try:
             payload = self._beside(request.id) if wire is None else from_wire(wire)
@@ -238,7 +238,7 @@ class ChannelServer(AuthenticatedServer):
             answer = _refusal(request.id, f"its arguments could not be taken: {type(error).__name__}: {error}")
         else:
             answer = functools.partial(self._host.handle, request, payload)
-        return _Arrival(request.verb in ENGINE_WORK, wire is not None and wire.segment is not None, answer)
+        return _Arrival(request.verb in ENGINE_WORK, wire, answer)
 
     def _beside(self, request_id: int) -> Payload:
         if self._side_path is None:

@@ -283,17 +283,22 @@ class Session:
         """The body of a message from the peer, without its length; empty for a mere confirmation. Raises ProtocolError."""
         if len(message) < _COUNT.size:
             raise ProtocolError(f"a message of {len(message)} bytes came, expected at least {_COUNT.size}")
-        self._confirm(_COUNT.unpack_from(message)[0])
+        (num_received,) = _COUNT.unpack_from(message)
+        if num_received != self._num_confirmed:
+            self._confirm(num_received)
         return memoryview(message)[_COUNT.size :]
 
-    def taken(self, *, is_large: bool = False) -> bool:
+    def taken(self, num_bytes: int, wire: WirePayload | None) -> bool:
         """Count a message that was taken; returns whether a confirmation is due, which no other message carries in time.
 
         Args:
-            is_large: whether the peer keeps much memory for it.
+            num_bytes: size of the message, which the peer keeps until it is confirmed.
+            wire: its payload, for the segment of which the same holds.
         """
         self.num_received += 1
-        return is_large or self.num_received - self._num_told >= _CONFIRM_EACH
+        if num_bytes >= INLINE_BYTES or (wire is not None and wire.segment is not None):
+            return True
+        return self.num_received - self._num_told >= _CONFIRM_EACH
 
     def confirmation(self) -> bytes:
         """The bytes of a message that only confirms."""
@@ -324,8 +329,3 @@ class Session:
             if segment is not None:
                 segment.close()
         self._num_confirmed = num_received
-
-
-def is_large(body: memoryview, *, has_segment: bool) -> bool:
-    """Whether the sender of a message keeps much memory until it is confirmed."""
-    return has_segment or len(body) >= INLINE_BYTES
