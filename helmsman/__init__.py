@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from helmsman.api.dispatch import Execute as Execute
     from helmsman.api.dispatch import Replicate as Replicate
     from helmsman.api.dispatch import Shard as Shard
-    from helmsman.api.dispatch import register as register
     from helmsman.api.engines import InferenceEngine as InferenceEngine
     from helmsman.api.engines import TrainEngine as TrainEngine
     from helmsman.api.errors import HelmsmanError as HelmsmanError
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from helmsman.api.generation import GenerationResult as GenerationResult
     from helmsman.api.generation import SamplingParams as SamplingParams
     from helmsman.api.platforms import current_platform as current_platform
+    from helmsman.api.register import register as register
     from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
     from helmsman.api.scheduler import Leaving as Leaving
@@ -132,7 +132,7 @@ _HOMES = {
     "get_placement_group_master_ip_and_port": "helmsman.controller._ray_backend.scheduler",
     "initialize": "helmsman.controller._bootstrap.initialize",
     "make_scheduler": "helmsman.controller._schedulers.factory",
-    "register": "helmsman.api.dispatch",
+    "register": "helmsman.api.register",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the table is the one list of names

@@ -16,16 +16,9 @@ MAX_DEPTH = 2
 """Classes of ours between a class and its abstract contract (a class in api/, or one of another library)."""
 
 LONG = {"helmsman/rpc_server/_host/host.py"}
-LARGE = {
-    "GenerateScheduler",
-}
+LARGE: set[str] = set()
 DEEP: set[str] = set()
-CYCLIC = {
-    ("api.dispatch", "api.worker_group"),
-    ("controller._generation.instance", "controller._generation.request"),
-    ("engines._models.checkpoint", "engines._models.model"),
-    ("engines._server.dialects", "engines._server.sglang"),
-}
+CYCLIC: set[tuple[str, str]] = set()
 INTIMATE = {
     "rpc_server._process.guardian",
 }

@@ -27,8 +27,9 @@ from helmsman.api.weights import Weights
 from helmsman.api.worker_context import worker_context
 from helmsman.engines._admission import check_samples_of_one
 from helmsman.engines._server import http
-from helmsman.engines._server.dialects import Call, ServerConfig, dialect_of
+from helmsman.engines._server.dialects import dialect_of
 from helmsman.engines._server.process import ServerProcess, get
+from helmsman.engines._server.protocol import Call, ServerConfig
 from helmsman.engines._server.requests import ServedRequests
 from helmsman.engines._server.weights import as_folder, forms_of, make_exchange, vocab_size_of
 from helmsman.engines._vllm.fit import Expected

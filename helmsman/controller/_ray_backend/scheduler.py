@@ -23,16 +23,15 @@ from helmsman.controller._node.devices import visibility
 from helmsman.controller._placement.place import Place, in_device_order
 from helmsman.controller._placement.resources import ACCELERATORS, Resources, show
 from helmsman.controller._placement.snapshot import NodeState
+from helmsman.controller._ray_backend.before_import import choose_authentication, outliving_the_raylet
 from helmsman.controller._ray_backend.embedded import (
     bounded,
-    choose_authentication,
-    connect,
     current,
     end_embedded_ray,
     forget_lost,
-    outliving_the_raylet,
     script_is_failing,
 )
+from helmsman.controller._ray_backend.embedded_start import connect
 from helmsman.controller._ray_backend.process_watch import EmbeddedRay
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler

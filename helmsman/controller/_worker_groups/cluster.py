@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from helmsman.api.cluster_config import ClusterConfig
-from helmsman.api.dispatch import CustomDispatch, MethodSpec, RegisteredMethod
+from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import (
     DispatchError,
     InvalidSpecError,
@@ -25,7 +25,7 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.api.topology import RankInfo
-from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
+from helmsman.api.worker_group import GroupFuture, Options, RegisteredMethod, WorkerGroup
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.rank_environment import rank_environment
 from helmsman.controller._roles.role_controller import RoleController
