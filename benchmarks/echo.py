@@ -24,19 +24,22 @@ import msgspec
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.rpc_server._wire.auth import authenticate_connector, connect
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.frames import (
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.stream import Stream
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
+    WELCOME,
     FrameReader,
     ReplyFrame,
     RequestFrame,
+    Session,
+    WirePayload,
     decode_reply,
     decode_request,
     encode_frame,
     pack_length,
+    to_wire,
 )
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.payload import WirePayload, to_wire
-from helmsman.rpc_server._wire.session import HELLO, WELCOME, Session
-from helmsman.rpc_server._wire.stream import Stream
 
 _HEALTH = WorkerHealth(
     worker_id="simulated/0", pid=1, node="127.0.0.1", engines={"engine": "Engine"}, cpu_s=1.5, rss_bytes=1 << 28

@@ -18,9 +18,9 @@ from benchmarks.world import World
 from helmsman import Cluster, ClusterConfig, ResourceManager
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
-from helmsman.controller._transport.base import Outgoing
 from helmsman.rpc_server._wire.codec import Payload, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
 NUM_WORKERS = 1000
 POLLS_PER_S = 1.0

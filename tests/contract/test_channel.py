@@ -22,7 +22,7 @@ from helmsman.api.scheduler import Job, Scheduler, WorkerState
 from helmsman.controller._aio.event_loop import background_loop
 from helmsman.controller._transport import channel as channel_module
 from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._wire.frames import pack_length
+from helmsman.rpc_server._wire.wire import pack_length
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, stop, wait_until
 

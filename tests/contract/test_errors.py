@@ -16,10 +16,10 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._transport.base import Outgoing
 from helmsman.controller._transport.client import await_reply, request_ids
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 

@@ -19,11 +19,9 @@ from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame
 from helmsman.rpc_server._wire.messages import Request, Verb, WorkerIdentity
-from helmsman.rpc_server._wire.payload import to_wire
-from helmsman.rpc_server._wire.session import Session
 from helmsman.rpc_server._wire.tls import server_tls
+from helmsman.rpc_server._wire.wire import RequestFrame, Session, encode_frame, to_wire
 from tests.contract.helpers import ROOT
 
 

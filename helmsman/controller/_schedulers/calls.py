@@ -12,11 +12,11 @@ from helmsman.controller._aio.event_loop import run_async
 from helmsman.controller._schedulers.backend import Run
 from helmsman.controller._schedulers.role_registry import RoleRegistry
 from helmsman.controller._schedulers.values import ValueStore
-from helmsman.controller._transport.base import Outgoing, encode_arguments
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, await_reply, request_ids, wait_for_reply
 from helmsman.controller._validation.argument_types import refusal, require_seconds
-from helmsman.rpc_server._wire.codec import decode
+from helmsman.rpc_server._wire.codec import decode, encode_arguments
 from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
 
 class CallService:

@@ -22,11 +22,12 @@ from helmsman.api.scheduler import ResultHandle, Timeouts
 from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
-from helmsman.controller._transport.base import Awaited, Ending, Outgoing, Transport, TransportLostError
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.wire import Outgoing
 
 
 class InlineScheduler(BackendScheduler):

@@ -8,21 +8,17 @@ import contextlib
 import os
 import pickle
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from helmsman.api import errors
 from helmsman.rpc_server._process.safe_files import open_regular
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame
-from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request, Verb, dotted
-from helmsman.rpc_server._wire.payload import INLINE_BYTES, to_wire
-from helmsman.rpc_server._wire.segments import ShmSegment
+from helmsman.rpc_server._wire.codec import Payload, decode
+from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.wire import Outgoing
 
 LOG_TAIL_LINES = 50
-
-_CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
 
 
 class TransportLostError(Exception):
@@ -41,64 +37,6 @@ class Ending(msgspec.Struct, frozen=True):
     """The log of that tail, where it is not the worker's own."""
     aftermath: str = ""
     """As WorkerFailedError's."""
-
-
-class Outgoing:
-    """A request and its payload. The message of a small one is made once for all workers that it goes to."""
-
-    __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
-
-    def __init__(self, request: Request, payload: Payload) -> None:
-        self.request = request
-        self.payload = payload
-        self.num_bytes = payload.nbytes
-        self.is_small = self.num_bytes < INLINE_BYTES
-        """Whether it is one message without a segment."""
-        self.in_order = request.verb in ENGINE_WORK
-        self.is_call = request.verb in _CALLS
-        """Whether it runs an engine's own code."""
-        self._body: bytes | None = None
-
-    def body(self) -> bytes:
-        """The encoded RequestFrame of a small request."""
-        if self._body is None:
-            self._body, _ = self.packed(shares_memory=False)
-        return self._body
-
-    def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
-        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError,
-        ProtocolError."""
-        wire, segment = to_wire(self.payload, segments=shares_memory)
-        try:
-            return encode_frame(RequestFrame(self.request, wire)), segment
-        except (UnicodeEncodeError, TypeError, OverflowError) as error:
-            if segment is not None:
-                segment.close()
-            name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
-            raise errors.ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
-
-
-def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
-    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that is to blame."""
-    try:
-        return encode(arguments, root="arguments")
-    except errors.CodecError as error:
-        raise errors.ArgumentNotSerializableError(
-            worker_id=worker_id,
-            engine_name=engine_name,
-            method=method,
-            path=_argument_path(error.path, len(arguments)),
-            value_type=error.value_type,
-            reason=error.reason,
-        ) from error
-
-
-def _argument_path(path: str, num_parts: int) -> str:
-    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
-    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
-    for index, name in enumerate(names):
-        path = path.replace(f"arguments[{index}]", name, 1)
-    return path
 
 
 def error_in(answer: Payload) -> errors.HelmsmanError:

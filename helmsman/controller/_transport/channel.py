@@ -16,23 +16,27 @@ import msgspec
 from helmsman.api.errors import ProtocolError
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import in_thread
-from helmsman.controller._transport.base import Awaited, Ending, Outgoing, Transport, TransportLostError, Turn
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError, Turn
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.frames import (
+from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.segments import ShmSegment
+from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
     LENGTH_BYTES,
+    WELCOME,
     FrameReader,
+    Outgoing,
     RequestFrame,
+    Session,
     decode_reply,
     encode_frame,
+    from_wire,
+    is_large,
     pack_length,
     unpack_length,
 )
-from helmsman.rpc_server._wire.messages import Reply
-from helmsman.rpc_server._wire.payload import from_wire
-from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.session import HELLO, WELCOME, Session, is_large
-from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,9 +21,12 @@ from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.api.scheduler import Leaving, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller._placement.place import Place
-from helmsman.controller._transport.base import Ending, Outgoing, Transport, TransportLostError, error_in
+from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
+from helmsman.rpc_server._wire.wire import Outgoing
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -155,14 +158,15 @@ class WorkerClient:
             self.in_background(self._release(kept))
 
     def engine_of(self, request: Request) -> str | None:
-        """The name of the engine that a request is for."""
+        """Name of a request's engine."""
         return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what no caller waits for."""
+    def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run work for which no caller has to wait."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
@@ -207,9 +211,7 @@ class WorkerClient:
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             if seen is None:
                 state = "it did not say in time where the call is; the log has it once it does"
-            withdrawal = asyncio.ensure_future(self._withdraw(request, elapsed_s, is_seen=seen is not None))
-            self._background.add(withdrawal)
-            withdrawal.add_done_callback(self._background.discard)
+            withdrawal = self.in_background(self._withdraw(request, elapsed_s, is_seen=seen is not None))
             if seen is not None and seen.state != "running":
                 await asyncio.wait([withdrawal], timeout=_WITHDRAWAL_S)
                 seen = withdrawal.result() or seen if withdrawal.done() else seen
@@ -387,10 +389,6 @@ class _AwaitedCall(PendingCall):
         if not self.is_abandoned:
             super().begin()
 
-    def abandon(self) -> None:
-        """The caller no longer waits."""
-        self.is_abandoned = True
-
     def late(self, limit_s: float, source: str) -> None:
         """End the call at its limit; on the event loop."""
         if self.payload is None and self.error is None and not self.is_abandoned:
@@ -461,7 +459,7 @@ def wait_for_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, sou
                 run_on_loop(functools.partial(call.late, limit_s, source))
                 waiting.acquire()
     except BaseException:
-        call.abandon()
+        call.is_abandoned = True
         raise
     return call.result()
 
@@ -493,7 +491,7 @@ async def await_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, 
     try:
         await filled
     except BaseException:
-        call.abandon()
+        call.is_abandoned = True
         raise
     finally:
         timer.cancel()

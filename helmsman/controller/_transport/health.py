@@ -11,11 +11,11 @@ from helmsman.api import errors
 from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import ProcessState, Scheduler, WorkerHealth
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._transport.base import Outgoing
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
 from helmsman.rpc_server._process.pulse import Seen, read
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
 _PATIENCE_S = 0.5
 """A worker that has not answered for so long is observed from outside."""

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.threads import start_loop
 from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S, authenticate_connector
-from helmsman.rpc_server._wire.frames import FrameReader, pack_length
 from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream, tune_tcp
 from helmsman.rpc_server._wire.tls import ServerTls
+from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 BACKLOG = 1024
 """Connections that the kernel keeps for a listener until it accepts them."""

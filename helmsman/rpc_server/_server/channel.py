@@ -1,6 +1,6 @@
 """The worker's end of its channel: requests and their replies over an authenticated socket.
 
-A connection may be lost while the worker lives. The controller then connects again and resumes its session (session.py), so
+A connection may be lost while the worker lives. The controller then connects again and resumes its session (wire.py), so
 that each request and each reply arrives once.
 """
 
@@ -22,12 +22,21 @@ from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.host import EngineHost, ReplyFn
 from helmsman.rpc_server._server.authenticated_server import BACKLOG, AuthenticatedServer, Connection
 from helmsman.rpc_server._wire.codec import Payload, encode
-from helmsman.rpc_server._wire.frames import ReplyFrame, decode_request, encode_frame, salvage_request_id
 from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply
-from helmsman.rpc_server._wire.payload import from_wire, to_wire
 from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.session import HELLO, WELCOME, Session, is_large
 from helmsman.rpc_server._wire.tls import ServerTls
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
+    WELCOME,
+    ReplyFrame,
+    Session,
+    decode_request,
+    encode_frame,
+    from_wire,
+    is_large,
+    salvage_request_id,
+    to_wire,
+)
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 
 CHANNEL_BYTES = 1 << 20

@@ -25,10 +25,10 @@ from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
 from helmsman.rpc_server._server.channel import ChannelServer
-from helmsman.rpc_server._wire import auth, frames
+from helmsman.rpc_server._wire import auth, wire
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.payload import WirePayload, to_wire
+from helmsman.rpc_server._wire.wire import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
@@ -69,8 +69,8 @@ def _frames(target: str) -> list[bytes]:
     payload = to_wire(encode(((Bomb(target),), {})))[0]
     handles = WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
     requests = [Request(1, Verb.CALL, "target/0", "add"), Request(2, Verb.SHUTDOWN), Request(3, Verb.HEALTH)]
-    asked = [frames.RequestFrame(request, each) for request in requests for each in (payload, handles)]
-    messages = [struct.pack("!q", 0) + frames.encode_frame(frame) for frame in asked]
+    asked = [wire.RequestFrame(request, each) for request in requests for each in (payload, handles)]
+    messages = [struct.pack("!q", 0) + wire.encode_frame(frame) for frame in asked]
     welcome = b"#WELCOME#"
     digests = [os.urandom(64), b"helmsman plain\n" + os.urandom(64), pickle.dumps(Bomb(target)), welcome]
     return [struct.pack("!i", len(each)) + each for each in messages + digests]
@@ -234,7 +234,7 @@ class Liar(Counter):
         """Reply to another request that its worker has not answered yet."""
         (server,) = (each for each in gc.get_objects() if type(each) is ChannelServer)
         (peer,) = server._peers.values()
-        peer.send(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)), None)
+        peer.send(wire.encode_frame(wire.ReplyFrame(Reply(request_id, False), payload)), None)
 
 
 @pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])
