@@ -273,7 +273,7 @@ class Scheduler(abc.ABC):
     def call_many(
         self, calls: Mapping[str, Call], method: str, engine_name: str | None = None, timeout: float | None = None
     ) -> Fanout:
-        """Begin a call of ``method`` on each of these workers, on Helmsman's own event loop; all are sent when this returns.
+        """Begin a call of ``method`` on each of these workers; it is used on Helmsman's own event loop.
 
         A call that cannot be begun is a failure of its worker in the fan-out and does not affect the others. This default
         makes them by async_call_engine.

@@ -127,13 +127,7 @@ class RayBackend(Backend):
     store: ControllerStore
 
     def __init__(
-        self,
-        address: str | None,
-        sizes: dict[str, Any],
-        num_nodes: int | None,
-        preload: Sequence[str] | None,
-        *,
-        tls: bool,
+        self, address: str | None, sizes: dict[str, Any], num_nodes: int | None, preload: Sequence[str] | None, *, tls: bool
     ) -> None:
         self._address = address
         self._sizes = sizes

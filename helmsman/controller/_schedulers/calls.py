@@ -36,8 +36,7 @@ class CallService:
         payload = encode_arguments(worker_id, name, "__init__", (engine, args, kwargs))
         self._values.require(payload.handles)
         await run_async(client.create_engine(name, payload, self._run.timeouts.create_engine_s))
-        if (role := self._roles.role_of(worker_id)) is not None:
-            role.engine_names.setdefault(worker_id, set()).add(name)
+        self._roles.note_engine(worker_id, name)
 
     def call(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
         """As Scheduler.call_engine."""

@@ -54,9 +54,11 @@ class RoleRegistry:
         self.require_open(operation)
         return self.role(name)
 
-    def role_of(self, worker_id: str) -> Role | None:
-        """The role in a worker's id; None where there is none of its name."""
-        return self._roles.get(worker_id.rpartition("/")[0])
+    def note_engine(self, worker_id: str, engine_name: str) -> None:
+        """Note an engine that a role has created, for the end of a role whose workers are another's."""
+        role = self._roles.get(worker_id.rpartition("/")[0])
+        if role is not None:  # else it was deleted meanwhile
+            role.engine_names.setdefault(worker_id, set()).add(engine_name)
 
     def client(self, worker_id: str) -> WorkerClient:
         """The worker of an id. Raises SchedulerClosedError, WorkerNotFoundError."""
