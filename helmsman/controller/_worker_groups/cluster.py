@@ -22,7 +22,7 @@ from helmsman.api.errors import (
     TopologyMismatchError,
     WorkerFailedError,
 )
-from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
+from helmsman.api.remote_batch import Piece, RemoteBatch
 from helmsman.api.scheduler import (
     EngineSpec,
     ResultHandle,
@@ -303,7 +303,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """Batches that are joined as one whose rows stay; other results as their handles."""
         if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
             batches = [self._remote(handle) for handle in handles]
-            join = functools.partial(dispatch.join_rows, concat=functools.partial(join_remote, self.scheduler))
+            join = functools.partial(dispatch.join_rows, concat=RemoteBatch.join)
             return dispatch.collect(self.topology, spec, dispatched.cut, batches, join)
         return dispatch.collect(self.topology, spec, None, handles, lambda _, parts: list(parts))
 

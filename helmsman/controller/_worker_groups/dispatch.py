@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.batch import Batch, Remainder, part_sizes
-from helmsman.api.columns import Ragged, concat_columns, kind_of, slice_of
+from helmsman.api.columns import Ragged, concat_columns, kind_of
 from helmsman.api.dispatch import (
     AxisSharding,
     Collect,
@@ -362,7 +362,7 @@ def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:
         return rows.chunk(num_parts, remainder)
     sizes = part_sizes(len(rows), num_parts, remainder)
     ends = itertools.accumulate(sizes)
-    return [slice_of(rows, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
@@ -378,7 +378,7 @@ def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
             "are padding",
             step="With remainder='pad', return a row for each row, or declare remainder='uneven'",
         )
-    return result[:kept] if isinstance(result, Batch) else slice_of(result, 0, kept)
+    return result[:kept]
 
 
 def _kind_shown(value: Any) -> str:
