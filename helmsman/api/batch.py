@@ -40,8 +40,7 @@ class Batch(Frozen):
     """Columns of equal length, and ``meta``, which belongs to all rows.
 
     It is frozen: no column or entry is added, replaced or removed; operations return new batches, which share memory with the
-    old one wherever they can. Slices and chunks are views. What comes out of it is therefore not to be changed in place, a list
-    least of all.
+    old one wherever they can. Slices and chunks are views. Do not change a column in place, a list least of all.
     """
 
     __slots__ = ("__weakref__", "_columns", "_meta", "_num_padding", "_num_rows")
@@ -296,7 +295,7 @@ class Batch(Frozen):
         return self._extended(self, -len(self) % _positive(multiple, "multiple"))
 
     def _extended(self, part: Batch, num_missing: int) -> Batch:
-        """A part with so many copies of this batch's last row behind it, which are padding."""
+        """A part followed by ``num_missing`` copies of this batch's last row, which are padding."""
         if not num_missing:
             return part
         return self._joined([part, self._copied([len(self) - 1] * num_missing)], part.num_padding + num_missing)

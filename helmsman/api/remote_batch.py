@@ -24,8 +24,8 @@ class Piece(NamedTuple):
 class RemoteBatch(Batch):
     """Rows that lie in workers, as one batch.
 
-    Given to a call they move from worker to worker, each rank's share to that rank; slices and chunks move nothing. Whoever
-    looks at columns or meta in the script fetches all of it, once. ``release()``, or the end of a with statement, lets the
+    As an argument of a call they move from worker to worker, each rank's share to that rank; slices and chunks move nothing.
+    Reading columns or meta in the script fetches all of it, once. ``release()``, or the end of a with statement, lets the
     workers forget the rows; until then they keep their memory.
     """
 
@@ -34,6 +34,7 @@ class RemoteBatch(Batch):
     _fetched: Batch | None
     _handles: Mapping[str, ResultHandle]
     _pieces: Sequence[Piece]
+    """Where its rows lie, in order."""
     _scheduler: Scheduler
 
     def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
@@ -43,11 +44,6 @@ class RemoteBatch(Batch):
         set_(self, "_handles", {piece.handle.id: piece.handle for piece in pieces})  # also of no rows
         set_(self, "_fetched", None)
         self._freeze({}, {}, sum(map(_num_rows, pieces)), num_padding)
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """Where its rows lie, in order."""
-        return self._pieces
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -98,7 +94,7 @@ class RemoteBatch(Batch):
     def _joined(batches: Sequence[Batch], num_padding: int) -> RemoteBatch:
         found = [batch for batch in batches if isinstance(batch, RemoteBatch)]
         assert len(found) == len(batches)
-        return RemoteBatch(found[0]._scheduler, [piece for batch in found for piece in batch.pieces], num_padding)
+        return RemoteBatch(found[0]._scheduler, [piece for batch in found for piece in batch._pieces], num_padding)
 
     @staticmethod
     def join(batches: Sequence[Batch]) -> RemoteBatch:
