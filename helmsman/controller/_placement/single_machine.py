@@ -1,17 +1,19 @@
-"""The resources of one machine, as the local and inline schedulers plan with them, and the workers that hold them."""
+"""The resources of one machine and the workers that hold them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from helmsman.api.plan import Plan
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job
+from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._node.checks import cpus_allowed, memory_allowed
 from helmsman.controller._node.devices import detect_devices
+from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
@@ -19,8 +21,8 @@ from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 ADDRESS = "127.0.0.1"
 
 
-class OneMachine:
-    """What this machine has and which workers hold it.
+class OneMachine(Allocator):
+    """Places on this machine.
 
     Accelerators, memory and custom resources belong to the worker that asks for them. CPUs are shared: each worker may ask for
     as many as the machine has, however many workers there are, so that a laptop runs a job of many ranks.
@@ -52,7 +54,6 @@ class OneMachine:
         """Memory and custom resources by worker id."""
 
     def snapshot(self) -> ClusterSnapshot:
-        """This machine as the only node."""
         free = self.devices.free_ids()
         available = missing_of(self._total, total_of(self._held.values()))
         node = NodeState(
@@ -64,11 +65,12 @@ class OneMachine:
         )
         return ClusterSnapshot(nodes=(node,), can_grow=False, shared=frozenset({"CPU"}))
 
-    def hold(self, plan: Plan) -> dict[str, list[Place]]:
-        """Take what a plan gives to its workers; returns the place of each in rank order, by role."""
-        places: dict[str, list[Place]] = {}
+    async def reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        plan = self.plan(jobs)
         for role in plan.roles:
-            places[role.role] = [Place.planned(worker, role.accelerator) for worker in role.workers]
+            resources[role.role].callback(self._free, [worker.worker_id for worker in role.workers])
             for instance in role.instances:
                 for worker in instance.workers:
                     held = instance.bundles[worker.bundle].resources
@@ -76,16 +78,17 @@ class OneMachine:
                     self._held[worker.worker_id] = {
                         name: amount for name, amount in held.items() if name not in ("CPU", self._kind)
                     }
-        return places
+        return {role.role: [Place.planned(worker, role.accelerator) for worker in role.workers] for role in plan.roles}
 
-    def free(self, worker_ids: Sequence[str]) -> None:
-        """Take back what these workers hold."""
+    async def give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        self._free([worker_id])
+
+    def _free(self, worker_ids: Sequence[str]) -> None:
         self.devices.free(worker_ids)
         for worker_id in worker_ids:
             self._held.pop(worker_id, None)
 
-    def holders(self) -> str:
-        """The workers that hold something, for people."""
+    def holders(self, jobs: Sequence[Job]) -> str:
         devices = dict(self.devices.holders())
         held = {
             worker_id: [*devices.get(worker_id, ()), *([show(amounts)] if amounts else [])]
@@ -94,11 +97,10 @@ class OneMachine:
         shown = "; ".join(f"{worker_id}: {','.join(each)}" for worker_id, each in held.items() if each)
         return f"this script's own workers ({shown}), which delete_workers frees"
 
-
-def without_selectors(job: Job) -> Job:
-    """The job without the choice of a node, which one machine does not offer."""
-    tasks = [
-        msgspec.structs.replace(spec, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
-        for spec in job.tasks
-    ]
-    return msgspec.structs.replace(job, tasks=tasks)
+    def without_uncounted(self, job: Job) -> Job:
+        """The job without its choice of nodes, since there is one."""
+        tasks = [
+            msgspec.structs.replace(spec, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
+            for spec in job.tasks
+        ]
+        return msgspec.structs.replace(job, tasks=tasks)

@@ -18,7 +18,7 @@ from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process
 from helmsman.rpc_server._process.safe_files import open_log
 from helmsman.rpc_server._server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
-from helmsman.rpc_server._wire.frames import FrameReader, pack_length
+from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); run_id, *args = sys.argv[2:]; "

@@ -6,6 +6,7 @@ object, which is packed once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ from helmsman.api.dispatch import (
     Shard,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
-from helmsman.api.scheduler import ResultHandle
+from helmsman.api.remote_batch import Piece, RemoteBatch
+from helmsman.api.scheduler import ResultHandle, Scheduler
 from helmsman.api.topology import AXES, Axis, Topology
 
 
@@ -195,6 +197,22 @@ def join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Ba
             reason=f"what its parts returned cannot be joined: {error}",
             step="Return the same columns, dtypes and row shapes from each, or declare collect=Collect.LIST",
         ) from error
+
+
+def collect_kept(scheduler: Scheduler, topology: Topology, spec: MethodSpec, cut: Cut | None, handles: list[Any]) -> Any:
+    """Join batches that stay in the workers as one whose rows stay; other results as their handles."""
+    if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
+        batches = [
+            RemoteBatch(scheduler, [Piece(each, 0, each.length or 0)], each.num_padding) if _is_remote_batch(each) else each
+            for each in handles
+        ]
+        join = functools.partial(join_rows, concat=RemoteBatch.join)
+        return collect(topology, spec, cut, batches, join)
+    return collect(topology, spec, None, handles, lambda _, parts: list(parts))
+
+
+def _is_remote_batch(result: Any) -> bool:
+    return isinstance(result, ResultHandle) and result.type_name == Batch.__name__
 
 
 def is_joinable(value: Any) -> bool:
