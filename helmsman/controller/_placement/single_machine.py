@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from helmsman.api.plan import Plan
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job
 from helmsman.controller._node.checks import cpus_allowed, memory_allowed
 from helmsman.controller._node.devices import detect_devices
+from helmsman.controller._placement.bundles import change_specs
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
@@ -96,9 +95,5 @@ class OneMachine:
 
 
 def without_selectors(job: Job) -> Job:
-    """The job without the choice of a node, which one machine does not offer."""
-    tasks = [
-        msgspec.structs.replace(spec, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
-        for spec in job.tasks
-    ]
-    return msgspec.structs.replace(job, tasks=tasks)
+    """Return the job without a choice of nodes, which one machine does not offer."""
+    return change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")

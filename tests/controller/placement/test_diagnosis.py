@@ -11,10 +11,9 @@ from helmsman.api import errors
 from helmsman.api.plan import Plan, Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._placement.admission import busy, require_feasible
+from helmsman.controller._placement.admission import advise, busy, require_feasible
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.snapshot import ClusterSnapshot
-from helmsman.controller._placement.suggestions import advise
 from tests.controller.placement.test_planner import cluster, job, node
 
 SMALL = node("10.0.0.1", cpu=4, gpu=1, labels={"rack": "a"})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from helmsman.api import errors
 from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller._placement.bundles import Way, ways
+from helmsman.controller._placement.bundles import Split, splits
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ACCELERATORS, Resources
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
@@ -60,10 +60,10 @@ def nodes_of(role: PlannedRole) -> set[str]:
 
 def exists(snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
     """Whether any assignment of bundles to nodes would do, by trying them all."""
-    return any(_exists(snapshot, jobs, way) for way in ways(jobs, snapshot.nodes))
+    return any(_exists(snapshot, jobs, way) for way in splits(jobs, snapshot.nodes))
 
 
-def _exists(snapshot: ClusterSnapshot, jobs: Sequence[Job], way: Way) -> bool:
+def _exists(snapshot: ClusterSnapshot, jobs: Sequence[Job], way: Split) -> bool:
     items = [(demand, replica) for demand in way.demands for replica in demand.replicas]
     free = [{name: round(amount * 1000) for name, amount in node.available.items()} for node in snapshot.nodes]
     apart: list[set[Any]] = [set() for _ in free]
