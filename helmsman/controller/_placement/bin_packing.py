@@ -195,17 +195,17 @@ def _largest_first(demands: Iterable[Demand]) -> list[Demand]:
 # --- quick rules --------------------------------------------------------------------------------------------------------
 
 
-def pack(packing: Packing, jobs: Sequence[Job], split: Split, choosy_first: bool = True) -> Placed | None:
-    """Place all jobs by the quick rules, those with the largest bundles first.
+def pack(packing: Packing, jobs: Sequence[Job], split: Split, cpus_first: bool = False) -> Placed | None:
+    """Place all jobs by the quick rules.
 
     Args:
         packing: the empty cluster.
         jobs: the jobs.
         split: how they are cut into bundles.
-        choosy_first: whether jobs with accelerators and few allowed nodes come before all others.
+        cpus_first: whether jobs with many CPUs per bundle come first, and not those with accelerators and few allowed nodes.
 
     Returns:
-        The places, or None when a bundle found none; the search may still succeed.
+        The places, or None when a bundle found none; another order or the search may still succeed.
     """
     placed: Placed = {}
     demands = [split.of_job(index) for index in range(len(jobs))]
@@ -213,7 +213,10 @@ def pack(packing: Packing, jobs: Sequence[Job], split: Split, choosy_first: bool
     def order(index: int) -> tuple[float, ...]:
         own = demands[index]
         largest = [-amount for amount in max(map(_size, own))]
-        return (not largest[0], min(len(demand.nodes) for demand in own), *largest) if choosy_first else (*largest,)
+        num_nodes = min(len(demand.nodes) for demand in own)
+        if cpus_first:
+            return (-max(dict(demand.bundle).get("CPU", 0.0) for demand in own), num_nodes)
+        return (not largest[0], num_nodes, *largest)
 
     for index in sorted(range(len(jobs)), key=order):
         own, spec = demands[index], jobs[index].spec(0)

@@ -77,10 +77,10 @@ def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[
     candidates = list(splits(jobs, nodes))
     packing = Packing(nodes, free, [demand for split in candidates for demand in split.demands], work)
     possible = [split for split in candidates if packing.may_fit(split.demands)]
-    for number, (split, choosy_first) in enumerate(itertools.product(possible, (True, False)[: len(jobs)])):
+    for number, (split, cpus_first) in enumerate(itertools.product(possible, (False, True)[: len(jobs)])):
         if number >= _MIN_ATTEMPTS and packing.work <= 0:
             return None
-        if (placed := pack(packing, jobs, split, choosy_first)) is not None:
+        if (placed := pack(packing, jobs, split, cpus_first)) is not None:
             return split, placed
     for number, split in enumerate(possible):
         if (placed := search(packing, split, packing.work // (len(possible) - number))) is not None:
