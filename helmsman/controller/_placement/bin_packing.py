@@ -15,7 +15,7 @@ import heapq
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 
 from helmsman.api.scheduler import Job
@@ -195,31 +195,25 @@ def _largest_first(demands: Iterable[Demand]) -> list[Demand]:
 # --- quick rules --------------------------------------------------------------------------------------------------------
 
 
-def pack(packing: Packing, jobs: Sequence[Job], split: Split, cpus_first: bool = False) -> Placed | None:
-    """Place all jobs by the quick rules.
-
-    Args:
-        packing: the empty cluster.
-        jobs: the jobs.
-        split: how they are cut into bundles.
-        cpus_first: whether jobs with many CPUs per bundle come first, and not those with accelerators and few allowed nodes.
-
-    Returns:
-        The places, or None when a bundle found none; another order or the search may still succeed.
-    """
-    placed: Placed = {}
+def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
+    """Return the orders of jobs worth trying, with the jobs that have the fewest possible places first by several measures."""
     demands = [split.of_job(index) for index in range(len(jobs))]
+    sizes = [[-amount for amount in max(map(_size, own))] for own in demands]
+    num_nodes = [min(len(demand.nodes) for demand in own) for own in demands]
+    num_cpus = [max(dict(demand.bundle).get("CPU", 0.0) for demand in own) for own in demands]
+    measures: list[Callable[[int], tuple[float, ...]]] = [
+        lambda job: (not sizes[job][0], num_nodes[job], *sizes[job]),
+        lambda job: tuple(sizes[job]),
+        lambda job: (-num_cpus[job], num_nodes[job]),
+    ]
+    return list(dict.fromkeys(tuple(sorted(range(len(jobs)), key=measure)) for measure in measures))
 
-    def order(index: int) -> tuple[float, ...]:
-        own = demands[index]
-        largest = [-amount for amount in max(map(_size, own))]
-        num_nodes = min(len(demand.nodes) for demand in own)
-        if cpus_first:
-            return (-max(dict(demand.bundle).get("CPU", 0.0) for demand in own), num_nodes)
-        return (not largest[0], num_nodes, *largest)
 
-    for index in sorted(range(len(jobs)), key=order):
-        own, spec = demands[index], jobs[index].spec(0)
+def pack(packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[int]) -> Placed | None:
+    """Place all jobs in this order by the quick rules; None when a bundle found no place."""
+    placed: Placed = {}
+    for index in order:
+        own, spec = split.of_job(index), jobs[index].spec(0)
         in_parts = any(demand.num_parts > 1 for demand in own)
         if in_parts or spec.node_packing != "pack":
             done = _put_one_by_one(packing, own, placed, spread=not in_parts)

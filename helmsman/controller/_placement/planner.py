@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole, PlannedWorker, Shortfall
 from helmsman.api.scheduler import Job
-from helmsman.controller._placement.bin_packing import WORK, Packing, Placed, pack, search
+from helmsman.controller._placement.bin_packing import WORK, Packing, Placed, orders, pack, search
 from helmsman.controller._placement.bundles import Demand, Split, by_instance, change_specs, splits
 from helmsman.controller._placement.colocation import targets_first, tile
 from helmsman.controller._placement.diagnosis import oversized_bundle, shortfall_of
@@ -77,10 +76,10 @@ def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[
     candidates = list(splits(jobs, nodes))
     packing = Packing(nodes, free, [demand for split in candidates for demand in split.demands], work)
     possible = [split for split in candidates if packing.may_fit(split.demands)]
-    for number, (split, cpus_first) in enumerate(itertools.product(possible, (False, True)[: len(jobs)])):
+    for number, (split, order) in enumerate((split, order) for split in possible for order in orders(jobs, split)):
         if number >= _MIN_ATTEMPTS and packing.work <= 0:
             return None
-        if (placed := pack(packing, jobs, split, cpus_first)) is not None:
+        if (placed := pack(packing, jobs, split, order)) is not None:
             return split, placed
     for number, split in enumerate(possible):
         if (placed := search(packing, split, packing.work // (len(possible) - number))) is not None:

@@ -76,9 +76,10 @@ def _exists(items: list[tuple[Demand, int]], free: list[dict[str, int]], used: f
     for index in demand.nodes:
         mark = (index, demand.job) if demand.apart else (index, demand.job, replica)
         left = {name: free[index].get(name, 0) - round(amount * 1000) for name, amount in demand.bundle}
-        if min(left.values()) >= 0 and not (mark in used and (demand.apart or demand.num_parts > 1)):
-            if _exists(items[1:], [*free[:index], {**free[index], **left}, *free[index + 1 :]], used | {mark}):
-                return True
+        taken = mark in used and (demand.apart or demand.num_parts > 1)
+        rest = [*free[:index], {**free[index], **left}, *free[index + 1 :]]
+        if not taken and min(left.values()) >= 0 and _exists(items[1:], rest, used | {mark}):
+            return True
     return False
 
 
@@ -86,11 +87,9 @@ def random_cluster(rng: random.Random) -> ClusterSnapshot:
     """Up to four nodes of mixed shapes, partly held."""
     nodes = []
     for index in range(rng.randint(1, 4)):
-        gpu = rng.choice([0, 2, 4, 4])
-        cpu = rng.choice([0, 2, 4, 8])
-        free = {"CPU": float(rng.randint(0, cpu)) if cpu else 0.0, "GPU": float(rng.randint(0, gpu))}
-        labels = {"rack": rng.choice("ab")}
-        nodes.append(node(f"n{index}", cpu=cpu, gpu=gpu, free=free if rng.random() < 0.6 else None, labels=labels))
+        gpu, cpu = rng.choice([0, 2, 4, 4]), rng.choice([0, 2, 4, 8])
+        free = {"CPU": float(rng.randint(0, cpu)), "GPU": float(rng.randint(0, gpu))} if rng.random() < 0.6 else None
+        nodes.append(node(f"n{index}", cpu=cpu, gpu=gpu, free=free, labels={"rack": rng.choice("ab")}))
     return cluster(*nodes)
 
 
@@ -100,12 +99,11 @@ def random_jobs(rng: random.Random) -> list[Job]:
     left = 7
     for index in range(rng.randint(1, 3)):
         replicas = rng.randint(1, min(3, left))
-        strategy = rng.choice(["shared", "separate", "deferred"])
-        gpus = [0, 1, 2, 3, 4, 6, 8] if strategy == "deferred" else [0, 1, 2, 3, 4]
+        strategy = rng.choice(STRATEGIES)
         tasks = [
             SchedulingSpec(
                 cpu=rng.choice([0, 1, 2, 3]),
-                gpu=rng.choice(gpus),
+                gpu=rng.choice([0, 1, 2, 3, 4, 6, 8] if strategy == "deferred" else [0, 1, 2, 3, 4]),
                 mem=rng.choice([0, 0, 30, 60]),
                 node_labels={"rack": rng.choice(["a", "!a"])} if rng.random() < 0.2 else {},
                 node_packing=rng.choice(["pack", "pack", "spread", "strict_spread"]),
@@ -121,11 +119,12 @@ def random_jobs(rng: random.Random) -> list[Job]:
 
 
 def check(snapshot: ClusterSnapshot, jobs: Sequence[Job], plan: Plan) -> None:
-    """What must hold of every plan."""
+    """Check the promises that hold for every plan."""
     states = {state.node_id: state for state in snapshot.nodes}
-    position = {state.node_id: index for index, state in enumerate(snapshot.nodes)}
+    position = {name: index for index, name in enumerate(states)}
     used: dict[str, Counter[str]] = {name: Counter() for name in states}
     given: list[tuple[str, str]] = []
+    largest = max(state.total.get(name, 0) for state in snapshot.nodes for name in ACCELERATORS)
     for asked, role in zip(jobs, plan.roles, strict=True):
         assert [worker.worker_id for worker in role.workers] == [f"{asked.role}/{rank}" for rank in range(asked.replicas)]
         for instance in role.instances:
@@ -134,12 +133,10 @@ def check(snapshot: ClusterSnapshot, jobs: Sequence[Job], plan: Plan) -> None:
                 given += [(bundle.node_id, device) for device in bundle.devices]
             if len(instance.workers) == 1 and len(instance.bundles) > 1:
                 assert len({bundle.node_id for bundle in instance.bundles}) == len(instance.bundles)
-                largest = max(state.total.get(name, 0) for state in snapshot.nodes for name in ACCELERATORS)
-                assert asked.spec(instance.index).gpu > min(largest, 10**6) or asked.spec(instance.index).node_labels
+                assert asked.spec(instance.index).gpu > largest or asked.spec(instance.index).node_labels
         for rank, worker in enumerate(role.workers):
-            spec = asked.spec(rank)
+            spec, rack = asked.spec(rank), states[worker.node_id].labels["rack"]
             assert worker.num_devices == spec.gpu or len(role.instances[rank].bundles) > 1
-            rack = states[worker.node_id].labels["rack"]
             assert {"a": rack == "a", "!a": rack != "a", "": True}[spec.node_labels.get("rack", "")]
         if len(asked.tasks) == 1:
             order = [(position[worker.node_id], list(map(int, worker.devices))) for worker in role.workers]
@@ -149,8 +146,8 @@ def check(snapshot: ClusterSnapshot, jobs: Sequence[Job], plan: Plan) -> None:
             assert len(places) == len(set(places))
     assert len(given) == len(set(given)), "no device twice"
     for name, amounts in used.items():
-        for resource, amount in amounts.items():
-            assert amount <= round(states[name].available.get(resource, 0.0) * 1000) + 1e-3
+        free = states[name].available
+        assert all(amount <= round(free.get(resource, 0.0) * 1000) + 1e-3 for resource, amount in amounts.items())
 
 
 def outcome(seed: int) -> bool:
