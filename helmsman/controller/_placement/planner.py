@@ -76,7 +76,8 @@ def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[
     candidates = list(splits(jobs, nodes))
     packing = Packing(nodes, free, [demand for split in candidates for demand in split.demands], work)
     possible = [split for split in candidates if packing.may_fit(split.demands)]
-    for number, (split, order) in enumerate((split, order) for split in possible for order in orders(jobs, split)):
+    attempts = ((each, order) for each in possible for order in orders(jobs, each))
+    for number, (split, order) in enumerate(attempts):
         if number >= _MIN_ATTEMPTS and packing.work <= 0:
             return None
         if (placed := pack(packing, jobs, split, order)) is not None:
