@@ -22,11 +22,11 @@ from helmsman.controller._node.cleanup import age, describe, leftovers, remove
 from helmsman.controller._node.doctor import diagnose, skew_s
 from helmsman.controller._node.environment import forwarding_report
 from helmsman.controller._node.run_registry import read_runs, refused_places
+from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ACCELERATORS
 from helmsman.controller._placement.snapshot import ClusterSnapshot
-from helmsman.controller._placement.suggestions import advise
 
 OK, NO, USAGE = 0, 1, 2
 """Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""

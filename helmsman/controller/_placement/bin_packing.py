@@ -1,198 +1,412 @@
-"""The state of a cluster while bundles are laid onto it, and what can be told of it by counting. Pure.
+"""Bundles onto nodes: bounds by counting, quick rules, and a search of bounded length. Pure.
 
-Nodes that are alike (the same free resources, the same selectors met) are one class, and each demand looks at every class once,
-so the work grows with classes, demands and bundles, never with their products; on clusters where each node is a class of its
-own (their memory differs by a few bytes) it grows as nodes x demands. Amounts are whole numbers of 1/10,000, as in Ray.
+The rules leave whole nodes free: a bundle goes to the node in use that it fills best, and a group of bundles takes as few nodes
+as possible. Vector bin packing is NP-hard, so the search is complete only for small inputs.
+
+Nodes with the same free resources that meet the same selectors form one class. Each demand looks at every class once, so the
+work grows with the number of classes, demands and bundles, not with their products. Where each node is a class of its own
+(their memory differs by a few bytes) it grows as nodes x demands. Amounts are whole numbers of 1/10,000, as in Ray.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
+import itertools
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 
-from helmsman.controller._placement.bundles import Demand
+from helmsman.api.scheduler import Job
+from helmsman.controller._placement.bundles import Demand, Split, by_instance
 from helmsman.controller._placement.resources import ACCELERATORS, Resources
 from helmsman.controller._placement.snapshot import NodeState
 
+WORK = 400_000
+"""Default limit on the nodes and classes that one plan may look at: about a second."""
 _UNIT = 10_000
-_WORK = 400_000
-_MOST_SIZES = 16
+_MAX_SIZES = 16
+_MAX_SEARCHED = 400
+"""Most bundles of a search, because each is a level of the recursion."""
 
 Amounts = tuple[int, ...]
 Placed = dict[tuple[int, int, int], int]
 """(job, replica, part) -> index of a node."""
-Key = tuple[Amounts, Amounts, int, bool]
 
 
-class Work:
-    """How much trying is left: a limit in nodes and classes looked at, about a second in all."""
-
-    def __init__(self, left: int = _WORK) -> None:
-        self.left = left
-
-
-class Class:
+class NodeClass:
     """Nodes that are alike."""
 
-    __slots__ = ("capacity", "free", "in_use", "met", "nodes")
+    __slots__ = ("capacity", "free", "in_use", "nodes", "selections")
 
-    def __init__(self, key: Key, nodes: list[int]) -> None:
-        self.free, self.met, self.capacity, self.in_use = key
-        """What is free, selections met, accelerators of each node (free or not), and whether some of those are held."""
-        self.nodes = nodes
-        """In order."""
+    def __init__(self, free: Amounts, selections: Amounts, capacity: int, in_use: bool) -> None:
+        self.free = free
+        self.selections = selections
+        """For each selection of nodes, whether these nodes are in it."""
+        self.capacity = capacity
+        """Accelerators of each node, free or not."""
+        self.in_use = in_use
+        """Whether some of these are held."""
+        self.nodes: list[int] = []
+        """Indexes in ascending order."""
 
 
 class Packing:
-    """The state of a cluster while bundles are laid onto it.
+    """The state of a cluster while bundles are placed on it.
 
     Args:
-        free: what each node has to give.
-        demands: everything that may be asked for, which says which resources and selectors matter.
-        work: what the attempts are charged to.
+        nodes: the nodes of the cluster.
+        free: free resources of each node.
+        demands: all demands that may be placed; they determine which resources and selectors matter.
+        work: number of nodes and classes that the attempts may look at; ``work`` then holds the remainder.
     """
 
-    def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources], demands: Sequence[Demand], work: Work) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeState], free: Sequence[Resources], demands: Sequence[Demand], work: int = WORK
+    ) -> None:
         self.names = sorted({name for demand in demands for name, _ in demand.bundle})
         self.work = work
         selections = list(dict.fromkeys(demand.nodes for demand in demands))
         self._selection = {selection: number for number, selection in enumerate(selections)}
         self._accelerators = [self.names.index(name) for name in ACCELERATORS if name in self.names]
         self._amounts: dict[tuple[tuple[str, float], ...], Amounts] = {}
-        self.capacity = [int(sum(node.total.get(name, 0.0) for name in ACCELERATORS)) for node in nodes]
+        self._capacity = [int(sum(node.total.get(name, 0.0) for name in ACCELERATORS)) for node in nodes]
         self._free_at_start = [self._in_units(resources) for resources in free]
-        self._was_in_use = [
-            any(free[index].get(name, 0.0) < node.total.get(name, 0.0) - 1e-6 for name in ACCELERATORS)
-            for index, node in enumerate(nodes)
+        self._in_use_at_start = [
+            any(resources.get(name, 0.0) < node.total.get(name, 0.0) - 1e-6 for name in ACCELERATORS)
+            for node, resources in zip(nodes, free, strict=True)
         ]
-        self.met: list[Amounts]
-        """For each node, which of the selections it is in."""
-        if all(len(selection) == len(nodes) for selection in selections):
-            self.met = [(1,) * len(selections)] * len(nodes)
-        else:
-            self.met = [tuple(int(index in selection) for selection in selections) for index in range(len(nodes))]
-        self.free = self._free_at_start
-        self._in_use = self._was_in_use
-        at_start: defaultdict[Key, list[int]] = defaultdict(list)
-        for index in range(len(nodes)):
-            at_start[self._key(index)].append(index)
-        self._at_start = dict(at_start)
+        everywhere = (1,) * len(selections) if all(len(selection) == len(nodes) for selection in selections) else None
+        self.selections: list[Amounts] = [
+            everywhere or tuple(int(index in selection) for selection in selections) for index in range(len(nodes))
+        ]
         self.reset()
 
     def _in_units(self, resources: Mapping[str, float]) -> Amounts:
         return tuple(round(resources.get(name, 0.0) * _UNIT) for name in self.names)
 
     def amounts(self, demand: Demand) -> Amounts:
-        """A bundle as whole numbers, in the order of ``names``."""
+        """Return a bundle in units, in the order of ``names``."""
         found = self._amounts.get(demand.bundle)
         if found is None:
             found = self._amounts[demand.bundle] = self._in_units(dict(demand.bundle))
         return found
 
-    def class_of(self, index: int) -> Class:
-        """The class of a node as it is now."""
-        return self._classes[self._key(index)]
-
-    def _key(self, index: int) -> Key:
-        return self.free[index], self.met[index], self.capacity[index], self._in_use[index]
-
     def reset(self) -> None:
-        """Take everything off again."""
+        """Remove all bundles."""
         self.free = list(self._free_at_start)
-        self._in_use = list(self._was_in_use)
-        self._classes = {key: Class(key, list(nodes)) for key, nodes in self._at_start.items()}
+        self._in_use = list(self._in_use_at_start)
+        self._classes: dict[tuple[Amounts, Amounts, int, bool], NodeClass] = {}
+        for index in range(len(self.free)):
+            self.class_of(index).nodes.append(index)
+
+    def class_of(self, index: int) -> NodeClass:
+        """Return the current class of a node."""
+        key = self.free[index], self.selections[index], self._capacity[index], self._in_use[index]
+        found = self._classes.get(key)
+        if found is None:
+            found = self._classes[key] = NodeClass(*key)
+        return found
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
     def may_fit(self, demands: Iterable[Demand]) -> bool:
-        """False when these demands can never be met, by counting alone: each kind of bundle by itself, the sum of each
-        resource, and for each size how many pieces of it all nodes have and all bundles need."""
-        self.reset()
-        groups = list(self._classes.values())
+        """Return False when counting alone proves that these demands do not fit into the free resources.
+
+        Counted are the places for each kind of bundle, the sum of each resource, and for each size the pieces of that size that
+        all nodes have and all bundles need.
+        """
         wanted: Counter[tuple[Amounts, frozenset[int], int]] = Counter()
         for demand in demands:
             wanted[self.amounts(demand), demand.nodes, demand.job if demand.apart else -1] += len(demand.replicas)
         if any(self._room(amounts, nodes, apart >= 0) < count for (amounts, nodes, apart), count in wanted.items()):
             return False
-        return all(self._may_fit_pieces(position, wanted, groups) for position in range(len(self.names)))
+        for position in range(len(self.names)):
+            needed, there = Counter[int](), Counter[int]()
+            for (amounts, _, _), count in wanted.items():
+                needed[amounts[position]] += count
+            for group in self._classes.values():
+                there[max(0, group.free[position])] += len(group.nodes)
+            for size in (1, *sorted(needed, reverse=True)[:_MAX_SIZES]):
+                if size and sum(x // size * n for x, n in needed.items()) > sum(x // size * n for x, n in there.items()):
+                    return False
+        return True
 
     def room(self, demand: Demand) -> int:
-        """How many such bundles alone fit into what is free now."""
+        """Return how many such bundles, and no others, fit into the free resources."""
         return self._room(self.amounts(demand), demand.nodes, demand.apart)
 
     def _room(self, wanted: Amounts, nodes: frozenset[int], apart: bool) -> int:
         selection, room = self._selection[nodes], 0
         for group in self._classes.values():
-            if group.met[selection]:
+            if group.selections[selection]:
                 times = times_in(group.free, wanted)
                 room += len(group.nodes) * (min(1, times) if apart else times)
         return room
 
-    def _may_fit_pieces(
-        self, position: int, wanted: Mapping[tuple[Amounts, frozenset[int], int], int], groups: Sequence[Class]
-    ) -> bool:
-        """A bundle of x has x // size whole pieces of a size, and no node gives more of them than it has itself."""
-        needed, there = Counter[int](), Counter[int]()
-        for (amounts, _, _), count in wanted.items():
-            needed[amounts[position]] += count
-        for group in groups:
-            there[group.free[position]] += len(group.nodes)
-        del needed[0]
-        for size in (1, *sorted(needed, reverse=True)[:_MOST_SIZES]):
-            if sum(x // size * n for x, n in needed.items()) > sum(max(0, x) // size * n for x, n in there.items()):
-                return False
-        return True
-
     # --- use --------------------------------------------------------------------------------------------------------
 
-    def fitting(self, demand: Demand) -> list[Class]:
-        """Classes of nodes onto which a bundle fits."""
+    def fitting(self, demand: Demand) -> list[NodeClass]:
+        """Return the classes whose nodes have room for a bundle."""
         wanted = self.amounts(demand)
-        self.work.left -= len(self._classes)
+        self.work -= len(self._classes)
         selection = self._selection[demand.nodes]
-        return [group for group in self._classes.values() if group.met[selection] and times_in(group.free, wanted)]
+        return [group for group in self._classes.values() if group.selections[selection] and times_in(group.free, wanted)]
 
     def put(self, demand: Demand, replicas: Sequence[int], index: int, placed: Placed) -> None:
-        """Lay bundles of some replicas onto one node."""
-        wanted, key = self.amounts(demand), self._key(index)
-        group = self._classes[key]
+        """Place the bundles of these replicas on one node."""
+        wanted, group = self.amounts(demand), self.class_of(index)
         del group.nodes[bisect.bisect_left(group.nodes, index)]
         if not group.nodes:
-            del self._classes[key]
+            del self._classes[group.free, group.selections, group.capacity, group.in_use]
         self.free[index] = tuple(free - len(replicas) * amount for free, amount in zip(group.free, wanted, strict=True))
-        self._in_use[index] = self._in_use[index] or any(wanted[position] for position in self._accelerators)
-        key = self._key(index)
-        if key in self._classes:
-            bisect.insort(self._classes[key].nodes, index)
-        else:
-            self._classes[key] = Class(key, [index])
+        self._in_use[index] = group.in_use or any(wanted[position] for position in self._accelerators)
+        bisect.insort(self.class_of(index).nodes, index)
         for replica in replicas:
             placed[demand.job, replica, demand.part] = index
-        self.work.left -= 1
+        self.work -= 1
 
-    def tightness(self, group: Class, demand: Demand) -> tuple[float, ...]:
-        """What a single bundle prefers, least first."""
+    def tightness(self, group: NodeClass, demand: Demand) -> tuple[float, ...]:
+        """Return the sort key by which a single bundle prefers nodes, best first."""
         wanted = self.amounts(demand)
         left = [free - amount for free, amount in zip(group.free, wanted, strict=True)]
         rest = sum(left[position] / amount for position, amount in enumerate(wanted) if amount)
-        if not demand.num_devices:  # away from accelerators, whose nodes need their CPUs themselves
+        if not demand.num_devices:  # keep away from nodes with accelerators, which need their CPUs themselves
             return (group.capacity > 0, not group.in_use, rest)
         return (not group.in_use, sum(left[position] for position in self._accelerators), group.capacity, rest)
 
 
 def times_in(free: Amounts, wanted: Amounts) -> int:
-    """How many such bundles fit."""
-    times = min((have // amount for have, amount in zip(free, wanted, strict=True) if amount), default=0)
-    return max(0, times)
+    """Return how many bundles fit into free resources."""
+    return max(0, min((have // amount for have, amount in zip(free, wanted, strict=True) if amount), default=0))
 
 
-def size_of(demand: Demand) -> tuple[float, ...]:
+def _size(demand: Demand) -> tuple[float, ...]:
     """How large a bundle is, for comparison: accelerators first."""
     amounts = dict(demand.bundle)
     return (demand.num_devices, amounts.get("memory", 0.0) / 1e9 + amounts.get("CPU", 0.0), len(amounts))
 
 
-def largest_first(demands: Iterable[Demand]) -> list[Demand]:
-    """Demands by the size of their bundles."""
-    return sorted(demands, key=size_of, reverse=True)
+def _largest_first(demands: Iterable[Demand]) -> list[Demand]:
+    return sorted(demands, key=_size, reverse=True)
+
+
+# --- quick rules --------------------------------------------------------------------------------------------------------
+
+
+def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
+    """Return the orders of jobs worth trying, with the jobs that have the fewest possible places first by several measures."""
+    demands = [split.of_job(index) for index in range(len(jobs))]
+    sizes = [[-amount for amount in max(map(_size, own))] for own in demands]
+    num_nodes = [min(len(demand.nodes) for demand in own) for own in demands]
+    num_cpus = [max(dict(demand.bundle).get("CPU", 0.0) for demand in own) for own in demands]
+    measures: list[Callable[[int], tuple[float, ...]]] = [
+        lambda job: (not sizes[job][0], num_nodes[job], *sizes[job]),
+        lambda job: tuple(sizes[job]),
+        lambda job: (-num_cpus[job], num_nodes[job]),
+    ]
+    return list(dict.fromkeys(tuple(sorted(range(len(jobs)), key=measure)) for measure in measures))
+
+
+def pack(packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[int]) -> Placed | None:
+    """Place all jobs in this order by the quick rules; None when a bundle found no place."""
+    placed: Placed = {}
+    for index in order:
+        own, spec = split.of_job(index), jobs[index].spec(0)
+        in_parts = any(demand.num_parts > 1 for demand in own)
+        if in_parts or spec.node_packing != "pack":
+            done = _put_one_by_one(packing, own, placed, spread=not in_parts)
+        elif spec.ray_placement_strategy == "shared":
+            done = (len(own) > 1 and _put_in_rank_order(packing, own, placed)) or _put_each(packing, own, placed, together=True)
+        else:
+            done = _put_each(packing, own, placed, together=False)
+        if not done:
+            packing.reset()
+            return None
+    return placed
+
+
+def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, together: bool) -> bool:
+    """Place the demands in turn, largest first; see _choose."""
+    for demand in _largest_first(demands):
+        chosen = _choose(packing, demand, len(demand.replicas), together)
+        if chosen is None:
+            return False
+        replicas = iter(demand.replicas)
+        for index, times in chosen:
+            packing.put(demand, list(itertools.islice(replicas, times)), index, placed)
+    return True
+
+
+def _choose(packing: Packing, demand: Demand, count: int, together: bool) -> list[tuple[int, int]] | None:
+    """Return (index of a node, bundles that it takes) for ``count`` bundles, or None when there is no room.
+
+    Args:
+        packing: the state of the cluster.
+        demand: the kind of bundle.
+        count: number of bundles.
+        together: whether to take as few nodes as possible: the nodes with the most room first, and for the rest the tightest
+            one that holds it. Otherwise the tightest nodes come first.
+    """
+    wanted = packing.amounts(demand)
+    groups = []
+    for number, group in enumerate(packing.fitting(demand)):
+        times, away = times_in(group.free, wanted), not demand.num_devices and group.capacity > 0
+        key = (away, -times, not group.in_use) if together else packing.tightness(group, demand)
+        groups.append((key, group.nodes, times, number))
+    chosen: dict[int, int] = {}
+    for key, index, _, times in heapq.merge(*(zip(repeat(k), nodes, repeat(n), repeat(t)) for k, nodes, t, n in groups)):
+        if count <= times and together:  # of the nodes that hold the rest, the tightest one
+            index = min(
+                (room, other[2], node)
+                for other, nodes, room, _ in groups
+                if room >= count and other[0] == key[0]
+                for node in itertools.islice((node for node in nodes if node not in chosen), 1)
+            )[2]
+        chosen[index] = min(count, times)
+        count -= chosen[index]
+        if not count:
+            return list(chosen.items())
+    return None
+
+
+def _put_in_rank_order(packing: Packing, demands: Sequence[Demand], placed: Placed) -> bool:
+    """Place a group with several specs as if all were the commonest, so that neighbouring ranks share nodes."""
+    common = max(demands, key=lambda demand: len(demand.replicas))
+    chosen = _choose(packing, common, sum(len(demand.replicas) for demand in demands), together=True)
+    ranks = sorted((replica, number) for number, demand in enumerate(demands) for replica in demand.replicas)
+    slots = (index for index, times in sorted(chosen or ()) for _ in range(times))
+    free = {index: list(packing.free[index]) for index, _ in chosen or ()}
+    replicas_of: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for (replica, number), index in zip(ranks, slots, strict=False):
+        for position, amount in enumerate(packing.amounts(demands[number])):
+            free[index][position] -= amount
+        if index not in demands[number].nodes or min(free[index]) < 0:
+            return False
+        replicas_of[number, index].append(replica)
+    for (number, index), replicas in replicas_of.items():
+        packing.put(demands[number], replicas, index, placed)
+    return chosen is not None
+
+
+def _put_one_by_one(packing: Packing, demands: Sequence[Demand], placed: Placed, spread: bool) -> bool:
+    """Place one bundle after another, each on the best node at that moment.
+
+    A job that is spread prefers nodes with few of its own bundles, another job the tightest ones. The parts of an instance, and
+    all bundles of a job that is strictly spread, go to different nodes.
+    """
+    load = Counter[int]()
+    for parts in sorted(by_instance(demands), key=lambda parts: _size(parts[0]), reverse=True):
+        queues = {demand.bundle: _Queue(packing, demand, load, spread) for demand in parts}
+        for replica in parts[0].replicas:
+            used = []
+            for demand in parts:
+                index = queues[demand.bundle].pop()
+                if index is None:
+                    return False
+                packing.put(demand, [replica], index, placed)
+                load[index] += 1
+                used.append(index)
+            if not parts[0].apart:
+                for queue in queues.values():
+                    queue.push(used)
+    return True
+
+
+class _Queue:
+    """The nodes with room for a bundle, best first, while they fill up.
+
+    Args:
+        packing: the state of the cluster.
+        demand: the kind of bundle.
+        load: bundles of the job on each node.
+        spread: whether nodes with a low load are best, and not the tightest ones.
+    """
+
+    def __init__(self, packing: Packing, demand: Demand, load: Counter[int], spread: bool) -> None:
+        self._packing = packing
+        self._demand = demand
+        self._wanted = packing.amounts(demand)
+        self._load = load
+        self._spread = spread
+        self._heap = [
+            self._entry(group, index)
+            for group in packing.fitting(demand)
+            for index in group.nodes
+            if not (demand.apart and load[index])
+        ]
+        heapq.heapify(self._heap)
+
+    def _entry(self, group: NodeClass, index: int) -> tuple[tuple[float, ...], int, Amounts]:
+        if not self._spread:
+            return self._packing.tightness(group, self._demand), index, group.free
+        return (self._load[index], not self._demand.num_devices and group.capacity > 0), index, group.free
+
+    def pop(self) -> int | None:
+        """Remove and return the best node; it stays out until it is pushed again."""
+        while self._heap:
+            _, index, free = heapq.heappop(self._heap)
+            if free == self._packing.free[index]:  # else another queue has used the node since
+                return index
+        return None
+
+    def push(self, indexes: Iterable[int]) -> None:
+        """Add nodes again whose free resources have changed."""
+        for index in indexes:
+            if times_in(self._packing.free[index], self._wanted):
+                heapq.heappush(self._heap, self._entry(self._packing.class_of(index), index))
+
+
+# --- search -------------------------------------------------------------------------------------------------------------
+
+
+def search(packing: Packing, split: Split, work: int) -> Placed | None:
+    """Place bundles depth first, largest first, trying one node of each class.
+
+    Returns:
+        The places, or None when there are none or ``work`` was used up; work is charged to the packing.
+    """
+    items = [
+        (packing.amounts(demand), demand, replica) for demand in _largest_first(split.demands) for replica in demand.replicas
+    ]
+    if len(items) > _MAX_SEARCHED:
+        return None
+    free = list(packing.free)
+    used: list[set[tuple[int, int]]] = [set() for _ in free]
+    """Bundles that a node may hold only one of: (job, replica) of instances in parts, (job, -1) of jobs strictly spread."""
+    chosen: list[int] = []
+    until = packing.work - work
+
+    def place(at: int) -> bool:
+        if at == len(items):
+            return True
+        wanted, demand, replica = items[at]
+        mark = {(demand.job, -1 if demand.apart else replica)} if demand.apart or demand.num_parts > 1 else set()
+        # Identical bundles are placed in the order of nodes, because every permutation is the same plan.
+        first = chosen[-1] if at and items[at - 1][1] is demand and demand.num_parts == 1 else 0
+        tried = set()
+        for index in range(first, len(free)):
+            packing.work -= 1
+            if packing.work < until:
+                return False
+            if index not in demand.nodes or mark & used[index] or any(map(operator.gt, wanted, free[index])):
+                continue
+            alike = (free[index], packing.selections[index], frozenset(used[index]))
+            if alike in tried:
+                continue
+            tried.add(alike)
+            before = free[index]
+            free[index] = tuple(map(operator.sub, before, wanted))
+            used[index] |= mark
+            chosen.append(index)
+            if place(at + 1):
+                return True
+            chosen.pop()
+            used[index] -= mark
+            free[index] = before
+        return False
+
+    if not place(0):
+        return None
+    return {(demand.job, replica, demand.part): index for (_, demand, replica), index in zip(items, chosen, strict=True)}

@@ -1,10 +1,12 @@
-"""What jobs ask of a cluster: the bundles of each instance, and the nodes on which they may lie. Pure."""
+"""The resource bundles that jobs request, the nodes that may hold them, and the ways to cut instances into parts. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,145 +15,135 @@ from helmsman.controller._placement.resources import ACCELERATORS, Resources
 from helmsman.controller._placement.snapshot import NodeState
 
 _TRACE = 0.001
-"""CPU of a bundle that asks for nothing, since Ray has no empty ones."""
+"""CPU of a bundle that requests nothing, because Ray rejects empty bundles."""
 _TYPE_LABEL = "ray.io/accelerator-type"
-_MAX_SPLITS = 6
-_MAX_WAYS = 64
+_MAX_EQUAL_CUTS = 6
+_MAX_SPLITS = 64
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """A number of bundles that are alike."""
+    """A number of identical bundles."""
 
     job: int
     """Index of the job."""
     replicas: tuple[int, ...]
     """Replica of each bundle, in rank order."""
     part: int
-    """Which bundle of its instance this is; the worker is in part 0."""
+    """Index of the bundle in its instance; the worker runs in part 0."""
     bundle: tuple[tuple[str, float], ...]
-    """Resources by Ray's names, none of them zero."""
+    """Non-zero resources by Ray's names."""
     nodes: frozenset[int]
     """Indexes of the nodes that the selectors allow."""
     num_devices: int
     num_parts: int
-    """Bundles of each instance, which lie on nodes of their own."""
+    """Bundles of each instance; each part needs a node of its own."""
     apart: bool
-    """Whether no two bundles of the job may lie on one node."""
+    """Whether every bundle of the job needs a node of its own."""
 
 
-class Way(msgspec.Struct, frozen=True):
-    """One way in which jobs can be cut into bundles."""
+class Split(msgspec.Struct, frozen=True):
+    """One way to cut jobs into bundles."""
 
     kinds: tuple[str, ...]
-    """Accelerators of each job; '' where it asks for none."""
+    """Accelerator resource of each job; '' for a job without accelerators."""
     demands: tuple[Demand, ...]
 
+    def of_job(self, index: int) -> list[Demand]:
+        """The demands of one job."""
+        return [demand for demand in self.demands if demand.job == index]
 
-def bundle_of(spec: SchedulingSpec, kind: str, num_devices: float) -> Resources:
-    """What a worker reserves with ``num_devices`` accelerators of a kind."""
+
+def by_instance(demands: Iterable[Demand]) -> list[list[Demand]]:
+    """The demands of one job, grouped by replicas: each group lists the parts of an instance in order."""
+    found: defaultdict[tuple[int, ...], list[Demand]] = defaultdict(list)
+    for demand in demands:
+        found[demand.replicas].append(demand)
+    return list(found.values())
+
+
+def change_specs(job: Job, **fields: Any) -> Job:
+    """Return the job with other values of these fields in all of its specs."""
+    return msgspec.structs.replace(job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks])
+
+
+def splits(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Split]:
+    """Yield the ways to cut these jobs into bundles, preferred ones first, at most 64."""
+    allowed: dict[Hashable, frozenset[int]] = {}
+    choices = [list(_choices(index, job, nodes, allowed)) for index, job in enumerate(jobs)]
+    for chosen in itertools.islice(itertools.product(*choices), _MAX_SPLITS):
+        yield Split(tuple(kind for kind, _ in chosen), tuple(demand for _, demands in chosen for demand in demands))
+
+
+def _choices(
+    index: int, job: Job, nodes: Sequence[NodeState], allowed: dict[Hashable, frozenset[int]]
+) -> Iterator[tuple[str, list[Demand]]]:
+    """Yield (accelerator resource, demands) for each way to cut one job."""
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    """Replicas that differ at most in environment, ports and command."""
+    for replica, spec in enumerate(job.tasks):
+        groups[spec.cpu, spec.gpu, spec.mem, tuple(sorted(spec.resources.items())), _selector(spec)].append(replica)
+    alike = [tuple(replicas) for replicas in groups.values()] if len(job.tasks) > 1 else [tuple(range(job.replicas))]
+    specs = [job.spec(replicas[0]) for replicas in alike]
+    for spec in specs:
+        if _selector(spec) not in allowed:
+            allowed[_selector(spec)] = allowed_nodes(spec, nodes)
+    some = frozenset().union(*(allowed[_selector(spec)] for spec in specs))
+    kinds = [kind for kind in ACCELERATORS if any(nodes[node].total.get(kind) for node in some)] or list(ACCELERATORS[:1])
+    first = job.spec(0)
+    for kind in kinds if any(spec.gpu for spec in specs) else [""]:
+        cuts: list[list[tuple[int, ...]]] = [[(int(spec.gpu),)] for spec in specs]
+        if kind and first.ray_placement_strategy == "deferred":
+            cuts = [_cuts(int(spec.gpu), kind, nodes, some) for spec in specs]
+        for number in range(max(map(len, cuts))):
+            yield (
+                kind,
+                [
+                    Demand(
+                        job=index,
+                        replicas=replicas,
+                        part=part,
+                        bundle=tuple((_bundle(spec, kind, size) if part == 0 else {kind: float(size)}).items()),
+                        nodes=allowed[_selector(spec)],
+                        num_devices=size,
+                        num_parts=len(sizes),
+                        apart=first.node_packing == "strict_spread",
+                    )
+                    for spec, replicas, own in zip(specs, alike, cuts, strict=True)
+                    for sizes in [own[min(number, len(own) - 1)]]
+                    for part, size in enumerate(sizes)
+                ],
+            )
+
+
+def _bundle(spec: SchedulingSpec, kind: str, num_devices: float) -> Resources:
     wanted = {"CPU": spec.cpu, kind: num_devices, "memory": spec.mem * 1e9, **spec.resources}
     return {name: amount for name, amount in wanted.items() if amount} or {"CPU": _TRACE}
 
 
-def ways(jobs: Sequence[Job], nodes: Sequence[NodeState]) -> Iterator[Way]:
-    """The ways in which these jobs can be cut into bundles, preferred ones first; at most 64 of them."""
-    allowed: dict[Hashable, frozenset[int]] = {}
-    groups = [_alike(job, nodes, allowed) for job in jobs]
-    choices = [_choices(job, nodes, groups[index]) for index, job in enumerate(jobs)]
-    for way in itertools.islice(itertools.product(*choices), _MAX_WAYS):
-        demands = [
-            demand
-            for index, (job, (kind, number)) in enumerate(zip(jobs, way, strict=True))
-            for demand in _demands(index, job, kind, number, nodes, groups[index])
-        ]
-        yield Way(tuple(kind for kind, _ in way), tuple(demands))
+def _cuts(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: frozenset[int]) -> list[tuple[int, ...]]:
+    """Return device counts of the parts of an instance, one tuple for each way to cut it.
+
+    An instance that fits one node is not cut. A larger one is cut into equal parts, on as few nodes as possible first, or else
+    into whole nodes and a rest.
+    """
+    largest = int(max((nodes[index].total.get(kind, 0.0) for index in allowed), default=0.0))
+    if not largest or num_devices <= largest:
+        return [(num_devices,)]
+    counts = range(-(-num_devices // largest), min(num_devices, len(allowed)) + 1)
+    equal = [(num_devices // count,) * count for count in counts if num_devices % count == 0]
+    whole, rest = divmod(num_devices, largest)
+    return list(dict.fromkeys([*equal[:_MAX_EQUAL_CUTS], (largest,) * whole + ((rest,) if rest else ())]))
 
 
-class _Alike(msgspec.Struct, frozen=True):
-    """Replicas of a job that may lie in each other's place."""
-
-    spec: SchedulingSpec
-    replicas: tuple[int, ...]
-    nodes: frozenset[int]
-    """Indexes of the nodes that the selectors allow."""
-
-
-def _alike(job: Job, nodes: Sequence[NodeState], allowed: dict[Hashable, frozenset[int]]) -> list[_Alike]:
-    """The replicas of a job by what matters for their place; environment, ports and command do not."""
-    found: dict[Hashable, list[int]] = {}
-    if len(job.tasks) == 1:
-        found[_needs(job.spec(0))] = list(range(job.replicas))
-    else:
-        for replica, spec in enumerate(job.tasks):
-            found.setdefault(_needs(spec), []).append(replica)
-    groups = []
-    for replicas in found.values():
-        spec = job.spec(replicas[0])
-        selector = _selector(spec)
-        if selector not in allowed:
-            allowed[selector] = allowed_nodes(spec, nodes)
-        groups.append(_Alike(spec, tuple(replicas), allowed[selector]))
-    return groups
-
-
-def _needs(spec: SchedulingSpec) -> Hashable:
-    return spec.cpu, spec.gpu, spec.mem, tuple(sorted(spec.resources.items())), _selector(spec)
+# --- selectors ----------------------------------------------------------------------------------------------------------
 
 
 def _selector(spec: SchedulingSpec) -> Hashable:
     return tuple(spec.nodelist), tuple(spec.exclude), tuple(sorted(spec.node_labels.items())), spec.accelerator_type
 
 
-def _choices(job: Job, nodes: Sequence[NodeState], groups: Sequence[_Alike]) -> list[tuple[str, int]]:
-    """(kind of accelerators, number of the way to cut instances) that a job may choose from."""
-    if not any(spec.gpu for spec in job.tasks):
-        return [("", 0)]
-    some = frozenset().union(*(group.nodes for group in groups))
-    kinds = [kind for kind in ACCELERATORS if any(nodes[index].total.get(kind) for index in some)] or list(ACCELERATORS[:1])
-    if job.spec(0).ray_placement_strategy != "deferred":
-        return [(kind, 0) for kind in kinds]
-    return [
-        (kind, number)
-        for kind in kinds
-        for number in range(max(len(_splits(int(group.spec.gpu), kind, nodes, some)) for group in groups))
-    ]
-
-
-def _splits(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: frozenset[int]) -> list[tuple[int, ...]]:
-    """Ways to cut an instance into parts, each on a node of its own: on as few nodes as possible, in equal parts if they can
-    be, else in whole nodes and a rest. What fits one node is not cut."""
-    largest = int(max((nodes[index].total.get(kind, 0.0) for index in allowed), default=0.0))
-    if not largest or num_devices <= largest:
-        return [(num_devices,)]
-    fewest = -(-num_devices // largest)
-    most = min(num_devices, len(allowed))
-    equal = [(num_devices // count,) * count for count in range(fewest, most + 1) if num_devices % count == 0]
-    whole = (largest,) * (num_devices // largest)
-    rest = (num_devices % largest,) if num_devices % largest else ()
-    return list(dict.fromkeys([*equal[:_MAX_SPLITS], whole + rest]))
-
-
-def _demands(
-    index: int, job: Job, kind: str, number: int, nodes: Sequence[NodeState], groups: Sequence[_Alike]
-) -> Iterator[Demand]:
-    apart = job.spec(0).node_packing == "strict_spread"
-    some = frozenset().union(*(group.nodes for group in groups))
-    for group in groups:
-        spec = group.spec
-        sizes: tuple[int, ...] = (int(spec.gpu),)
-        if kind and job.spec(0).ray_placement_strategy == "deferred":
-            splits = _splits(int(spec.gpu), kind, nodes, some)
-            sizes = splits[min(number, len(splits) - 1)]
-        for part, size in enumerate(sizes):
-            bundle = bundle_of(spec, kind, size) if part == 0 else {kind: float(size)}
-            yield Demand(index, group.replicas, part, tuple(bundle.items()), group.nodes, size, len(sizes), apart)
-
-
-# --- selectors ----------------------------------------------------------------------------------------------------------
-
-
 def allowed_nodes(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> frozenset[int]:
-    """Indexes of the nodes that a spec's selectors allow."""
+    """Return the indexes of the nodes that a spec's selectors allow."""
     if not (spec.nodelist or spec.exclude or spec.node_labels or spec.accelerator_type):
         return frozenset(range(len(nodes)))
     use, avoid = set(spec.nodelist), set(spec.exclude)
@@ -162,29 +154,20 @@ def _is_allowed(spec: SchedulingSpec, node: NodeState, use: set[str], avoid: set
     names = {node.node_id, node.address, node.hostname, node.hostname.partition(".")[0]} - {""}
     if (use and not names & use) or names & avoid:
         return False
-    if spec.accelerator_type and not has_accelerator_type(node, spec.accelerator_type):
+    if spec.accelerator_type and spec.accelerator_type not in accelerator_types([node]):
         return False
-    return has_labels(node.labels, spec.node_labels)
+    return all(_meets(node.labels.get(key), wanted) for key, wanted in spec.node_labels.items())
 
 
-def has_accelerator_type(node: NodeState, wanted: str) -> bool:
-    """Whether a node's accelerators are of a model, by its label or by the resource that Ray gives it."""
-    return node.labels.get(_TYPE_LABEL) == wanted or f"accelerator_type:{wanted}" in node.total
-
-
-def accelerator_types(nodes: Sequence[NodeState]) -> list[str]:
-    """The models there are."""
+def accelerator_types(nodes: Iterable[NodeState]) -> list[str]:
+    """Return the accelerator models of these nodes, from their label or from the resource that Ray derives from it."""
     found = {node.labels.get(_TYPE_LABEL, "") for node in nodes}
     found |= {name.partition(":")[2] for node in nodes for name in node.total if name.startswith("accelerator_type:")}
     return sorted(found - {""})
 
 
-def has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node's labels meet a selector: 'x', '!x', 'in(x, y)' or '!in(x, y)' for each key, as Ray reads them."""
-    return all(_meets(labels.get(key), wanted) for key, wanted in selector.items())
-
-
 def _meets(value: str | None, wanted: str) -> bool:
+    """Whether a label's value meets Ray's selector syntax: 'x', '!x', 'in(x, y)' or '!in(x, y)'."""
     negated, text = wanted.startswith("!"), wanted.removeprefix("!").strip()
     match = re.fullmatch(r"in\((.*)\)", text)
     values = [part.strip() for part in match.group(1).split(",")] if match else [text]

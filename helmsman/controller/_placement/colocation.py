@@ -1,8 +1,9 @@
-"""Which workers and devices of its target each replica of a colocated job gets. Pure, for plans and for starts alike."""
+"""Assign workers and devices of the target to each replica of a colocated job. Pure, for plans and for starts alike."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,9 +13,14 @@ from helmsman.api.scheduler import Job
 
 
 def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
-    """The colocated ones of these jobs, each after its target where that is among them.
+    """Return the colocated ones of these jobs, each after its target.
 
-    Raises: RoleNotFoundError where a target is neither among them nor running, or stands on the job itself.
+    Args:
+        jobs: jobs of one start.
+        running: roles that are targets as well.
+
+    Raises:
+        RoleNotFoundError: A target is neither among the jobs nor running, or depends on the job itself.
     """
     known = {*running, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
     waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
@@ -29,8 +35,8 @@ def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
     return ordered
 
 
-class Share(msgspec.Struct, frozen=True):
-    """What one replica gets of its target."""
+class DeviceShare(msgspec.Struct, frozen=True):
+    """The part of its target that one replica uses."""
 
     targets: tuple[int, ...]
     """Ranks of the target's workers whose devices it uses; it reuses, or is forked beside, the first of them."""
@@ -40,94 +46,86 @@ class Share(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
 
 
-def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
-    """Lay the job's replicas over the target's workers, neighbours together, every worker in just as many shares as any other.
+def tile(job: Job, target: Sequence[PlannedWorker]) -> list[DeviceShare]:
+    """Divide the target's workers among the job's replicas, neighbours together and every worker in equally many shares.
 
-    Replicas may be as many as the target's workers, or a divisor of them (each gets the devices of a run of neighbours, which
-    must be on one node), or with fork a multiple (each gets an equal part of one worker's devices). A device mapping of the job
-    says instead which devices each gets.
+    The number of replicas must divide the number of workers, or with fork be a multiple of it. In the first case each replica
+    gets the devices of neighbours on one node, in the second an equal part of one worker's devices. A device mapping of the job
+    assigns the devices explicitly instead.
 
-    Raises: InvalidSpecError.
+    Args:
+        job: the colocated job.
+        target: the workers of its target in rank order.
+
+    Returns:
+        A share for each replica.
+
+    Raises:
+        InvalidSpecError: The replicas do not tile, or request other devices than their shares have.
     """
-    if job.scheduling_strategy.device_mapping:
+    strategy = job.scheduling_strategy
+    if strategy.device_mapping:
         return [_mapped(job, target, index) for index in range(job.replicas)]
-    fork, name = job.scheduling_strategy.fork, job.scheduling_strategy.target
     per_replica, rest = divmod(len(target), job.replicas)
     if per_replica and not rest:
         shares = [_of_neighbours(job, target, index * per_replica, per_replica) for index in range(job.replicas)]
-    elif fork and job.replicas % len(target) == 0:
+    elif strategy.fork and job.replicas % len(target) == 0:
         parts = job.replicas // len(target)
         shares = [_part(job, target, index // parts, index % parts, parts) for index in range(job.replicas)]
     else:
-        raise InvalidSpecError(
-            role=job.role,
-            field="replicas",
-            value=job.replicas,
-            expected=f"a divisor {'or a multiple ' if fork else ''}of the {len(target)} workers of {name!r} that it is "
-            "colocated with",
-        )
+        divisor = "a divisor or a multiple" if strategy.fork else "a divisor"
+        expected = f"{divisor} of the {len(target)} workers of {strategy.target!r} that it is colocated with"
+        raise _invalid(job, "replicas", job.replicas, expected)
     for index, share in enumerate(shares):
         wanted = job.spec(index).gpu
-        if wanted not in (0, share.num_devices) and (fork or wanted > share.num_devices):
-            raise InvalidSpecError(
-                role=job.role,
-                field=f"gpu of replica {index}",
-                value=wanted,
-                expected=f"{share.num_devices}, which is its share of the devices of {name!r}, or 0 for just that",
-            )
+        if wanted not in (0, share.num_devices) and (strategy.fork or wanted > share.num_devices):
+            expected = f"{share.num_devices}, which is its share of the devices of {strategy.target!r}, or 0 for just that"
+            raise _invalid(job, f"gpu of replica {index}", wanted, expected)
     return shares
 
 
-def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
-    """What the job's device mapping gives a replica."""
+def _invalid(job: Job, field: str, value: Any, expected: str) -> InvalidSpecError:
+    return InvalidSpecError(role=job.role, field=field, value=value, expected=expected)
+
+
+def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> DeviceShare:
+    """Return the devices that the job's device mapping assigns to a replica."""
     wanted = job.scheduling_strategy.device_mapping[index]
     owners = [(rank, position) for rank, worker in enumerate(target) for position in range(worker.num_devices)]
-
-    def refuse(expected: str) -> InvalidSpecError:
-        field = f"scheduling_strategy.device_mapping[{index}]"
-        return InvalidSpecError(role=job.role, field=field, value=list(wanted), expected=expected)
-
+    field = f"scheduling_strategy.device_mapping[{index}]"
     if max(wanted) >= len(owners):
         has = f"only 0 to {len(owners) - 1}" if owners else "none"
-        raise refuse(f"devices that {job.scheduling_strategy.target!r} has, which are {has}")
+        expected = f"devices that {job.scheduling_strategy.target!r} has, which are {has}"
+        raise _invalid(job, field, list(wanted), expected)
     chosen = [owners[device] for device in wanted]
     first = target[chosen[0][0]]
     if any(target[rank].node_id != first.node_id for rank, _ in chosen):
         nodes = ", ".join(f"{device} on {target[rank].node}" for device, (rank, _) in zip(wanted, chosen, strict=True))
-        raise refuse(f"devices of one node; these are {nodes}")
+        raise _invalid(job, field, list(wanted), f"devices of one node; these are {nodes}")
     known = all(target[rank].devices for rank, _ in chosen)
     devices = tuple(target[rank].devices[position] for rank, position in chosen) if known else ()
-    return Share(tuple(dict.fromkeys(rank for rank, _ in chosen)), first.node_id, first.node, len(chosen), devices)
+    return DeviceShare(tuple(dict.fromkeys(rank for rank, _ in chosen)), first.node_id, first.node, len(chosen), devices)
 
 
-def _of_neighbours(job: Job, target: Sequence[PlannedWorker], first: int, count: int) -> Share:
-    members = target[first : first + count]
-    if not job.scheduling_strategy.fork:
-        members = members[:1]
-    nodes = dict.fromkeys(worker.node for worker in members)
+def _of_neighbours(job: Job, target: Sequence[PlannedWorker], first: int, count: int) -> DeviceShare:
+    members = target[first : first + count if job.scheduling_strategy.fork else first + 1]
     if len({worker.node_id for worker in members}) > 1:
-        raise InvalidSpecError(
-            role=job.role,
-            field="replicas",
-            value=job.replicas,
-            expected=f"a number that keeps each replica on one node: replica {first // count} would share devices with "
-            f"{members[0].worker_id} to {members[-1].worker_id}, which are on {', '.join(nodes)}",
+        nodes = ", ".join(dict.fromkeys(worker.node for worker in members))
+        expected = (
+            f"a number that keeps each replica on one node: replica {first // count} would share devices with "
+            f"{members[0].worker_id} to {members[-1].worker_id}, which are on {nodes}"
         )
+        raise _invalid(job, "replicas", job.replicas, expected)
     devices = tuple(dict.fromkeys(device for worker in members for device in worker.devices))
     num_devices = len(devices) or sum(worker.num_devices for worker in members)
     ranks = tuple(range(first, first + len(members)))
-    return Share(ranks, members[0].node_id, members[0].node, num_devices, devices)
+    return DeviceShare(ranks, members[0].node_id, members[0].node, num_devices, devices)
 
 
-def _part(job: Job, target: Sequence[PlannedWorker], rank: int, part: int, parts: int) -> Share:
+def _part(job: Job, target: Sequence[PlannedWorker], rank: int, part: int, parts: int) -> DeviceShare:
     worker = target[rank]
     size, rest = divmod(worker.num_devices, parts)
     if rest:
-        raise InvalidSpecError(
-            role=job.role,
-            field="replicas",
-            value=job.replicas,
-            expected=f"a number that divides the {worker.num_devices} devices of {worker.worker_id} evenly; {parts} replicas "
-            "would share them",
-        )
-    return Share((rank,), worker.node_id, worker.node, size, worker.devices[part * size : (part + 1) * size])
+        has = f"the {worker.num_devices} devices of {worker.worker_id}"
+        raise _invalid(job, "replicas", job.replicas, f"a number that divides {has} evenly; {parts} replicas would share them")
+    return DeviceShare((rank,), worker.node_id, worker.node, size, worker.devices[part * size : (part + 1) * size])

@@ -1,15 +1,16 @@
-"""Why jobs do not fit: what is missing where. Pure, and cheap enough to be asked on every look at a busy cluster."""
+"""Explain why jobs do not fit. Pure, and cheap enough to run on every look at a busy cluster."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from helmsman.api.plan import Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._placement.bin_packing import Packing, Work
-from helmsman.controller._placement.bundles import Demand, Way, accelerator_types, allowed_nodes, ways
+from helmsman.controller._placement.bin_packing import Packing
+from helmsman.controller._placement.bundles import Demand, Split, accelerator_types, allowed_nodes, splits
 from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
 from helmsman.controller._placement.snapshot import NodeState
 
@@ -17,52 +18,47 @@ _SHOWN = 8
 
 
 def shortfall_of(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall:
-    """The first reason found why these jobs do not fit into what is free: no node is allowed, a bundle is larger than any, all
-    together are more than there is, or it lies in pieces that are too small."""
-    found = oversized_bundle(nodes, free, jobs)
-    return found if isinstance(found, Shortfall) else _several(nodes, free, jobs, found)
+    """Return the first reason found why these jobs do not fit into the free resources.
+
+    The reasons, in this order: the selectors allow no node, a bundle is larger than any node, the jobs together ask for more
+    than there is, or the free resources lie in pieces that are too small. A single job is named if it alone is too much.
+    """
+    split = oversized_bundle(nodes, free, jobs)
+    if isinstance(split, Shortfall):
+        return split
+    packing = Packing(nodes, free, split.demands)
+    for index, job in enumerate(jobs):
+        demands = split.of_job(index)
+        if not packing.may_fit(demands):
+            return _together(nodes, free, [job], demands, packing)
+    return _together(nodes, free, jobs, split.demands, packing)
 
 
-def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall | Way:
-    """Why a bundle of these jobs fits no node even alone; the first way in which each of them fits one, where there is one."""
+def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall | Split:
+    """Return the first split whose bundles each fit some node, or why the bundle closest to fitting fits none."""
     nearest: tuple[float, Shortfall] | None = None
-    for way in ways(jobs, nodes):
-        found = [each for demand in way.demands if (each := _single(nodes, free, jobs, demand)) is not None]
+    for split in splits(jobs, nodes):
+        found = next(filter(None, (_bundle(nodes, free, jobs, demand) for demand in split.demands)), None)
         if not found:
-            return way
-        if nearest is None or found[0][0] < nearest[0]:
-            nearest = found[0]
+            return split
+        if nearest is None or found[0] < nearest[0]:
+            nearest = found
     assert nearest is not None
     return nearest[1]
 
 
-def _single(
-    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demand: Demand
-) -> tuple[float, Shortfall] | None:
-    """Why one bundle finds no place, and how far it is from one, relatively."""
-    return _bundle(nodes, free, jobs, demand) if demand.nodes else (math.inf, _selector(nodes, jobs, demand))
-
-
-def _several(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], way: Way) -> Shortfall:
-    """Why bundles that fit one by one do not fit together; of one job if that alone is too much."""
-    packing = Packing(nodes, free, way.demands, Work())
-    for index in range(len(jobs)):
-        demands = [demand for demand in way.demands if demand.job == index]
-        if not packing.may_fit(demands):
-            own = jobs[index : index + 1]
-            return _together(nodes, free, own, demands) or _pieces(nodes, free, own, demands, packing)
-    return _together(nodes, free, jobs, way.demands) or _pieces(nodes, free, jobs, way.demands, packing)
-
-
 def node_name(node: NodeState) -> str:
-    """A node, for people."""
+    """Return the name of a node for people."""
     return f"{node.hostname} ({node.address})" if node.hostname and node.hostname != node.address else node.address
 
 
-def _selector(nodes: Sequence[NodeState], jobs: Sequence[Job], demand: Demand) -> Shortfall:
-    asked, there, change = _unmet(jobs[demand.job].spec(demand.replicas[0]), nodes)
+# --- selectors ----------------------------------------------------------------------------------------------------------
+
+
+def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Shortfall:
+    asked, there, change = _unmet(spec, nodes)
     return Shortfall(
-        role=jobs[demand.job].role,
+        role=job.role,
         kind="selector",
         requested=f"a node that meets {asked}" if asked else "a node",
         observed=f"none among {len(nodes)} nodes; {there}",
@@ -73,27 +69,28 @@ def _selector(nodes: Sequence[NodeState], jobs: Sequence[Job], demand: Demand) -
 
 
 def _unmet(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> tuple[str, str, str]:
-    """The selectors up to the first that none of the nodes left by those before it meets, what these have instead, and the
-    fields to change."""
+    """Return the selectors up to the first that leaves no node, the values of the nodes left before it, and the fields to
+    change. A selector that no node meets at all is returned alone."""
     if not nodes:
         return "", "the cluster has no nodes", "Add nodes"
     met: list[str] = []
     fields: list[str] = []
     left = list(nodes)
-    for field, selector, asked, there in _selectors(spec):
+    for selector, asked, there in _selectors(spec):
         of_these = f"of those that meet {' and '.join(met)}, " if met else ""
         met.append(asked)
-        fields.append(f"SchedulingSpec.{field}")
-        if not allowed_nodes(selector, nodes):  # whatever the others say
+        fields += [f"SchedulingSpec.{field}" for field in selector]
+        alone = SchedulingSpec(**selector)
+        if not allowed_nodes(alone, nodes):
             return asked, there(nodes), f"Change {fields[-1]}"
-        if not (now := [left[index] for index in sorted(allowed_nodes(selector, left))]):
+        if not (now := [left[index] for index in sorted(allowed_nodes(alone, left))]):
             return " and ".join(met), of_these + there(left), f"Change {' or '.join(dict.fromkeys(fields))}"
         left = now
     raise AssertionError("some node meets them all")
 
 
-def _selectors(spec: SchedulingSpec) -> Iterator[tuple[str, SchedulingSpec, str, Callable[[Sequence[NodeState]], str]]]:
-    """Each selector alone: its field, a spec with nothing else, what it asks for, and what nodes have of it."""
+def _selectors(spec: SchedulingSpec) -> Iterator[tuple[dict[str, Any], str, Callable[[Sequence[NodeState]], str]]]:
+    """Yield (field and value, description, how to describe the values of nodes) for each selector of a spec."""
 
     def names(nodes: Sequence[NodeState]) -> str:
         return f"nodes there: {_some(sorted({node_name(node) for node in nodes}))}"
@@ -101,96 +98,91 @@ def _selectors(spec: SchedulingSpec) -> Iterator[tuple[str, SchedulingSpec, str,
     def types(nodes: Sequence[NodeState]) -> str:
         return f"types there: {_some(accelerator_types(nodes)) or 'none that Ray knows by name'}"
 
-    def values(key: str, nodes: Sequence[NodeState]) -> str:
+    def values(nodes: Sequence[NodeState], key: str) -> str:
         found = sorted({node.labels[key] for node in nodes if key in node.labels})
         return f"values of {key!r} there: {_some(found)}" if found else f"no node has the label {key!r}"
 
-    if spec.nodelist:
-        yield "nodelist", SchedulingSpec(nodelist=spec.nodelist), f"nodelist {_some(sorted(spec.nodelist))}", names
-    if spec.exclude:
-        yield "exclude", SchedulingSpec(exclude=spec.exclude), f"exclude {_some(sorted(spec.exclude))}", names
+    for field, listed in (("nodelist", spec.nodelist), ("exclude", spec.exclude)):
+        if listed:
+            yield {field: listed}, f"{field} {_some(sorted(listed))}", names
     if spec.accelerator_type:
-        asked = f"accelerator_type:{spec.accelerator_type}"
-        yield "accelerator_type", SchedulingSpec(accelerator_type=spec.accelerator_type), asked, types
+        yield {"accelerator_type": spec.accelerator_type}, f"accelerator_type:{spec.accelerator_type}", types
     for key, wanted in spec.node_labels.items():
-        asked = f"the label {key}={wanted!r}"
-        yield "node_labels", SchedulingSpec(node_labels={key: wanted}), asked, functools.partial(values, key)
+        yield {"node_labels": {key: wanted}}, f"the label {key}={wanted!r}", functools.partial(values, key=key)
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
+# --- amounts ------------------------------------------------------------------------------------------------------------
+
+
 def _bundle(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demand: Demand
 ) -> tuple[float, Shortfall] | None:
-    wanted = dict(demand.bundle)
-    best: tuple[float, int, Resources] | None = None
+    """Return how far a bundle is from fitting the best node, relatively, and why; None when it fits one."""
+    job, wanted = jobs[demand.job], dict(demand.bundle)
+    if not demand.nodes:
+        return math.inf, _selector(nodes, job, job.spec(demand.replicas[0]))
+    best: tuple[int, float, int, Resources] | None = None
     for index in sorted(demand.nodes):
         missing = missing_of(wanted, free[index])
         if not missing:
             return None
         relative = sum(by / wanted[name] for name, by in missing.items())
-        if best is None or (len(missing), relative) < (len(best[2]), best[0]):
-            best = relative, index, missing
+        if best is None or (len(missing), relative) < best[:2]:
+            best = len(missing), relative, index, missing
     assert best is not None
-    relative, index, missing = best
+    _, relative, index, missing = best
     what = "a worker with" if demand.num_parts == 1 else f"an instance in {demand.num_parts} parts, one of them with"
     count = f"the {len(demand.nodes)} nodes that it may use" if len(demand.nodes) < len(nodes) else f"{len(nodes)} nodes"
     best_of = f"the best-fitting of {count}" if len(demand.nodes) > 1 else "the only node that it may use"
+    name = node_name(nodes[index])
     return relative, Shortfall(
-        role=jobs[demand.job].role,
+        role=job.role,
         kind="bundle",
         requested=f"{what} {show(wanted)}",
-        best_node=node_name(nodes[index]),
-        observed=f"at most {show({name: free[index].get(name, 0.0) for name in wanted})} on {best_of}, "
-        f"{node_name(nodes[index])}",
+        best_node=name,
+        observed=f"at most {show({name: free[index].get(name, 0.0) for name in wanted})} on {best_of}, {name}",
         missing=missing,
         missing_text=show(missing),
     )
 
 
 def _together(
-    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand]
-) -> Shortfall | None:
-    allowed = sorted(frozenset().union(*(demand.nodes for demand in demands)))
-    wanted = total_of({name: amount * len(demand.replicas) for name, amount in demand.bundle} for demand in demands)
-    there = total_of(free[index] for index in allowed)
-    missing = missing_of(wanted, there)
-    if not missing:
-        return None
-    observed = show({name: there.get(name, 0.0) for name in wanted})
-    return Shortfall(
-        role=_roles(jobs),
-        kind="together",
-        requested=f"{show(wanted)} for {_workers(jobs)} together",
-        observed=f"{observed} on {_num_nodes(len(allowed))}",
-        missing=missing,
-        missing_text=show(missing),
-    )
-
-
-def _pieces(
     nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand], packing: Packing
 ) -> Shortfall:
-    """What is there would do in sum, but not as it lies."""
+    """Explain why bundles that fit one by one do not fit together: in sum, or in the pieces that are free."""
+    role = " and ".join(job.role for job in jobs)
+    workers = " and ".join(f"{job.replicas} of {job.role!r}" for job in jobs)
+    if len(jobs) == 1:
+        workers = "1 worker" if jobs[0].replicas == 1 else f"{jobs[0].replicas} workers"
+    wanted = total_of({name: amount * len(demand.replicas) for name, amount in demand.bundle} for demand in demands)
+    allowed = frozenset().union(*(demand.nodes for demand in demands))
+    there = total_of(free[index] for index in sorted(allowed))
+    observed = show({name: there.get(name, 0.0) for name in wanted})
+    if missing := missing_of(wanted, there):
+        return Shortfall(
+            role=role,
+            kind="together",
+            requested=f"{show(wanted)} for {workers} together",
+            observed=f"{observed} on {_num_nodes(len(allowed))}",
+            missing=missing,
+            missing_text=show(missing),
+        )
     sizes = "; ".join(f"{len(demand.replicas)} of {show(dict(demand.bundle))}" for demand in demands[:_SHOWN])
     more = f"; and {len(demands) - _SHOWN} other sizes" if len(demands) > _SHOWN else ""
     apart = " on nodes of their own" if any(demand.apart for demand in demands) else ""
-    wanted = total_of({name: amount * len(demand.replicas) for name, amount in demand.bundle} for demand in demands)
-    there = total_of(free)
-    packing.reset()
-    rooms = [(demand, packing.room(demand)) for demand in demands]
-    demand, room = min(rooms, key=lambda each: each[1] / len(each[0].replicas))
+    room, demand = min(((packing.room(each), each) for each in demands), key=lambda found: found[0] / len(found[1].replicas))
+    pieces, short = "in pieces into which these do not all go", "room in one piece"
     if room < len(demand.replicas):
         pieces, short = f"which hold {room} of {show(dict(demand.bundle))}", f"room for {len(demand.replicas) - room} more"
-    else:
-        pieces, short = "in pieces into which these do not all go", "room in one piece"
     return Shortfall(
-        role=_roles(jobs),
+        role=role,
         kind="pieces",
-        requested=f"room for {sizes}{more}{apart}, for {_workers(jobs)} together",
-        observed=f"{show({name: there.get(name, 0.0) for name in wanted})} on {_num_nodes(len(nodes))}, {pieces}{apart}",
+        requested=f"room for {sizes}{more}{apart}, for {workers} together",
+        observed=f"{observed} on {_num_nodes(len(allowed))}, {pieces}{apart}",
         missing={},
         missing_text=short,
     )
@@ -198,13 +190,3 @@ def _pieces(
 
 def _num_nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes together"
-
-
-def _roles(jobs: Sequence[Job]) -> str:
-    return " and ".join(job.role for job in jobs)
-
-
-def _workers(jobs: Sequence[Job]) -> str:
-    if len(jobs) == 1:
-        return "1 worker" if jobs[0].replicas == 1 else f"{jobs[0].replicas} workers"
-    return " and ".join(f"{job.replicas} of {job.role!r}" for job in jobs)

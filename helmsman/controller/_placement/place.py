@@ -10,7 +10,7 @@ import msgspec
 from helmsman.api.plan import PlannedWorker
 from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
 from helmsman.api.scheduler import SchedulingSpec
-from helmsman.controller._placement.colocation import Share
+from helmsman.controller._placement.colocation import DeviceShare
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @staticmethod
-    def beside(share: Share, targets: Sequence[Place]) -> Place:
+    def beside(share: DeviceShare, targets: Sequence[Place]) -> Place:
         """The place of a sibling that gets this share of its target's workers, which are at ``targets``."""
         first = targets[share.targets[0]]
         whole = len(share.targets) == 1 and share.num_devices == first.num_devices

@@ -1,28 +1,22 @@
-"""From a snapshot of a cluster and jobs to a place for every rank, or the reason why there is none. Pure: no Ray, no clock."""
+"""Plan a place for every rank from a snapshot of a cluster, or report why there is none. Pure: no Ray, no clock."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-import msgspec
+from collections.abc import Sequence
+from typing import Literal
 
 from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole, PlannedWorker, Shortfall
 from helmsman.api.scheduler import Job
-from helmsman.controller._placement.bin_packing import Packing, Placed, Work
-from helmsman.controller._placement.bundles import Demand, Way, ways
+from helmsman.controller._placement.bin_packing import WORK, Packing, Placed, orders, pack, search
+from helmsman.controller._placement.bundles import Demand, Split, by_instance, change_specs, splits
 from helmsman.controller._placement.colocation import targets_first, tile
 from helmsman.controller._placement.diagnosis import oversized_bundle, shortfall_of
-from helmsman.controller._placement.heuristics import lay
 from helmsman.controller._placement.resources import ACCELERATORS, Resources, field_of
-from helmsman.controller._placement.search import orders, search
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 
-Of = Literal["available", "total"]
 _MIN_ATTEMPTS = 4
 _PLENTY = 1e9
-"""Of a shared resource, once each bundle alone has been found to fit."""
+"""Assumed amount of a shared resource, once every bundle fits it alone."""
 
 
 def plan_jobs(
@@ -30,21 +24,27 @@ def plan_jobs(
     jobs: Sequence[Job],
     *,
     running: Sequence[PlannedRole] = (),
-    of: Of = "available",
-    work: Work | None = None,
+    of: Literal["available", "total"] = "available",
+    work: int = WORK,
 ) -> Plan | Shortfall:
-    """A place for every rank of all of these jobs together.
+    """Plan a place for every rank of all of these jobs together.
 
-    Single-node instances never straddle; ranks stand in the order of nodes and devices, as far as their specs are equal; no
-    device is given twice; whole nodes are left free where they can be.
+    Instances that fit one node never straddle two. Ranks with equal specs follow the order of nodes and devices. No device is
+    given twice, and whole nodes are left free where possible.
 
     Args:
+        snapshot: the cluster.
+        jobs: the jobs to place, all or none of them.
         running: roles that jobs may be colocated with, besides each other.
-        of: what is free now, or the whole cluster as if it were empty.
-        work: what the trying is charged to, where several calls share a limit.
-    Returns: the plan, or why there is none.
-    Raises: RoleNotFoundError (a target that is neither among the jobs nor running), InvalidSpecError (a colocation that does
-    not tile).
+        of: whether to use the free resources, or all resources as if the cluster were empty.
+        work: number of nodes and classes of nodes that the planner may look at.
+
+    Returns:
+        The plan, or why there is none.
+
+    Raises:
+        RoleNotFoundError: A target is neither among the jobs nor running.
+        InvalidSpecError: A colocation does not tile.
     """
     colocated = targets_first(jobs, [role.role for role in running])
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]
@@ -53,82 +53,57 @@ def plan_jobs(
         oversized = oversized_bundle(snapshot.nodes, free, separate)
         if isinstance(oversized, Shortfall):
             return oversized
-        separate = [_without(job, snapshot.shared) for job in separate]
+        nothing = {field_of(name).rpartition(".")[2]: 0 for name in snapshot.shared}
+        separate = [change_specs(job, **nothing) for job in separate]
         free = [{**amounts, **dict.fromkeys(snapshot.shared, _PLENTY)} for amounts in free]
-    found = _find(snapshot.nodes, free, separate, work or Work())
+    found = _find(snapshot.nodes, free, separate, work)
     if found is None:
         return shortfall_of(snapshot.nodes, free, separate)
-    way, placed = found
-    roles = {role.role: role for role in _roles(snapshot.nodes, free, separate, way, placed)}
+    split, placed = found
+    devices = _Devices(snapshot.nodes, free)
+    roles = {
+        job.role: _role(snapshot.nodes, job, kind, split.of_job(index), placed, devices)
+        for index, (job, kind) in enumerate(zip(separate, split.kinds, strict=True))
+    }
     known = {role.role: role for role in running} | roles
     for job in colocated:
         roles[job.role] = known[job.role] = _beside(job, known[str(job.scheduling_strategy.target)])
     return Plan(roles=tuple(roles[job.role] for job in jobs))
 
 
-def _without(job: Job, names: frozenset[str]) -> Job:
-    """The job without what it asks of these resources."""
-    fields: dict[str, Any] = {field_of(name).rpartition(".")[2]: 0 for name in names}
-    return msgspec.structs.replace(job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks])
-
-
-def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: Work) -> tuple[Way, Placed] | None:
-    """All ways by the quick rules first, then by the search; a few attempts are made however little work is left."""
-    all_ways = list(ways(jobs, nodes))
-    packing = Packing(nodes, free, [demand for way in all_ways for demand in way.demands], work)
-    possible = [way for way in all_ways if packing.may_fit(way.demands)]
-    attempts = ((way, order) for way in possible for order in orders(jobs, way, len(nodes)))
-    for number, (way, order) in enumerate(attempts):
-        if number >= _MIN_ATTEMPTS and work.left <= 0:
+def _find(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], work: int) -> tuple[Split, Placed] | None:
+    """Try the quick rules on every split, then the search. A few attempts are made even without work left."""
+    candidates = list(splits(jobs, nodes))
+    packing = Packing(nodes, free, [demand for split in candidates for demand in split.demands], work)
+    possible = [split for split in candidates if packing.may_fit(split.demands)]
+    attempts = ((each, order) for each in possible for order in orders(jobs, each))
+    for number, (split, order) in enumerate(attempts):
+        if number >= _MIN_ATTEMPTS and packing.work <= 0:
             return None
-        if (placed := lay(packing, jobs, way, order)) is not None:
-            return way, placed
-    for number, way in enumerate(possible):
-        if (placed := search(packing, way, work.left // (len(possible) - number))) is not None:
-            return way, placed
+        if (placed := pack(packing, jobs, split, order)) is not None:
+            return split, placed
+    for number, split in enumerate(possible):
+        if (placed := search(packing, split, packing.work // (len(possible) - number))) is not None:
+            return split, placed
     return None
 
 
 # --- ranks and devices --------------------------------------------------------------------------------------------------
 
 
-def _roles(
-    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], way: Way, placed: Placed
-) -> list[PlannedRole]:
-    granted: dict[int, dict[tuple[int, int, int], int]] = {}
-    """Of each job: (job, replica, part) -> node, with like replicas exchanged so that they stand in the order of nodes."""
-    demands: defaultdict[int, list[Demand]] = defaultdict(list)
-    for demand in way.demands:
-        demands[demand.job].append(demand)
-    for index in range(len(jobs)):
-        granted[index] = {}
-        for head in demands[index]:
-            if head.part:
-                continue
-            parts = [demand for demand in demands[index] if demand.replicas == head.replicas]
-            instances = sorted(tuple(placed[index, replica, demand.part] for demand in parts) for replica in head.replicas)
-            for replica, instance in zip(head.replicas, instances, strict=True):
-                for demand, node in zip(parts, instance, strict=True):
-                    granted[index][index, replica, demand.part] = node
-    devices = _Devices(nodes, free)
-    return [_role(nodes, job, way.kinds[index], demands[index], granted[index], devices) for index, job in enumerate(jobs)]
-
-
 class _Devices:
-    """Hands out the devices of each node, lowest first, as far as it is known which are free."""
+    """Hands out the devices of each node, lowest id first, where the free ids are known."""
 
     def __init__(self, nodes: Sequence[NodeState], free: Sequence[Resources]) -> None:
-        self._left: list[list[str] | None] = [self._free(node, free[index]) for index, node in enumerate(nodes)]
+        self._left = [self._free(node, resources) for node, resources in zip(nodes, free, strict=True)]
 
     @staticmethod
     def _free(node: NodeState, free: Resources) -> list[str] | None:
         total = int(sum(node.total.get(name, 0.0) for name in ACCELERATORS))
         num_free = int(sum(free.get(name, 0.0) for name in ACCELERATORS) + 1e-6)
-        if num_free == total and node.free_devices is None:
-            return [str(index) for index in range(total)]
-        if node.free_devices is not None and len(node.free_devices) == num_free:
-            return list(node.free_devices)
-        return None
+        if node.free_devices is None:
+            return [str(index) for index in range(total)] if num_free == total else None
+        return list(node.free_devices) if len(node.free_devices) == num_free else None
 
     def take(self, node: int, count: int) -> tuple[str, ...]:
         left = self._left[node]
@@ -139,32 +114,28 @@ class _Devices:
 
 
 def _role(
-    nodes: Sequence[NodeState],
-    job: Job,
-    kind: str,
-    demands: Sequence[Demand],
-    granted: Mapping[tuple[int, int, int], int],
-    devices: _Devices,
+    nodes: Sequence[NodeState], job: Job, kind: str, demands: Sequence[Demand], placed: Placed, devices: _Devices
 ) -> PlannedRole:
-    parts_of: dict[int, list[Demand]] = defaultdict(list)
-    for demand in demands:
-        for replica in demand.replicas:
-            parts_of[replica].append(demand)
+    instances: dict[int, list[tuple[Demand, int]]] = {}
+    """(demand, index of a node) for each part, by replica. Identical replicas are exchanged to follow the order of nodes."""
+    for parts in by_instance(demands):
+        replicas = parts[0].replicas
+        found = sorted([placed[each.job, replica, each.part] for each in parts] for replica in replicas)
+        for replica, chosen in zip(replicas, found, strict=True):
+            instances[replica] = list(zip(parts, chosen, strict=True))
     shared = job.spec(0).ray_placement_strategy == "shared"
-    bundles: list[list[PlannedBundle]] = []
+    bundles: list[tuple[PlannedBundle, ...]] = []
     workers: list[PlannedWorker] = []
     for replica in range(job.replicas):
-        own = []
-        for demand in parts_of[replica]:
-            node = granted[demand.job, replica, demand.part]
-            own.append(
-                PlannedBundle(
-                    node_id=nodes[node].node_id,
-                    node=nodes[node].address,
-                    resources=dict(demand.bundle),
-                    devices=devices.take(node, demand.num_devices),
-                )
+        own = tuple(
+            PlannedBundle(
+                node_id=nodes[node].node_id,
+                node=nodes[node].address,
+                resources=dict(demand.bundle),
+                devices=devices.take(node, demand.num_devices),
             )
+            for demand, node in instances[replica]
+        )
         bundles.append(own)
         workers.append(
             PlannedWorker(
@@ -172,19 +143,19 @@ def _role(
                 node_id=own[0].node_id,
                 node=own[0].node,
                 bundle=replica if shared else 0,
-                num_devices=parts_of[replica][0].num_devices,
+                num_devices=instances[replica][0][0].num_devices,
                 devices=own[0].devices,
                 num_ports=job.spec(replica).port_count,
             )
         )
     if shared:
-        instances = [PlannedInstance(index=0, bundles=tuple(own[0] for own in bundles), workers=tuple(workers))]
+        groups = [PlannedInstance(index=0, bundles=tuple(own[0] for own in bundles), workers=tuple(workers))]
     else:
-        instances = [
-            PlannedInstance(index=replica, bundles=tuple(bundles[replica]), workers=(workers[replica],))
-            for replica in range(job.replicas)
+        groups = [
+            PlannedInstance(index=index, bundles=own, workers=(worker,))
+            for index, (own, worker) in enumerate(zip(bundles, workers, strict=True))
         ]
-    return PlannedRole(role=job.role, accelerator=kind, instances=tuple(instances))
+    return PlannedRole(role=job.role, accelerator=kind, instances=tuple(groups))
 
 
 def _beside(job: Job, target: PlannedRole) -> PlannedRole:

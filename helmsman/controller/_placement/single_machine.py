@@ -6,14 +6,13 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._node.checks import cpus_allowed, memory_allowed
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._placement.allocator import Allocator
+from helmsman.controller._placement.bundles import change_specs
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
@@ -98,9 +97,5 @@ class OneMachine(Allocator):
         return f"this script's own workers ({shown}), which delete_workers frees"
 
     def without_uncounted(self, job: Job) -> Job:
-        """The job without its choice of nodes, since there is one."""
-        tasks = [
-            msgspec.structs.replace(spec, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
-            for spec in job.tasks
-        ]
-        return msgspec.structs.replace(job, tasks=tasks)
+        """The job without a choice of nodes, which one machine does not offer."""
+        return change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")

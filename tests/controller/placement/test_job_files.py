@@ -1,8 +1,10 @@
-"""Files of jobs and nodes: what they say, and what is said of those that make no sense."""
+"""Files of jobs and nodes: their content, and errors that name the invalid entry."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +37,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("name", "text"), [("jobs.yaml", YAML), ("jobs.toml", TOML), ("list.yml", YAML.split("jobs:")[1])])
-def test_jobs(tmp_path: Path, name: str, text: str) -> None:
+def test_load_jobs(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     found = load_jobs(str(path))
@@ -44,38 +46,7 @@ def test_jobs(tmp_path: Path, name: str, text: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "facts"),
-    [
-        (
-            "- {role: a, tasks: [{gpus: 1}]}",
-            ["jobs[0].tasks[0].gpus", "SchedulingSpec has no such field", "did you mean 'gpu'?"],
-        ),
-        ("- {role: a, replica: 1}", ["jobs[0].replica", "did you mean 'replicas'?"]),
-        ("- {role: a, xyz: 1}", ["jobs[0].xyz", "there are: role, replicas"]),
-        ("- {role: a, tasks: [{cpu: many}]}", ["jobs[0].tasks[0].cpu", "Expected `float`, got `str`"]),
-        ("- {role: a, scheduling_strategy: {type: beside}}", ["jobs[0].scheduling_strategy.type", "beside"]),
-        ("- {replicas: 1}", ["jobs[0]", "missing required field `role`"]),
-        ("- 7", ["jobs[0]", "expected the fields of a Job, got 7"]),
-        ("jobs: 7", ["jobs", "expected a list of jobs, or one under the key 'jobs'"]),
-        ("a: [", ["the file", "expected"]),
-    ],
-)
-def test_what_makes_no_sense_is_said_with_its_place(tmp_path: Path, text: str, facts: list[str]) -> None:
-    path = tmp_path / "jobs.yaml"
-    path.write_text(text)
-    with pytest.raises(JobsFileError) as caught:
-        load_jobs(str(path))
-    for fact in (str(path), *facts):
-        assert fact in str(caught.value)
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(JobsFileError, match=r"nowhere\.toml: the file: .*No such file"):
-        load_jobs("nowhere.toml")
-
-
-def test_a_cluster(tmp_path: Path) -> None:
+def test_load_cluster(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
         """
@@ -96,18 +67,35 @@ nodes:
 
 
 @pytest.mark.parametrize(
-    ("text", "facts"),
+    ("load", "text", "facts"),
     [
-        ("- {gpus: 8}", ["nodes[0].gpus", "did you mean 'gpu'?"]),
-        ("- {count: 2, name: '{nr}'}", ["nodes[0].name", "'{nr}'"]),
-        ("- {count: 2, name: same}", ["nodes[0].name", "'same' twice", "{index}"]),
-        ("- {gpu: 1.5}", ["nodes[0].gpu", "Expected `int`"]),
+        (
+            load_jobs,
+            "- {role: a, tasks: [{gpus: 1}]}",
+            ["jobs[0].tasks[0].gpus", "SchedulingSpec has no", "did you mean 'gpu'?"],
+        ),
+        (load_jobs, "- {role: a, replica: 1}", ["jobs[0].replica", "did you mean 'replicas'?"]),
+        (load_jobs, "- {role: a, xyz: 1}", ["jobs[0].xyz", "there are: role, replicas"]),
+        (load_jobs, "- {role: a, tasks: [{cpu: many}]}", ["jobs[0].tasks[0].cpu", "Expected `float`, got `str`"]),
+        (load_jobs, "- {role: a, scheduling_strategy: {type: beside}}", ["jobs[0].scheduling_strategy.type", "beside"]),
+        (load_jobs, "- {replicas: 1}", ["jobs[0]", "missing required field `role`"]),
+        (load_jobs, "- 7", ["jobs[0]", "expected the fields of a Job, got 7"]),
+        (load_jobs, "jobs: 7", ["jobs", "expected a list of jobs, or one under the key 'jobs'"]),
+        (load_jobs, "a: [", ["the file", "expected"]),
+        (load_cluster, "- {gpus: 8}", ["nodes[0].gpus", "did you mean 'gpu'?"]),
+        (load_cluster, "- {count: 2, name: '{nr}'}", ["nodes[0].name", "'{nr}'"]),
+        (load_cluster, "- {count: 2, name: same}", ["nodes[0].name", "'same' twice", "{index}"]),
+        (load_cluster, "- {gpu: 1.5}", ["nodes[0].gpu", "Expected `int`"]),
     ],
 )
-def test_a_cluster_that_makes_no_sense(tmp_path: Path, text: str, facts: list[str]) -> None:
-    path = tmp_path / "cluster.yaml"
+def test_load_names_the_place_of_an_error(tmp_path: Path, load: Callable[[str], Any], text: str, facts: list[str]) -> None:
+    path = tmp_path / "entries.yaml"
     path.write_text(text)
     with pytest.raises(JobsFileError) as caught:
-        load_cluster(str(path))
-    for fact in facts:
-        assert fact in str(caught.value)
+        load(str(path))
+    assert [fact for fact in (str(path), *facts) if fact not in str(caught.value)] == []
+
+
+def test_load_jobs_missing_file() -> None:
+    with pytest.raises(JobsFileError, match=r"nowhere\.toml: the file: .*No such file"):
+        load_jobs("nowhere.toml")
