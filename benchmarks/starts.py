@@ -135,7 +135,7 @@ def _init() -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=_NUM_CPUS)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=_NUM_CPUS)  # type: ignore[arg-type]
 
 
 _NUM_CPUS = max(8, os.cpu_count() or 1)  # 64 workers at a tenth each

@@ -97,7 +97,7 @@ class World:
         import ray
 
         actors = [ray.remote(Engine).remote() for _ in range(NUM_WORKERS)]
-        ray.get([actor.ping.remote() for actor in actors])
+        ray.get([actor.ping.remote() for actor in actors])  # type: ignore[attr-defined]
         return actors
 
     @functools.cached_property

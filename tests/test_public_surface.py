@@ -161,7 +161,7 @@ def test_version_is_written_once() -> None:
 def test_command_line_runs_where_helmsman_is_not_installed(arguments: list[str], tmp_path: Path) -> None:
     """Only PYTHONPATH leads to the sources, and no metadata of an installed package is there."""
     for package in (msgspec, cloudpickle):
-        folder = Path(package.__file__).parent
+        folder = Path(package.__file__).parent  # type: ignore[arg-type]
         (tmp_path / folder.name).symlink_to(folder)
     done = subprocess.run(
         [sys.executable, "-S", "-m", "helmsman", *arguments],

@@ -54,7 +54,7 @@ SIZES: dict[str, tuple[int, list[Job]]] = {
 def first_fit(num_nodes: int, jobs: list[Job]) -> list[tuple[str, int, int]]:
     """(role, replica, node) for each device, by a loop that looks at nothing but the number of free devices."""
     free = [DEVICES] * num_nodes
-    placed, node = [], 0
+    placed, node = [], 0  # type: ignore[var-annotated]
     for each in jobs:
         for replica in range(each.replicas):
             for _ in range(int(each.tasks[0].gpu)):

@@ -26,14 +26,14 @@ NUM_WORKERS = 1000
 POLLS_PER_S = 1.0
 
 
-def _fleet(world: World) -> tuple[SimulatedBackend, Cluster[Member], EchoProcess]:
+def _fleet(world: World) -> tuple[BackendScheduler, SimulatedBackend, Cluster[Member], EchoProcess]:
     keep = world.until_case_ends.enter_context
     echo = keep(EchoProcess())
     backend = SimulatedBackend(echo)
     scheduler = keep(BackendScheduler(backend))
     manager = keep(ResourceManager(0, scheduler=scheduler))
-    cluster = keep(Cluster("fleet", Member, manager, ClusterConfig(world_size=NUM_WORKERS, num_cpus=0.1)))
-    return backend, cluster, echo
+    cluster = keep(Cluster("fleet", Member, manager, ClusterConfig(world_size=NUM_WORKERS, num_cpus=0.1)))  # type: ignore[var-annotated]
+    return scheduler, backend, cluster, echo
 
 
 def _cpu_s(work: Callable[[], Any]) -> Callable[[], float]:
@@ -70,7 +70,7 @@ class _All:
 )
 def group_call(world: World) -> Pair:
     """One call to each of a thousand ranks."""
-    backend, cluster, _ = _fleet(world)
+    _, backend, cluster, _ = _fleet(world)
     ids = itertools.count(1 << 40)  # apart from the clients' own
     payload = encode(((None,), {}))
 
@@ -93,7 +93,7 @@ def group_call(world: World) -> Pair:
 @case("simulated.sockets", unit="ms", floor="CPU of a bare loop over bare sockets, without an event loop")
 def group_call_beside_sockets(world: World) -> Pair:
     """The same beside what the operating system and the wire format alone cost."""
-    _, cluster, echo = _fleet(world)
+    _, _, cluster, echo = _fleet(world)
     connections = [world.until_case_ends.enter_context(echo.connect()) for _ in range(NUM_WORKERS)]
 
     def bare() -> None:
@@ -120,7 +120,7 @@ def memory(world: World) -> Pair:
         gc.collect()
         tracemalloc.start()
         try:
-            _, cluster, _ = _fleet(world)
+            _, _, cluster, _ = _fleet(world)
             cluster.method(Member.take)(None)
             gc.collect()
             return tracemalloc.get_traced_memory()[0] / 1024 / NUM_WORKERS
@@ -133,6 +133,6 @@ def memory(world: World) -> Pair:
 @case("simulated.health", unit="% core", goal="<= 0.02", floor="one core")
 def health(world: World) -> Pair:
     """The health of a thousand workers, asked for once a second: percent of a core in the controller."""
-    scheduler, _, _ = _fleet(world)
+    scheduler, _, _, _ = _fleet(world)
     cpu_s = _cpu_s(scheduler.status)
     return Pair(ours=lambda: 100 * POLLS_PER_S * cpu_s(), floor=100.0, rounds=8, repeats=3, returns_figure=True)

@@ -97,7 +97,7 @@ def three_ways(machine: Machine) -> dict[str, str]:
             if name == "collective" and machine.num_devices == 1:
                 figures[name] = "needs two devices"  # NCCL takes no two ranks on one
                 continue
-            sync = WeightSync(trainer, rollout, way)
+            sync = WeightSync(trainer, rollout, way)  # type: ignore[arg-type]
             sync.push()  # connects, and maps memory
             trainer.train_batch(batch, "sft")
             before, _ = difference(trainer, rollout, prompts, 4)

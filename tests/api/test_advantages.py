@@ -95,7 +95,7 @@ def test_gae_is_the_weighted_sum_of_the_paper(gamma: float, lam: float) -> None:
     lengths = [1, 2, 7, 12]
     rewards, values = ([random.normal(size=length) for length in lengths] for _ in range(2))
     masks = [random.random(length) < 0.7 for length in lengths]
-    advantages, returns = gae(rewards, values, masks, gamma=gamma, lam=lam)
+    advantages, returns = gae(rewards, values, masks, gamma=gamma, lam=lam)  # type: ignore[arg-type]
     for row, reward, value, mask in zip(advantages, rewards, values, masks, strict=True):
         steps = [t for t in range(1, len(mask)) if mask[t]]
         states = [value[t - 1] for t in steps] + [0.0]
@@ -111,7 +111,7 @@ def test_gae_is_the_weighted_sum_of_the_paper(gamma: float, lam: float) -> None:
 
 def test_gae_takes_tensors_and_gives_numbers() -> None:
     tensors = [torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.0]), torch.tensor([False, True])]
-    assert gae(*([tensor] for tensor in tensors)) == ([[0.0, 0.5]], [[0.0, 1.0]])
+    assert gae(*([tensor] for tensor in tensors)) == ([[0.0, 0.5]], [[0.0, 1.0]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

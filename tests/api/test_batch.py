@@ -403,7 +403,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: one(torch.zeros(1, 1)).group_by("a"), TypeError, "column 'a' has more than one value for a row"),
     (lambda: one(Ragged(np.zeros(1), [0, 1])).group_by("a"), TypeError, "give group_by a function of the row"),
     (lambda: one([[1]]).group_by("a"), TypeError, "rows are grouped by hashable values: unhashable type: 'list'"),
-    (lambda: TWO.group_by(lambda row: [row]), TypeError, "give group_by a function of the row"),
+    (lambda: TWO.group_by(lambda row: [row]), TypeError, "give group_by a function of the row"),  # type: ignore[arg-type, return-value]
     (lambda: PADDED.take([0]), ValueError, "take of a batch whose last 1 rows are padding; unpad() first"),
     (lambda: PADDED[::-1], ValueError, "take of a batch whose last 1 rows are padding"),
     (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder of a batch whose last 1 rows"),

@@ -232,7 +232,7 @@ def test_ragged_refuses(make: Callable[[], Any], error: type[Exception], message
         *((given, [2, 0, 2]) for given in ([2, 0, -1], (2, 0, 2), [np.int64(2), 0, torch.tensor(2)])),
         *((given, [2, 0, 2]) for given in (np.array([2, 0, -1], "i1"), np.array([2, 0, 2], "u8"), torch.tensor([2, 0, -1]))),
         *((mask, [0, 2]) for mask in ([True, False, True], np.array([1, 0, 1], bool), torch.tensor([1, 0, 1]).bool())),
-        *((empty, []) for empty in ([], (), range(0), np.array([]), torch.tensor([]))),
+        *((empty, []) for empty in ([], (), range(0), np.array([]), torch.tensor([]))),  # type: ignore[var-annotated]
     ],
     ids=repr,
 )

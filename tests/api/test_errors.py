@@ -138,7 +138,7 @@ def example(cls: type[HelmsmanError], **fields: Any) -> Any:
         return cls("a message", **({"exit_code": errors.BootstrapExit.REFUSED} if cls is errors.BootstrapError else {}))
     values = {name: made(name, kind, index) for index, (name, kind) in enumerate(kinds_of_fields(cls).items())}
     if cls in (errors.JobError, errors.StartError, errors.CallError):
-        return cls("a message", **values)
+        return cls("a message", **values)  # type: ignore[call-arg]
     return cls(**values | fields)
 
 
@@ -269,7 +269,7 @@ def test_fields_that_follow_from_others() -> None:
 def test_fields_are_checked_as_arguments_are() -> None:
     for wrong in ({}, {"role": "r", "num_workers": 2, "num_worker": 2}):
         with pytest.raises(TypeError, match="RoleExistsError: missing or unknown .*num_worker"):
-            errors.RoleExistsError(**wrong)
+            errors.RoleExistsError(**wrong)  # type: ignore[arg-type]
 
 
 class ErrorOfAUser(errors.RoleExistsError):

@@ -70,7 +70,7 @@ def test_tensordict_shares_memory_where_it_can_be_written_to() -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     columns = {"t": torch.zeros(3), "a": np.zeros(3), "r": Ragged(torch.zeros(3), [0, 1, 2, 3]), "read_only": read_only}
-    batch = Batch(columns)
+    batch = Batch(columns)  # type: ignore[arg-type]
     tensordict = batch.to_tensordict()
     tensordict["t"][0] = tensordict["a"][1] = tensordict["read_only"][0] = 1
     tensordict["r"].values()[2] = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import CHECKS
+from benchmarks.gpu.__main__ import CHECKS  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).parents[2]
 

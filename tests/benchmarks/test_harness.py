@@ -31,7 +31,7 @@ def test_sides_take_turns_and_neither_is_always_first() -> None:
     order: list[str] = []
 
     def side(name: str) -> Callable[[], float]:
-        return lambda: order.append(name) or 1.0
+        return lambda: order.append(name) or 1.0  # type: ignore[func-returns-value]
 
     measured(Pair(ours=side("ours"), floor=side("floor"), rounds=3, repeats=2, returns_figure=True, warm_up=1))
     assert order[:2] == ["ours", "floor"]

@@ -18,7 +18,7 @@ from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute
 from helmsman.api.register import register
 from helmsman.api.worker_group import GroupWorker
 from helmsman.rpc_server._wire.segments import drop_spares
-from tests.contract.engines import wait_for_file
+from tests.contract.engines import wait_for_file  # type: ignore[attr-defined]
 
 
 class Member(GroupWorker):

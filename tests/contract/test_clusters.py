@@ -150,8 +150,8 @@ def test_every_mode(members: Members) -> None:
     assert members.method(Member.aecho)(value) == [value] * 8
     assert members.method(Member.rank_of_one)() == 0
     assert members.method(Member.rank_of_zero)() == 0
-    assert members.method(Member.own)(value) == [(rank, rank) for rank in value]
-    assert members.method(Member.padded_add)(rows(5)).tolist() == [1, 2, 3, 4, 5]
+    assert members.method(Member.own)(value) == [(rank, rank) for rank in value]  # type: ignore[arg-type]
+    assert members.method(Member.padded_add)(rows(5)).tolist() == [1, 2, 3, 4, 5]  # type: ignore[arg-type]
     assert members.method(Member.metrics)(rows(5)) == [{"rows": 3, "rank": 4}, {"rows": 2, "rank": 6}]
     assert members.method(Member.over_two_axes)(value) == value
     assert members.method(Member.first_only)(rows(4))["x"].tolist() == []  # type: ignore[index]
@@ -211,7 +211,7 @@ def test_calls_that_no_declaration_describes(make_cluster: Callable[..., Members
         assert group.execute_rank_zero_async("tell", 2).result() == ("t", (2,), {})
         assert group.execute_all_async("tell", 3).result() == [("t", (3,), {})] * 4
         assert group.execute_on([3, 1], "tell", Shard(value)) == [("t", ([3, 4],), {}), ("t", ([1, 2],), {})]
-        assert group.execute_on(np.array([1, 0]), "tell", 1) == [("t", (1,), {})] * 2
+        assert group.execute_on(np.array([1, 0]), "tell", 1) == [("t", (1,), {})] * 2  # type: ignore[arg-type]
         for wrong in ([], [1, 1]):
             with pytest.raises(ValueError, match="give one at least, and each once"):
                 group.execute_on(wrong, "tell")
@@ -242,9 +242,9 @@ def test_classes_whose_instances_are_made_otherwise(make_cluster: Callable[..., 
 
 def test_arguments_may_be_called_as_those_of_the_scheduler(members: Members, resources: ResourceManager) -> None:
     named = {"timeout": 5, "method": "m", "worker_id": 3}
-    assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8
+    assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8  # type: ignore[arg-type]
     config = ClusterConfig(world_size=1, num_cpus=0.5)
-    with Cluster("named", Plain, resources, config, kwargs={"text": "t", "engine": "e"}) as group:
+    with Cluster("named", Plain, resources, config, kwargs={"text": "t", "engine": "e"}) as group:  # type: ignore[var-annotated]
         assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
 
 
@@ -258,7 +258,7 @@ def test_methods_that_are_not_declared(members: Members) -> None:
     undeclared: Any = Plain.tell
     for wrong in (undeclared, "echo", Member):
         with pytest.raises(TypeError, match="method takes what register has declared.*execute_all_sync"):
-            members.method(wrong)
+            members.method(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="method takes what register has declared"):
         members.execute_all_sync(undeclared)
 
@@ -344,7 +344,7 @@ def test_what_arrives_is_each_ranks_own(members: Members, make_cluster: Callable
     group = make_cluster(world_size=4, tp_size=2)
     for size in (8, 1 << 10, 1 << 16):  # inside the message, beside it, and put for the ranks of one dp coordinate
         value = np.zeros(size)
-        assert group.method(Member.in_place)(value).tolist() == [1.0] * size
+        assert group.method(Member.in_place)(value).tolist() == [1.0] * size  # type: ignore[arg-type]
         assert not value.any()
 
 
@@ -353,7 +353,7 @@ def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\['lock'\]"):
         group.echo({"lock": __import__("threading").Lock()})
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]<part 1> \(a _thread.lock\)"):
-        group.method(Member.own)([1, __import__("threading").Lock()])
+        group.method(Member.own)([1, __import__("threading").Lock()])  # type: ignore[arg-type]
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\[3\]\['lock'\]"):
         group.method(Member.summed)([1, 2, 3, {"lock": __import__("threading").Lock()}])  # type: ignore[list-item]
     assert group.method(Member.steps)() == [0, 0]
@@ -367,7 +367,7 @@ def test_results_stay_and_go_to_another_group(members: Members, make_cluster: Ca
     other = make_cluster(world_size=3)
     assert other.rows_of(kept) == [(value // 4, value) for value in range(12)]  # cut at other places than it lies
     assert other.rows_of(kept[1:10]) == [(value // 3, value + 1) for value in range(9)]
-    assert other.method(Member.padded_add)(kept[:7]).tolist() == list(range(1, 8))
+    assert other.method(Member.padded_add)(kept[:7]).tolist() == list(range(1, 8))  # type: ignore[arg-type]
     assert kept._fetched is None, "nothing came to the script so far"
     twice = other.echo([kept[4:8], 7])  # inside of another value, too
     assert [batch["x"].tolist() for batch, _ in twice] == [[4, 5, 6, 7]] * 3
@@ -395,13 +395,13 @@ def test_rows_that_stay_are_joined_as_rows_that_come_back_are(
 ) -> None:
     """What stays must not be a batch from which the rows of a part are missing."""
     group = make_cluster(world_size=2)
-    for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):
+    for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):  # type: ignore[var-annotated]
         with pytest.raises(errors.DispatchError, match=f"its parts returned Batch and {kind}, which cannot be joined"):
             call(rows(4), instead)
     padded = rows(3).pad(4)
     with group.method(Member.same).keep(padded) as kept:
         assert kept.num_padding == group.method(Member.same)(padded).num_padding == 1
-        assert kept.fetch().equals(padded) and kept.unpad().fetch().equals(rows(3))
+        assert kept.fetch().equals(padded) and kept.unpad().fetch().equals(rows(3))  # type: ignore[attr-defined]
 
 
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
@@ -431,8 +431,8 @@ def test_parts_without_rows_are_forgotten_with_the_others(make_cluster: Callable
     group = make_cluster(world_size=3)
     kept = group.method(Member.uneven).keep(Batch({"x": [1, 2]}, {"table": np.zeros(1 << 16)}))
     assert _num_kept(group) == 3
-    kept[1:].release()
-    assert _num_kept(group) == 2 and kept[:1].fetch()["x"] == [1]
+    kept[1:].release()  # type: ignore[attr-defined]
+    assert _num_kept(group) == 2 and kept[:1].fetch()["x"] == [1]  # type: ignore[attr-defined]
     kept.release()
     assert _num_kept(group) == 0
 
@@ -445,10 +445,10 @@ def _num_kept(group: Members) -> int:
 def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
     kept = members.echo.keep({"a": 1})
     assert [type(each) for each in kept] == [ResultHandle] * 8
-    assert scheduler.get(kept[3]) == {"a": 1}
+    assert scheduler.get(kept[3]) == {"a": 1}  # type: ignore[arg-type]
     assert members.echo(kept[5]) == [{"a": 1}] * 8
     for handle in kept:
-        scheduler.release(handle)
+        scheduler.release(handle)  # type: ignore[arg-type]
 
 
 def test_rows_that_stay_cannot_be_pickled_otherwise(members: Members) -> None:
@@ -474,10 +474,10 @@ def test_values_that_the_script_puts(scheduler: Scheduler, members: Members) -> 
 def test_workers_with_a_view_of_their_own_are_asked_once(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(WithItsOwnView, world_size=4, tp_size=2)
     group.echo(1)
-    assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]
+    assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]  # type: ignore[arg-type]
     for _ in range(3):
         group.add(rows(4))
-    assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]
+    assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]  # type: ignore[arg-type]
 
 
 def test_the_question_for_coordinates_has_the_limit_of_its_call(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
@@ -511,7 +511,7 @@ def test_submit_does_not_wait_for_the_topology_check(make_cluster: Callable[...,
     release.touch()
     assert (summed.result(LIMIT_S), added.result(LIMIT_S)["x"].tolist()) == (3, [0, 1])  # type: ignore[index]
     assert steps.result(LIMIT_S) == [1, 1], "calls do not overtake the one that waits for the check"
-    assert group.method(WithItsOwnView.asked)() == [1, 1]
+    assert group.method(WithItsOwnView.asked)() == [1, 1]  # type: ignore[arg-type]
 
 
 def test_submit_failing_topology_check(make_cluster: Callable[..., Members]) -> None:
@@ -537,7 +537,7 @@ def test_workers_that_see_other_coordinates(make_cluster: Callable[..., Members]
 def test_the_first_rank_that_fails_is_the_error(members: Members) -> None:
     with pytest.raises(errors.GroupCallError) as caught:
         members.fail_on([2, 5, 6], "no room")
-    assert caught.value.first.worker_id in ("members/2", "members/5", "members/6")
+    assert caught.value.first.worker_id in ("members/2", "members/5", "members/6")  # type: ignore[attr-defined]
     assert "failed on 3 of 8 ranks (2 other rank(s) failed as well" in str(caught.value) and "no room" in str(caught.value)
     assert members.echo(1) == [1] * 8
 

@@ -19,7 +19,7 @@ from helmsman.controller._training.recovery import RecoverableTraining
 from helmsman.controller._training.recovery_policy import RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from tests.contract.conftest import OPTIONS
-from tests.contract.engines import Counter, wait_for_file
+from tests.contract.engines import Counter, wait_for_file  # type: ignore[attr-defined]
 from tests.contract.helpers import Engine, Gate, is_running, stop, wait_gone, wait_until
 from tests.controller.engines import CountingRollout, RecordingTrainer
 

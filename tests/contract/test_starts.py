@@ -286,4 +286,4 @@ def test_a_local_run_below_a_long_temporary_folder(backend: str, tmp_path: Path,
         (worker,) = scheduler.create_workers(Job(role="a"))
         assert Engine.create(scheduler, worker, Counter).call("add") == 1
     assert [path for path in long.rglob("*") if not path.is_dir()] == [], "of the records of runs only their folder is left"
-    assert not list(long.glob(f"helmsman-{scheduler.run_id}-*"))
+    assert not list(long.glob(f"helmsman-{scheduler.run_id}-*"))  # type: ignore[attr-defined]

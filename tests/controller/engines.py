@@ -16,7 +16,7 @@ from typing import Any
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from tests.contract.engines import hold_interpreter, wait_for_file
+from tests.contract.engines import hold_interpreter, wait_for_file  # type: ignore[attr-defined]
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -217,7 +217,7 @@ class CountingRollout:
         """Nothing to release."""
 
 
-class RolloutOfAChild(CountingRollout, InferenceEngine):
+class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
     """A CountingRollout that cannot work without a process of its own, which waits for nothing."""
 
     def __init__(self, gated: bool = False) -> None:

@@ -80,7 +80,7 @@ class FakeScheduler(Scheduler):
         """The methods called on a worker, in order."""
         return [call.method for call in self.sent if call.worker_id == worker_id]
 
-    def create_workers(self, job: Job) -> list[str]:
+    def create_workers(self, job: Job) -> list[str]:  # type: ignore[override]
         job.validate()
         self._require_open("create_workers")
         if job.role in self.jobs:
@@ -113,7 +113,7 @@ class FakeScheduler(Scheduler):
         for worker in self.get_workers(role):
             self.restart_worker(worker.id)
 
-    def plan(self, jobs: Job | Sequence[Job]) -> Plan:
+    def plan(self, jobs: Job | Sequence[Job]) -> Plan:  # type: ignore[override]
         raise NotImplementedError("a fake has no cluster")
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
@@ -166,7 +166,7 @@ class FakeScheduler(Scheduler):
     async def create_engine(
         self,
         worker_id: str,
-        engine: str | type[Any] | EngineSpec,
+        engine: str | type[Any] | EngineSpec,  # type: ignore[override]
         engine_name: str | None = None,
         *args: Any,
         **kwargs: Any,

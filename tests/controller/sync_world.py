@@ -83,7 +83,7 @@ class World:
 
     def pid(self, worker_id: str) -> int:
         """Of a worker."""
-        return next(int(status.pid) for status in self.scheduler.status() if status.worker_id == worker_id)
+        return next(int(status.pid) for status in self.scheduler.status() if status.worker_id == worker_id)  # type: ignore[arg-type]
 
     def num_segments(self) -> int:
         """How many segments of memory the trainer's rank 0 holds open."""

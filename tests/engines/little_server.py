@@ -83,7 +83,7 @@ class Server:
         if route == "/health":
             return web.Response()
         if route == "/refuse":
-            self.num_refusing = body["count"]
+            self.num_refusing = body["count"]  # type: ignore[index]
             return web.Response()
         if self.num_refusing and route in ("/v1/completions", "/generate"):
             self.num_refusing -= 1

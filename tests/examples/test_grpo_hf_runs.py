@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_is_the_unbroken_one(
 ) -> None:
     """With dynamic sampling, which uses a number of prompts that nobody knows before."""
     flags = (*DAPO, "--samples_per_prompt", "2", "--rollout.max_new_tokens", "3", "--train.lr_schedule", "cosine")
-    flags = (*flags, "--steps", "6", "--checkpoints.every", "4")
+    flags = (*flags, "--steps", "6", "--checkpoints.every", "4")  # type: ignore[assignment]
     assert begin("whole", *flags) == 0
     whole = metrics("whole")
     assert sum(each.get("groups/filtered", 0) for each in whole[1:4]) > 0
@@ -175,7 +175,7 @@ def test_an_asynchronous_run_with_a_reference_and_partial_rollouts(
 ) -> None:
     model, data, rewards = given
     ahead = ("--rollout.staleness", "1", "--rollout.oversample", "1.5", "--sync.in_flight", "recall", "--steps", "4")
-    ahead = (*LOCAL, "--rewards", rewards, *ahead, "--sync.way", "collective")
+    ahead = (*LOCAL, "--rewards", rewards, *ahead, "--sync.way", "collective")  # type: ignore[assignment]
     run(model, data, tmp_path / "out", *ahead, "--algorithm.kl_coef", "0.01", "--algorithm.old_logprobs", "trainer")
     found = metrics("out")[1:]
     assert max(each["staleness/max"] for each in found) == 1

@@ -234,7 +234,7 @@ def controllers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[ty
     with (
         make_scheduler("local", **options) as scheduler,
         ResourceManager(0, scheduler=scheduler) as resources,
-        Cluster("group", Counter, resources, ClusterConfig(world_size=1)) as cluster,
+        Cluster("group", Counter, resources, ClusterConfig(world_size=1)) as cluster,  # type: ignore[var-annotated]
         TrainController(scheduler, RecordingTrainer, Job(role="train")) as trainer,
         RolloutController(scheduler, CountingRollout, Job(role="rollout")) as rollout,
     ):

@@ -134,7 +134,7 @@ class Script:
         asyncio.run(self.calls())
         self.tell(phase="weights")
         for version in range(1, NUM_UPDATES + 1):
-            self.attempt(f"update {version}", lambda version=version: self.sync(rollout, version))
+            self.attempt(f"update {version}", lambda version=version: self.sync(rollout, version))  # type: ignore[misc]
         self.tell(phase="delete")
         self.attempt("delete", lambda: self.scheduler.delete_workers("train"))
         self.tell(phase="close")

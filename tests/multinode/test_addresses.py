@@ -68,7 +68,7 @@ def test_auto_means_the_one_cluster_of_this_machine(nodes: Nodes) -> None:
 def test_auto_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import services
 
-    monkeypatch.setattr(services.psutil, "process_iter", lambda _: iter(()))  # a machine on which nothing runs
+    monkeypatch.setattr(services.psutil, "process_iter", lambda _: iter(()))  # type: ignore[attr-defined]  # a machine on which nothing runs
     with pytest.raises(errors.ClusterNotFoundError, match="no Ray runs on this machine"):
         choose_address("auto")
 

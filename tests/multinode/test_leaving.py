@@ -37,8 +37,8 @@ def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
 
 def _drain(nodes: Nodes, node_id: str, deadline_s: float = 600.0) -> None:
     """As ``ray drain-node`` does it."""
-    reason: Any = autoscaler_pb2.DrainNodeReason
-    client = ray._raylet.GcsClient(address=nodes.address)
+    reason: Any = autoscaler_pb2.DrainNodeReason  # type: ignore[attr-defined]
+    client = ray._raylet.GcsClient(address=nodes.address)  # type: ignore[attr-defined]
     is_accepted, why = client.drain_node(
         node_id, reason.DRAIN_NODE_REASON_PREEMPTION, "a test", int((time.time() + deadline_s) * 1000)
     )

@@ -175,7 +175,7 @@ def _take_devices_of_the_group() -> list[int]:
     def num_devices() -> int:
         return len(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
-    strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(2)]
+    strategies = [PlacementGroupSchedulingStrategy(group, index) for index in range(2)]  # type: ignore[arg-type]
     return list(ray.get([num_devices.options(scheduling_strategy=each).remote() for each in strategies], timeout=60))
 
 

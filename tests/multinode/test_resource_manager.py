@@ -59,7 +59,7 @@ def test_a_device_is_where_the_ledger_says(run: RayScheduler) -> None:
         return context.get_node_id(), context.get_accelerator_ids()["GPU"]
 
     with ResourceManager(4, 2, scheduler=run) as manager:
-        strategies = [PlacementGroupSchedulingStrategy(each.placement_group, each.bundle) for each in manager.devices]
+        strategies = [PlacementGroupSchedulingStrategy(each.placement_group, each.bundle) for each in manager.devices]  # type: ignore[arg-type]
         found = ray.get([where.options(scheduling_strategy=strategy).remote() for strategy in strategies])
         assert found == [(device.node_id, [device.device_id]) for device in manager.devices]
 
@@ -67,7 +67,7 @@ def test_a_device_is_where_the_ledger_says(run: RayScheduler) -> None:
 def test_a_group_of_workers_over_two_nodes(run: RayScheduler) -> None:
     with ResourceManager(4, scheduler=run) as manager:
         config = ClusterConfig(device_mapping="0-7", tp_size=2, num_cpus=0.5, env_vars=ON_CPU)
-        with Cluster("train", Member, manager, config) as train:
+        with Cluster("train", Member, manager, config) as train:  # type: ignore[var-annotated]
             assert train.rank_to_node == {rank: rank // 4 for rank in range(8)}
             assert [worker.node_id for worker in train.workers] == [manager.nodes[rank // 4].node_id for rank in range(8)]
             assert [worker.devices for worker in train.workers] == [[str(rank % 4)] for rank in range(8)]
@@ -79,8 +79,8 @@ def test_a_group_of_workers_over_two_nodes(run: RayScheduler) -> None:
             with train.method(Member.make).keep(2048) as kept:
                 assert train.method(Member.rows_of)(kept[3:7]) == [(rank, rank // 2 + 3) for rank in (0, 2, 4, 6)]
             value = np.arange(1 << 18)
-            assert all(np.array_equal(each, value) for each in train.method(Member.echo)(value))
-            with Cluster(
+            assert all(np.array_equal(each, value) for each in train.method(Member.echo)(value))  # type: ignore[arg-type]
+            with Cluster(  # type: ignore[var-annotated]
                 "reference", Member, manager, ClusterConfig(device_mapping="2,3,6-7", num_cpus=0.5, env_vars=ON_CPU)
             ) as other:
                 assert other.colocated_with == ("train",)
@@ -98,12 +98,12 @@ def test_a_worker_does_not_straddle_nodes(run: RayScheduler) -> None:
 
 def test_workers_without_devices_are_spread_over_the_nodes(run: RayScheduler) -> None:
     with ResourceManager(4, scheduler=run) as manager, ResourceManager(0, 3, scheduler=run, name="cpus") as cpus:
-        with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:
+        with Cluster("reward", Member, manager, ClusterConfig(world_size=4)) as reward:  # type: ignore[var-annotated]
             assert sorted(reward.rank_to_node.values()) == [0, 0, 1, 1]
             assert [worker.node_id for worker in reward.workers] == [
                 manager.nodes[reward.rank_to_node[rank]].node_id for rank in range(4)
             ]
-        with Cluster("tools", Member, cpus, ClusterConfig(world_size=3)) as tools:
+        with Cluster("tools", Member, cpus, ClusterConfig(world_size=3)) as tools:  # type: ignore[var-annotated]
             assert sorted(tools.rank_to_node.values()) == [0, 1, 2]
 
 
@@ -131,7 +131,7 @@ def test_npus(nodes: Nodes, run: RayScheduler) -> None:
     try:
         with ResourceManager(8, scheduler=run) as manager:
             assert [device.device_id for device in manager.devices] == [str(index) for index in range(8)]
-            with Cluster("npu", Member, manager, ClusterConfig(device_mapping="6,7", num_cpus=0.5, env_vars=ON_CPU)) as group:
+            with Cluster("npu", Member, manager, ClusterConfig(device_mapping="6,7", num_cpus=0.5, env_vars=ON_CPU)) as group:  # type: ignore[var-annotated]
                 masks = group.method(Member.environment)(["ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
                 assert masks == [{"ASCEND_RT_VISIBLE_DEVICES": name, "CUDA_VISIBLE_DEVICES": ""} for name in "67"]
     finally:

@@ -98,7 +98,7 @@ def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., R
     holder, other = make_run(), make_run(timeouts=Timeouts(start_s=0.5))
     holder.create_workers([_job("trainer", 6, 8)])
     stranger = ray.remote(num_gpus=8, num_cpus=0)(engines.Counter).options(name="stranger").remote()
-    ray.get(stranger.add.remote(1))
+    ray.get(stranger.add.remote(1))  # type: ignore[attr-defined]
     with pytest.raises(errors.PlacementTimeoutError) as caught:
         other.create_workers([_job("one", 1, 8), _job("two", 1, 8)])
     assert caught.value.elapsed_s >= 0.5
@@ -115,7 +115,7 @@ def test_busy_says_who_holds_it_and_how_long_it_waited(make_run: Callable[..., R
     ):
         assert fact in str(caught.value)
     assert not [name for name in _groups() if other.run_id in name], "its groups are removed"
-    ray.kill(stranger)
+    ray.kill(stranger)  # type: ignore[arg-type]
 
 
 def test_a_start_that_waits_says_so_and_takes_what_is_freed(

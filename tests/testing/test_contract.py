@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(), re.DOTALL)[1]
+EXAMPLE = re.search(r"```python\n(.*?)```", (ROOT / "docs/testing.md").read_text(), re.DOTALL)[1]  # type: ignore[index]
 
 
 def run_suite(folder: Path, my_package: str, *options: str) -> str:

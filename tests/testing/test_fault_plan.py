@@ -35,14 +35,14 @@ FAULTS = [
 
 def test_text_is_read_in_the_order_of_the_steps() -> None:
     plan = FaultPlan.parse(TEXT)
-    assert plan == FaultPlan(FAULTS)
+    assert plan == FaultPlan(FAULTS)  # type: ignore[arg-type]
     assert [fault.at_step for fault in plan.faults] == [0, 3, 5, 7, 9, 10]
     assert FaultPlan.parse(TEXT.splitlines()) == plan
     assert FaultPlan.parse("") == FaultPlan()
 
 
 def test_a_plan_is_written_as_it_is_read() -> None:
-    plan = FaultPlan([*FAULTS, Hang("b/0", at_step=1, seconds=1e-5), Slow("b/0", at_step=1, factor=10 / 3)])
+    plan = FaultPlan([*FAULTS, Hang("b/0", at_step=1, seconds=1e-5), Slow("b/0", at_step=1, factor=10 / 3)])  # type: ignore[list-item]
     assert "slow rollout/2 by 3x at step 3 for 90 s" in str(plan)
     assert FaultPlan.parse(str(plan)) == plan
 

@@ -279,7 +279,7 @@ def test_what_has_come_is_seen_before_the_clock_jumps() -> None:
         with ours, theirs:
             loop = asyncio.get_running_loop()
             seen: asyncio.Future[float] = loop.create_future()
-            loop.add_reader(ours, lambda: seen.done() or seen.set_result(loop.time()))
+            loop.add_reader(ours, lambda: seen.done() or seen.set_result(loop.time()))  # type: ignore[func-returns-value]
             theirs.send(b"x")
             assert await asyncio.wait_for(seen, 1000.0) < 1.0
             loop.remove_reader(ours)

@@ -131,7 +131,7 @@ def our_policy_loss(
         for name in ("loss_mask", "logprobs", "ref_logprobs", "advantages", "prox_logprobs")
         if name in tensors
     }
-    batch = {
+    batch = {  # type: ignore[misc]
         **columns,
         "loss_weights": torch.tensor(weights),
         "entropy": torch.nn.functional.pad(distribution_entropies(logits)[:, :-1], (1, 0)),

@@ -102,7 +102,7 @@ def test_a_step_of_the_trainer_reaches_the_servers(world: World, way: str, tmp_p
     ways = {"memory": ViaMemory(), "collective": ViaCollective(timeout_s=60.0), "disk": ViaDisk(str(tmp_path))}
     world.trainer.train_batch([SAMPLE] * 4, "sft")
     form = WeightFormat(bucket_bytes=200_000, checksum=True)  # buckets that end within layers
-    done = WeightSync(world.trainer, world.rollout, ways[way], form=form).push()
+    done = WeightSync(world.trainer, world.rollout, ways[way], form=form).push()  # type: ignore[arg-type]
     assert done.version == world.trainer.get_version()
     assert done.failed == {}
     print(f"{way}: {done.num_bytes} bytes in {done.seconds:.2f} s")

@@ -105,7 +105,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_a_step_of_the_trainer_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
     ways = {"memory": ViaMemory(), "collective": ViaCollective(timeout_s=60.0), "disk": ViaDisk(str(tmp_path))}
     world.trainer.train_batch([SAMPLE] * 4, "sft")
-    sync = WeightSync(world.trainer, world.rollout, ways[way])
+    sync = WeightSync(world.trainer, world.rollout, ways[way])  # type: ignore[arg-type]
     report_ = sync.push()
     assert report_.version == world.trainer.get_version()
     assert report_.failed == {}

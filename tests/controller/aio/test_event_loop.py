@@ -24,7 +24,7 @@ class _InterruptedOnce(asyncio.SelectorEventLoop):
 
     was_interrupted = False
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:  # type: ignore[override]
         if not self.was_interrupted:
             self.was_interrupted = True
             raise KeyboardInterrupt

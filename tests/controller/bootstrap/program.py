@@ -171,4 +171,4 @@ PROGRAMS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(PROGRAMS[sys.argv[1]](*sys.argv[2:]))
+    sys.exit(PROGRAMS[sys.argv[1]](*sys.argv[2:]))  # type: ignore[operator]

@@ -223,7 +223,7 @@ def test_what_must_be_the_same_everywhere() -> None:
 
 def test_a_node_without_ray(tmp_path: Path) -> None:
     for package in (msgspec, cloudpickle):
-        (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)
+        (tmp_path / package.__name__).symlink_to(Path(package.__file__).parent)  # type: ignore[arg-type]
     told = subprocess.run(
         [sys.executable, "-S", "-c", WITHOUT_RAY],  # which leaves the installed packages out
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},

@@ -11,7 +11,7 @@ import pytest
 
 from helmsman.api.environment import MASK
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.settings import (
+from helmsman.controller._bootstrap.settings import (  # type: ignore[attr-defined]
     GIB,
     MANY_NODES,
     NODE_DEFAULTS,

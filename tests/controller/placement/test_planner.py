@@ -107,7 +107,7 @@ def random_jobs(rng: random.Random) -> list[Job]:
                 mem=rng.choice([0, 0, 30, 60]),
                 node_labels={"rack": rng.choice(["a", "!a"])} if rng.random() < 0.2 else {},
                 node_packing=rng.choice(["pack", "pack", "spread", "strict_spread"]),
-                ray_placement_strategy=strategy,
+                ray_placement_strategy=strategy,  # type: ignore[arg-type]
             )
             for _ in range(rng.choice([1, replicas]))
         ]
@@ -218,7 +218,7 @@ PARTLY_HELD = [node("a", free={"GPU": 4}), node("b"), node("c", free={"GPU": 4})
 def test_plan_jobs_packing(nodes: list[NodeState], jobs: list[Job], expected: list[str] | None) -> None:
     plan = plan_jobs(cluster(*nodes), jobs)
     found = [nodes_of(role) for role in plan.roles] if isinstance(plan, Plan) else None
-    assert found == (expected and list(map(set, expected)))
+    assert found == (expected and list(map(set, expected)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ print("alive", flush=True)
 )
 def test_a_call_that_the_dead_head_never_answers_does_not_end_the_script(environment: dict[str, str], lives_s: int) -> None:
     """Ray's own client holds the thread of such a call for ever, and ends the process once it has failed to reconnect."""
-    ended = _run(STUCK, str(lives_s), **environment)
+    ended = _run(STUCK, str(lives_s), **environment)  # type: ignore[arg-type]
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["['lost', 'lost'] held by Ray: True", "alive"]
 

@@ -115,7 +115,7 @@ def test_a_drained_worker_stays_and_gets_nothing_until_it_is_undrained(scheduler
 
 
 def test_a_drain_that_is_cancelled_or_taken_back_leaves_it_serving(scheduler: Scheduler) -> None:
-    with _rollout(scheduler, replicas=2, **GATED) as rollout:
+    with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(8)]
         wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
         cancelled = _begin(rollout.adrain(["rollout/1"]))
@@ -134,7 +134,7 @@ def test_a_drain_that_is_cancelled_or_taken_back_leaves_it_serving(scheduler: Sc
 
 
 def test_what_a_drained_worker_had_is_continued_elsewhere_with_its_tokens(scheduler: Scheduler) -> None:
-    with _rollout(scheduler, replicas=2, **{**GATED, "max_in_flight_per_worker": 8}) as rollout:
+    with _rollout(scheduler, replicas=2, **{**GATED, "max_in_flight_per_worker": 8}) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=4)) for i in range(4)]
         wait_until(lambda: len(_served(scheduler, "rollout/0")) == len(_served(scheduler, "rollout/1")) == 2, "two each")
         rollout.drain(["rollout/0"], migrate=True)
@@ -144,7 +144,7 @@ def test_what_a_drained_worker_had_is_continued_elsewhere_with_its_tokens(schedu
 
 
 def test_the_last_ones_are_not_removed_and_nobody_is_removed_twice(scheduler: Scheduler) -> None:
-    with _rollout(scheduler, **GATED) as rollout:
+    with _rollout(scheduler, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(12)]
         wait_until(lambda: set(_in_flight(rollout).values()) == {4}, "all are full")
         first = _begin(rollout.aremove(["rollout/1"]))
@@ -196,7 +196,7 @@ def test_an_undrain_at_the_end_of_a_drain_forgets_no_worker(scheduler: Scheduler
 
 
 def test_a_removal_while_all_is_paused_loses_nothing(scheduler: Scheduler) -> None:
-    with _rollout(scheduler, replicas=2, **GATED) as rollout:
+    with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1], SamplingParams(max_new_tokens=1)) for i in range(20)]
         wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
         rollout.pause()
@@ -209,7 +209,7 @@ def test_a_removal_while_all_is_paused_loses_nothing(scheduler: Scheduler) -> No
 
 
 def test_a_removal_that_is_cancelled_before_its_end_begins_leaves_all_serving(scheduler: Scheduler) -> None:
-    with _rollout(scheduler, replicas=2, **GATED) as rollout:
+    with _rollout(scheduler, replicas=2, **GATED) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1]) for i in range(8)]
         wait_until(lambda: _in_flight(rollout) == {"rollout/0": 4, "rollout/1": 4}, "both are full")
         removal = _begin(rollout.aremove(["rollout/0"]))

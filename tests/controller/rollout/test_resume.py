@@ -38,7 +38,12 @@ def _started(scheduler: Scheduler, **options: object) -> RolloutController:
     engine = {"model": QWEN2, "max_model_len": 1024, "max_concurrency": 8}
     job = Job(role="rollout", replicas=2)
     rollout = RolloutController(
-        scheduler, "helmsman.engines.rollout.HFRolloutEngine", job, engine_kwargs=engine, policy=RoundRobin(), **options
+        scheduler,
+        "helmsman.engines.rollout.HFRolloutEngine",
+        job,
+        engine_kwargs=engine,
+        policy=RoundRobin(),
+        **options,  # type: ignore[arg-type]
     )
     rollout.initialize()
     return rollout

@@ -71,15 +71,15 @@ def schedule(seed: int, num: int) -> Iterator[Event]:
             case "kill" | "slow":
                 numbers = (source.randrange(MOST_WORKERS),)
             case "hang":
-                numbers = (source.randrange(MOST_WORKERS), source.randrange(2))
+                numbers = (source.randrange(MOST_WORKERS), source.randrange(2))  # type: ignore[assignment]
             case "scale":
-                numbers = (source.randint(NUM_WORKERS // 2, MOST_WORKERS), source.randrange(2))
+                numbers = (source.randint(NUM_WORKERS // 2, MOST_WORKERS), source.randrange(2))  # type: ignore[assignment]
             case "abort":
-                numbers = tuple(source.randrange(at, at + 300) for _ in range(source.choice((1, 5, 30))))
+                numbers = tuple(source.randrange(at, at + 300) for _ in range(source.choice((1, 5, 30))))  # type: ignore[assignment]
             case "update":
                 numbers = (source.randrange(2),)
             case _:
-                numbers = ()
+                numbers = ()  # type: ignore[assignment]
         yield Event(at, kind, numbers)
 
 

@@ -362,7 +362,7 @@ def test_workers_come_and_go_while_requests_run(scheduler: Scheduler) -> None:
 
 def test_requests_of_a_worker_that_leaves_are_continued_elsewhere(scheduler: Scheduler) -> None:
     options = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 8}
-    with _rollout(scheduler, **options) as rollout:
+    with _rollout(scheduler, **options) as rollout:  # type: ignore[arg-type]
         futures = [rollout.submit([i + 1, i + 2, i + 3], SamplingParams(max_new_tokens=8)) for i in range(4)]
         wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 2, "two of them are at the second")
         rollout.scale(1, migrate=True)

@@ -133,7 +133,7 @@ def test_controllers_work_with_any_scheduler(tmp_path: Path) -> None:
         foreign = Foreign()
         foreign.inner, foreign.timeouts = inner, inner.timeouts
         with ResourceManager(0, scheduler=foreign) as resources:
-            cluster = Cluster("group", Member, resources, ClusterConfig(world_size=2))
+            cluster = Cluster("group", Member, resources, ClusterConfig(world_size=2))  # type: ignore[var-annotated]
             assert cluster.execute_all_sync("doubled", values=[1, 2]) == [[2, 4], [2, 4]]
             assert cluster.execute_all_sync("doubled", Shard([1, 2])) == [[2], [4]]
             with pytest.raises(errors.GroupCallError, match="doubled"):

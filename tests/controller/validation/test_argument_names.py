@@ -147,7 +147,7 @@ def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ValueError, match=re.escape(expected)):
             require_loss_settings(loss, settings)
     require_loss_settings("own_losses.anything", {"strenght": 1})
-    require_loss_settings(lambda num_samples, scale: None, {"scale": 1})  # of an engine that gives only one by position
+    require_loss_settings(lambda num_samples, scale: None, {"scale": 1})  # type: ignore[arg-type, return-value]  # of an engine that gives only one by position
     require_loss_settings("own_losses.decorated", {"whatever_it_is": 1})
     require_loss_settings("no.such.loss", {"strenght": 1})
     require_loss_settings("grpo", None)

@@ -245,7 +245,7 @@ def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_
         assert supervised.health()[2] is not Health.HEALTHY
         assert len(supervised.rollout.generate([PROMPT] * 4)) == 4
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_sent(pair: World) -> None:

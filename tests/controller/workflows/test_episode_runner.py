@@ -218,7 +218,7 @@ async def test_closing_ends_who_waits_and_what_runs() -> None:
 def test_what_makes_no_sense_is_said() -> None:
     for limit_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="episode_timeout_s"):
-            EpisodeRunner(Stubborn, episode_timeout_s=limit_s)
+            EpisodeRunner(Stubborn, episode_timeout_s=limit_s)  # type: ignore[arg-type]
 
 
 # --- mistakes that are named ----------------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def test_what_makes_no_sense_is_said() -> None:
     executor.close()
     for options in ({"max_in_flight": 0}, {"max_failures": -1}, {"failure_window": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            WorkflowExecutor(_ten_times, **options)
+            WorkflowExecutor(_ten_times, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_staleness is nan"):
         BoundedStaleness(float("nan"))
 

@@ -299,4 +299,4 @@ def test_whatever_happens_nothing_is_too_old_and_the_bounds_hold(
 def test_what_makes_no_sense_is_said() -> None:
     for options in ({"max_staleness": -1.0}, {"max_staleness": math.inf}, {"oversample": 0.9}, {"oversample": math.nan}):
         with pytest.raises(ValueError, match=next(iter(options))):
-            BoundedStaleness(**options)
+            BoundedStaleness(**options)  # type: ignore[arg-type]

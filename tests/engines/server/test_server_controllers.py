@@ -77,7 +77,7 @@ def test_the_death_of_a_server_is_its_instances_and_its_requests_end_elsewhere(w
     long = SamplingParams(temperature=0.0, max_new_tokens=2000)
     futures = [world.rollout.submit(prompt, long) for prompt in PROMPTS]
     for worker in world.rollout.workers:
-        wait_until(lambda id_=worker.id: world.scheduler.call_engine(id_, "stats")["num_running"] > 0, "it generates")
+        wait_until(lambda id_=worker.id: world.scheduler.call_engine(id_, "stats")["num_running"] > 0, "it generates")  # type: ignore[misc]
     old = world.server("rollout/0")
     old.kill()
     for future, prompt in zip(futures, PROMPTS, strict=True):

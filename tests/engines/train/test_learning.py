@@ -79,7 +79,7 @@ def test_a_critic_learns_to_predict_a_return(make: Make) -> None:
 def preference_pairs(num: int, seed: int) -> list[dict[str, Any]]:
     """Answers of one prompt; the one with more good tokens is preferred."""
     draw = random.Random(seed)
-    pairs = []
+    pairs = []  # type: ignore[var-annotated]
     while len(pairs) < num:
         prompt = draw.choices(range(VOCAB), k=3)
         answers = [draw.choices(range(VOCAB), k=draw.randint(4, 8)) for _ in range(2)]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from helmsman.engines.train import FSDPTrainEngine, TrainConfig
+from helmsman.engines.train import FSDPTrainEngine, TrainConfig  # type: ignore[attr-defined]
 from tests.engines.ranks import free_port
 from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
 
@@ -345,16 +345,16 @@ def test_a_loss_that_returns_no_sums_is_told_so(engines: list[FSDPTrainEngine]) 
         (alone, "'alone' returned a Tensor; expected"),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.train_batch(SAMPLES, loss)
+            engine.train_batch(SAMPLES, loss)  # type: ignore[arg-type]
     assert engine.train_batch(SAMPLES, "sft") == undisturbed.train_batch(SAMPLES, "sft")
 
 
 def test_a_micro_batch_in_which_nothing_counts_may_have_a_constant_loss(engines: list[FSDPTrainEngine]) -> None:
     engine, other = make(engines, max_tokens_per_micro_batch=1), make(engines)
     batch = [*SAMPLES, {"input_ids": [1, 2, 3], "loss_mask": [False] * 3}]
-    batch = [{"loss_mask": [True] * len(sample["input_ids"]), **sample} for sample in batch]
-    expected = other.train_batch(batch, "sft")
-    assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(expected, rel=1e-5)
+    batch = [{"loss_mask": [True] * len(sample["input_ids"]), **sample} for sample in batch]  # type: ignore[dict-item, index]
+    expected = other.train_batch(batch, "sft")  # type: ignore[arg-type]
+    assert engine.train_batch(batch, constant_where_nothing_counts) == pytest.approx(expected, rel=1e-5)  # type: ignore[arg-type]
 
 
 def test_a_batch_without_tokens_is_refused(engines: list[FSDPTrainEngine]) -> None:

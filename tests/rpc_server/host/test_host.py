@@ -26,7 +26,7 @@ class FullStore(SegmentStore):
         raise RuntimeError("the object store is full")
 
 
-class Unsure(CountingRollout, InferenceEngine):
+class Unsure(CountingRollout, InferenceEngine):  # type: ignore[misc]
     """Cannot even say whether it can serve."""
 
     def failure(self) -> str | None:

@@ -112,7 +112,7 @@ def _facts() -> dict[str, Any]:
 
 
 def test_a_fork_is_like_a_worker_that_ray_starts_itself(cluster: Any, forkserver: psutil.Process) -> None:
-    forked, plain = Actor.remote(), Actor.options(**PLAIN).remote()
+    forked, plain = Actor.remote(), Actor.options(**PLAIN).remote()  # type: ignore[attr-defined]
     of_fork, of_plain = ray.get([forked.facts.remote(), plain.facts.remote()])
     assert of_fork.pop("parent") == forkserver.pid
     assert psutil.Process(of_plain.pop("parent")).name() == "raylet"
@@ -137,14 +137,14 @@ def test_tasks_and_actors_of_the_script_run_in_forks(cluster: Any, forkserver: p
             return os.getppid()
 
     assert ray.get(parent_and_sum.remote(1)) == (forkserver.pid, 2)
-    assert ray.get(Waiting.remote().parent.remote()) == forkserver.pid
+    assert ray.get(Waiting.remote().parent.remote()) == forkserver.pid  # type: ignore[attr-defined]
     with pytest.raises(KeyError, match="no such thing"):
         ray.get(fail.remote())
-    with_variable = Actor.options(runtime_env={"env_vars": {"MINE": "${HOME}/mine"}}).remote()
+    with_variable = Actor.options(runtime_env={"env_vars": {"MINE": "${HOME}/mine"}}).remote()  # type: ignore[attr-defined]
     facts = ray.get(with_variable.facts.remote())
     assert facts["parent"] == forkserver.pid
     assert facts["variables"]["MINE"] == f"{os.environ['HOME']}/mine"
-    assert ray.get(Actor.remote().multiply.remote()) == 300.0**3
+    assert ray.get(Actor.remote().multiply.remote()) == 300.0**3  # type: ignore[attr-defined]
 
 
 def test_a_runtime_environment_that_is_more_than_variables_is_rays(cluster: Any, tmp_path: Path) -> None:
@@ -161,22 +161,22 @@ def test_a_runtime_environment_that_is_more_than_variables_is_rays(cluster: Any,
 
 
 def test_forks_differ_in_what_is_random(cluster: Any) -> None:
-    actors = [Actor.remote() for _ in range(3)]
+    actors = [Actor.remote() for _ in range(3)]  # type: ignore[attr-defined]
     numbers = ray.get([actor.random_numbers.remote() for actor in actors])
     assert len({each for pair in numbers for each in pair}) == 6
     assert len(set(ray.get([actor.random_id.remote() for actor in actors]))) == 3
 
 
 def test_libraries_that_are_loaded_heed_the_cpus_of_an_actor(cluster: Any) -> None:
-    few, many = Actor.remote(), Actor.options(num_cpus=3).remote()
+    few, many = Actor.remote(), Actor.options(num_cpus=3).remote()  # type: ignore[attr-defined]
     assert ray.get([few.num_threads.remote(), many.num_threads.remote()]) == [[1, 1], [3, 3]]
-    own = Actor.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "5"}}).remote()
+    own = Actor.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "5"}}).remote()  # type: ignore[attr-defined]
     assert ray.get(own.num_threads.remote())[0] == 5
 
 
 @pytest.mark.parametrize("how", ["exit", "signal"])
 def test_ray_notices_the_end_of_a_fork(cluster: Any, forkserver: psutil.Process, how: str) -> None:
-    actor = Actor.remote()
+    actor = Actor.remote()  # type: ignore[attr-defined]
     pid = ray.get(actor.pid.remote())
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(actor.end.remote(how))
@@ -187,7 +187,7 @@ def test_ray_notices_the_end_of_a_fork(cluster: Any, forkserver: psutil.Process,
 def test_a_fork_ends_with_the_process_that_ray_started_for_it(cluster: Any) -> None:
     """The raylet kills it when a worker does not register in time."""
     clients = _clients()
-    actor = Actor.options(runtime_env={"env_vars": {"FRESH": "1"}}).remote()
+    actor = Actor.options(runtime_env={"env_vars": {"FRESH": "1"}}).remote()  # type: ignore[attr-defined]
     pid = ray.get(actor.pid.remote())
     (client,) = _clients() - clients
     client.kill()
@@ -221,7 +221,7 @@ def test_without_the_fork_server_ray_starts_its_workers_itself(cluster: Any, for
     cluster.create_workers(Job(role="before", tasks=[SchedulingSpec(cpu=1)]))
     forkserver.kill()
     forkserver.wait(5.0)
-    facts = ray.get(Actor.options(runtime_env={"env_vars": {"AFTER": "1"}}).remote().facts.remote())
+    facts = ray.get(Actor.options(runtime_env={"env_vars": {"AFTER": "1"}}).remote().facts.remote())  # type: ignore[attr-defined]
     assert psutil.Process(facts["parent"]).name() == "raylet"
     assert cluster.get_workers("before"), "those that it had forked go on"
 

@@ -185,7 +185,7 @@ def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> N
 
 def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
     """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
-    proved = connect(path, scheduler._backend._key, 5.0)
+    proved = connect(path, scheduler._backend._key, 5.0)  # type: ignore[attr-defined]
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
         proved.settimeout(LIMIT_S)

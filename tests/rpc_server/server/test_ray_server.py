@@ -109,7 +109,7 @@ def test_call_by_another_actor(actor: Any, engine: Engine) -> None:
             return result
 
     before = engine.call("add", 0)
-    assert get(Tool.options(num_cpus=0).remote().add.remote(actor)) == before + 1
+    assert get(Tool.options(num_cpus=0).remote().add.remote(actor)) == before + 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_without_segments_everything_goes_inside(monkeypatch: pytest.MonkeyPatch
     wire, segment = to_wire(encode(value))
     assert segment is None
     got = decode(from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=WirePayload)))
-    assert torch.equal(got[0], value[0])
+    assert torch.equal(got[0], value[0])  # type: ignore[arg-type]
     assert got[1] == value[1]
 
 
