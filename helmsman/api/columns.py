@@ -44,6 +44,7 @@ class Ragged(Frozen):
     """Rows of different lengths in one piece of memory.
 
     Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors. It is frozen, as a Batch is.
+    ``torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True)`` makes a padded tensor of one.
     """
 
     __slots__ = ("offsets", "values")
