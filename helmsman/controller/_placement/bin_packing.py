@@ -111,21 +111,18 @@ class Packing:
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def may_fit(self, demands: Iterable[Demand]) -> bool:
+    def may_fit(self, demands: Sequence[Demand]) -> bool:
         """Return False when counting alone proves that these demands do not fit into the free resources.
 
-        Counted are the places for each kind of bundle, the sum of each resource, and for each size the pieces of that size that
-        all nodes have and all bundles need.
+        Counted are the places for each demand, the sum of each resource, and for each size the pieces of that size that all
+        nodes have and all bundles need.
         """
-        wanted: Counter[tuple[Amounts, frozenset[int], int]] = Counter()
-        for demand in demands:
-            wanted[self.amounts(demand), demand.nodes, demand.job if demand.apart else -1] += len(demand.replicas)
-        if any(self._room(amounts, nodes, apart >= 0) < count for (amounts, nodes, apart), count in wanted.items()):
+        if any(self.room(demand) < len(demand.replicas) for demand in demands):
             return False
         for position in range(len(self.names)):
             needed, there = Counter[int](), Counter[int]()
-            for (amounts, _, _), count in wanted.items():
-                needed[amounts[position]] += count
+            for demand in demands:
+                needed[self.amounts(demand)[position]] += len(demand.replicas)
             for group in self._classes.values():
                 there[max(0, group.free[position])] += len(group.nodes)
             for size in (1, *sorted(needed, reverse=True)[:_MAX_SIZES]):
@@ -135,14 +132,11 @@ class Packing:
 
     def room(self, demand: Demand) -> int:
         """Return how many such bundles, and no others, fit into the free resources."""
-        return self._room(self.amounts(demand), demand.nodes, demand.apart)
-
-    def _room(self, wanted: Amounts, nodes: frozenset[int], apart: bool) -> int:
-        selection, room = self._selection[nodes], 0
+        wanted, selection, room = self.amounts(demand), self._selection[demand.nodes], 0
         for group in self._classes.values():
             if group.selections[selection]:
                 times = times_in(group.free, wanted)
-                room += len(group.nodes) * (min(1, times) if apart else times)
+                room += len(group.nodes) * (min(1, times) if demand.apart else times)
         return room
 
     # --- use --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The resources of one machine, as the local and inline schedulers plan with them, and the workers that hold them."""
+"""The resources of one machine and the workers that hold them, for the local and inline schedulers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ADDRESS = "127.0.0.1"
 
 
 class OneMachine:
-    """What this machine has and which workers hold it.
+    """The resources of this machine and their holders.
 
-    Accelerators, memory and custom resources belong to the worker that asks for them. CPUs are shared: each worker may ask for
-    as many as the machine has, however many workers there are, so that a laptop runs a job of many ranks.
+    Accelerators, memory and custom resources belong to the worker that requests them. CPUs are shared: each worker may request
+    all CPUs of the machine, so that a laptop can run a job of many ranks.
 
     Args:
-        num_cpus: CPUs; those this process may use when None.
-        num_gpus: accelerators; those this process may use when None, counted without touching a driver.
-        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        num_cpus: number of CPUs; None for those that this process may use.
+        num_gpus: number of accelerators; None for those that this process may use, counted without a driver.
+        accelerator: 'cuda' or 'npu'; None for the kind found on the machine.
         resources: custom resources by name.
     """
 
@@ -51,7 +51,7 @@ class OneMachine:
         """Memory and custom resources by worker id."""
 
     def snapshot(self) -> ClusterSnapshot:
-        """This machine as the only node."""
+        """Return a cluster with this machine as the only node."""
         free = self.devices.free_ids()
         available = missing_of(self._total, total_of(self._held.values()))
         node = NodeState(
@@ -64,7 +64,7 @@ class OneMachine:
         return ClusterSnapshot(nodes=(node,), can_grow=False, shared=frozenset({"CPU"}))
 
     def hold(self, plan: Plan) -> dict[str, list[Place]]:
-        """Take what a plan gives to its workers; returns the place of each in rank order, by role."""
+        """Reserve the resources of a plan; returns the places of its workers in rank order, by role."""
         places: dict[str, list[Place]] = {}
         for role in plan.roles:
             places[role.role] = [Place.planned(worker, role.accelerator) for worker in role.workers]
@@ -78,13 +78,13 @@ class OneMachine:
         return places
 
     def free(self, worker_ids: Sequence[str]) -> None:
-        """Take back what these workers hold."""
+        """Release the resources of these workers."""
         self.devices.free(worker_ids)
         for worker_id in worker_ids:
             self._held.pop(worker_id, None)
 
     def holders(self) -> str:
-        """The workers that hold something, for people."""
+        """Return the workers that hold resources, as text."""
         devices = dict(self.devices.holders())
         held = {
             worker_id: [*devices.get(worker_id, ()), *([show(amounts)] if amounts else [])]
