@@ -197,7 +197,9 @@ def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
     num_cpus = [max(dict(demand.bundle).get("CPU", 0.0) for demand in own) for own in demands]
     measures: list[Callable[[int], tuple[float, ...]]] = [
         lambda job: (not sizes[job][0], num_nodes[job], *sizes[job]),
+        lambda job: (num_nodes[job], *sizes[job]),
         lambda job: tuple(sizes[job]),
+        lambda job: (-sum(len(demand.replicas) * demand.num_devices for demand in demands[job]), num_nodes[job]),
         lambda job: (-num_cpus[job], num_nodes[job]),
     ]
     return list(dict.fromkeys(tuple(sorted(range(len(jobs)), key=measure)) for measure in measures))
@@ -324,18 +326,17 @@ class _Queue:
         self._wanted = packing.amounts(demand)
         self._load = load
         self._spread = spread
-        self._heap = [
-            self._entry(group, index)
-            for group in packing.fitting(demand)
-            for index in group.nodes
-            if not (demand.apart and load[index])
-        ]
+        self._heap: list[tuple[tuple[float, ...], int, Amounts]] = []
+        for group in packing.fitting(demand):
+            tightness = () if spread else packing.tightness(group, demand)  # the same for all nodes of the class
+            nodes = (index for index in group.nodes if not (demand.apart and load[index]))
+            self._heap += [(tightness or self._key(group, index), index, group.free) for index in nodes]
         heapq.heapify(self._heap)
 
-    def _entry(self, group: NodeClass, index: int) -> tuple[tuple[float, ...], int, Amounts]:
+    def _key(self, group: NodeClass, index: int) -> tuple[float, ...]:
         if not self._spread:
-            return self._packing.tightness(group, self._demand), index, group.free
-        return (self._load[index], not self._demand.num_devices and group.capacity > 0), index, group.free
+            return self._packing.tightness(group, self._demand)
+        return self._load[index], not self._demand.num_devices and group.capacity > 0
 
     def pop(self) -> int | None:
         """Remove and return the best node; it stays out until it is pushed again."""
@@ -349,7 +350,8 @@ class _Queue:
         """Add nodes again whose free resources have changed."""
         for index in indexes:
             if times_in(self._packing.free[index], self._wanted):
-                heapq.heappush(self._heap, self._entry(self._packing.class_of(index), index))
+                group = self._packing.class_of(index)
+                heapq.heappush(self._heap, (self._key(group, index), index, group.free))
 
 
 # --- search -------------------------------------------------------------------------------------------------------------
