@@ -24,19 +24,22 @@ import msgspec
 from helmsman.api.scheduler import WorkerHealth
 from helmsman.rpc_server._wire.auth import authenticate_connector, connect
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.frames import (
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.stream import Stream
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
+    WELCOME,
     FrameReader,
     ReplyFrame,
     RequestFrame,
+    Session,
+    WirePayload,
     decode_reply,
     decode_request,
     encode_frame,
-    framed_request,
     pack_length,
+    to_wire,
 )
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.payload import WirePayload, to_wire
-from helmsman.rpc_server._wire.stream import Stream
 
 _HEALTH = WorkerHealth(
     worker_id="simulated/0", pid=1, node="127.0.0.1", engines={"engine": "Engine"}, cpu_s=1.5, rss_bytes=1 << 28
@@ -87,7 +90,10 @@ class BareConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
+        sock.sendall(pack_length(HELLO.size) + HELLO.pack(bytes(16), -1))
+        sock.recv(65536)
         self._socket = sock
+        self._session = Session()
         self._frame = RequestFrame(Request(1, Verb.CALL, "engine", "ping"), _wire(((), {})))
 
     def __enter__(self) -> Self:
@@ -98,11 +104,13 @@ class BareConnection:
 
     def send(self) -> None:
         """The request."""
-        self._socket.sendall(framed_request(0, encode_frame(self._frame)))
+        self._socket.sendall(self._session.keep(encode_frame(self._frame)))
 
     def receive(self) -> ReplyFrame:
         """The reply, which fits into one read."""
-        return decode_reply(self._socket.recv(65536)[4:])
+        body = self._session.take(self._socket.recv(65536)[4:])
+        self._session.taken(len(body), None)
+        return decode_reply(body)
 
     def round_trip(self) -> ReplyFrame:
         """One after the other."""
@@ -112,6 +120,14 @@ class BareConnection:
 
 def _search_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class _Peer:
+    """A connection: what has arrived of it, and its session."""
+
+    def __init__(self) -> None:
+        self.reader = FrameReader()
+        self.session: Session | None = None
 
 
 def serve(path: str, key: bytes) -> None:
@@ -131,7 +147,7 @@ def serve(path: str, key: bytes) -> None:
                     peer, _ = listener.accept()
                     asyncio.run(authenticate_connector(Stream(peer), key))
                     peer.setblocking(True)
-                    selector.register(peer, selectors.EVENT_READ, FrameReader())
+                    selector.register(peer, selectors.EVENT_READ, _Peer())
                 else:
                     assert isinstance(ready.fileobj, socket.socket)
                     if not _answer(ready.fileobj, ready.data):
@@ -139,17 +155,21 @@ def serve(path: str, key: bytes) -> None:
                         ready.fileobj.close()
 
 
-def _answer(peer: socket.socket, reader: FrameReader) -> bool:
+def _answer(sock: socket.socket, peer: _Peer) -> bool:
     """Answer what has arrived; False when the connection has ended."""
     try:
-        data = peer.recv(1 << 18)
+        data = sock.recv(1 << 18)
         answers = []
-        for message in reader.feed(data):
-            request = decode_request(message)[1].request
-            if request.verb is not Verb.RECEIVED:
-                frame = encode_frame(ReplyFrame(Reply(request.id, True), _ANSWERS.get(request.verb, _NOTHING)))
-                answers.append(pack_length(len(frame)) + frame)
-        peer.sendall(b"".join(answers))
+        for message in peer.reader.feed(data):
+            if peer.session is None:
+                peer.session = Session()
+                answers.append(pack_length(WELCOME.size) + WELCOME.pack(0))
+            elif body := peer.session.take(message):
+                request = decode_request(body).request
+                peer.session.taken(len(body), None)
+                frame = ReplyFrame(Reply(request.id, True), _ANSWERS.get(request.verb, _NOTHING))
+                answers.append(peer.session.keep(encode_frame(frame)))
+        sock.sendall(b"".join(answers))
     except ConnectionError:
         return False
     return bool(data)

@@ -59,17 +59,14 @@ class World:
         """A scheduler.
 
         Args:
-            backend: 'local'; 'ray', the one embedded cluster; on the same cluster 'ray_actor', without direct calls, and
-                'ray_tls' and 'ray_tcp', whose workers are connected as those of other machines are, with TLS and without.
+            backend: 'local'; 'ray', the one embedded cluster; on the same cluster 'ray_tls' and 'ray_tcp', whose workers are
+                connected as those of other machines are, with TLS and without.
         """
         if backend in self._broken:
             raise RuntimeError(f"the scheduler {backend!r} could not be made, as was said above")
         if backend not in self._schedulers:
             self._broken.add(backend)  # unless all goes well; many cases would each wait for it in vain
-            if backend == "ray_actor":
-                self.scheduler("ray")
-                made = make_scheduler("ray", direct_calls=False)
-            elif backend in ("ray_tls", "ray_tcp"):
+            if backend in ("ray_tls", "ray_tcp"):
                 self.scheduler("ray")
                 with mock.patch.dict(os.environ, {TLS_VARIABLE: "1" if backend == "ray_tls" else "0"}):
                     made = make_scheduler("ray")

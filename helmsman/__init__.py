@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from helmsman.api.dispatch import Execute as Execute
     from helmsman.api.dispatch import Replicate as Replicate
     from helmsman.api.dispatch import Shard as Shard
-    from helmsman.api.dispatch import register as register
     from helmsman.api.engines import InferenceEngine as InferenceEngine
     from helmsman.api.engines import TrainEngine as TrainEngine
     from helmsman.api.errors import HelmsmanError as HelmsmanError
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from helmsman.api.generation import GenerationResult as GenerationResult
     from helmsman.api.generation import SamplingParams as SamplingParams
     from helmsman.api.platforms import current_platform as current_platform
+    from helmsman.api.register import register as register
     from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
     from helmsman.api.scheduler import Leaving as Leaving
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from helmsman.api.weights import WeightFormat as WeightFormat
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller._bootstrap.initialize import initialize as initialize
+    from helmsman.controller._device_handoff.turns import Turns as Turns
     from helmsman.controller._generation.health import SupervisionPolicy as SupervisionPolicy
     from helmsman.controller._generation.request import RequestOptions as RequestOptions
     from helmsman.controller._generation.retries import RetryGeneration as RetryGeneration
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from helmsman.controller._training.recovery import RecoverableTraining as RecoverableTraining
     from helmsman.controller._training.recovery_policy import RecoveryPolicy as RecoveryPolicy
     from helmsman.controller._training.train_controller import TrainController as TrainController
-    from helmsman.controller._weight_sync.device_handoff import Turns as Turns
     from helmsman.controller._weight_sync.sync import ViaCollective as ViaCollective
     from helmsman.controller._weight_sync.sync import ViaDisk as ViaDisk
     from helmsman.controller._weight_sync.sync import ViaMemory as ViaMemory
@@ -120,7 +120,7 @@ _HOMES = {
     "Timeouts": "helmsman.api.scheduler",
     "TrainController": "helmsman.controller._training.train_controller",
     "TrainEngine": "helmsman.api.engines",
-    "Turns": "helmsman.controller._weight_sync.device_handoff",
+    "Turns": "helmsman.controller._device_handoff.turns",
     "ViaCollective": "helmsman.controller._weight_sync.sync",
     "ViaDisk": "helmsman.controller._weight_sync.sync",
     "ViaMemory": "helmsman.controller._weight_sync.sync",
@@ -132,7 +132,7 @@ _HOMES = {
     "get_placement_group_master_ip_and_port": "helmsman.controller._ray_backend.scheduler",
     "initialize": "helmsman.controller._bootstrap.initialize",
     "make_scheduler": "helmsman.controller._schedulers.factory",
-    "register": "helmsman.api.dispatch",
+    "register": "helmsman.api.register",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - the table is the one list of names

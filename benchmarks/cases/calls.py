@@ -1,7 +1,4 @@
-"""Empty calls: latency, one to each of several workers, and throughput of many in flight.
-
-'ray' is what a script gets by default, 'ray_actor' the same without the direct channel.
-"""
+"""Empty calls: latency, one to each of several workers, and throughput of many in flight."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from typing import Any
 from benchmarks.echo import EchoProcess
 from benchmarks.harness import RATE, Pair, case
 from benchmarks.world import ENGINE, World
+from helmsman.api.scheduler import Call
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.base import Call
 
 IN_FLIGHT = 1000
 """Calls of one run of a throughput case, all begun before the first is awaited."""
 ASYNC_CALLS = 20
 """Calls of one run of an async case, one after another."""
 
-LATENCY_GOALS = {"ray": "<= 0.4", "ray_actor": "<= 1.15", "local": "<= 1/6"}
-EACH_OF_16_GOALS = {"ray": "<= 0.25", "ray_actor": "", "local": ""}
-THROUGHPUT_GOALS = {"ray": ">= 1", "ray_actor": ">= 1", "local": ">= 1"}
+LATENCY_GOALS = {"ray": "<= 0.25", "local": "<= 0.15"}
+EACH_OF_16_GOALS = {"ray": "<= 0.25", "local": ""}
+THROUGHPUT_GOALS = {"ray": ">= 1", "local": ">= 1"}
 
 
 def _latency(backend: str) -> None:
@@ -117,7 +114,7 @@ def _gathered(world: World, backend: str, num_workers: int, num_calls: int) -> C
     return lambda: world.run(all_of_them())
 
 
-for _backend in ("ray", "ray_actor", "local"):
+for _backend in ("ray", "local"):
     _latency(_backend)
     for _num_workers in (4, 16):
         _each(_backend, _num_workers)

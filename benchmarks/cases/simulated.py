@@ -13,25 +13,27 @@ from typing import Any
 from benchmarks.cases.groups import Member
 from benchmarks.echo import EchoProcess
 from benchmarks.harness import Pair, case
-from benchmarks.simulated import SimulatedScheduler
+from benchmarks.simulated import SimulatedBackend
 from benchmarks.world import World
 from helmsman import Cluster, ClusterConfig, ResourceManager
 from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._transport.base import Outgoing
+from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.rpc_server._wire.codec import Payload, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
 NUM_WORKERS = 1000
 POLLS_PER_S = 1.0
 
 
-def _fleet(world: World) -> tuple[SimulatedScheduler, Cluster[Member], EchoProcess]:
+def _fleet(world: World) -> tuple[SimulatedBackend, Cluster[Member], EchoProcess]:
     keep = world.until_case_ends.enter_context
     echo = keep(EchoProcess())
-    scheduler = keep(SimulatedScheduler(echo))
+    backend = SimulatedBackend(echo)
+    scheduler = keep(BackendScheduler(backend))
     manager = keep(ResourceManager(0, scheduler=scheduler))
     cluster = keep(Cluster("fleet", Member, manager, ClusterConfig(world_size=NUM_WORKERS, num_cpus=0.1)))
-    return scheduler, cluster, echo
+    return backend, cluster, echo
 
 
 def _cpu_s(work: Callable[[], Any]) -> Callable[[], float]:
@@ -68,13 +70,13 @@ class _All:
 )
 def group_call(world: World) -> Pair:
     """One call to each of a thousand ranks."""
-    scheduler, cluster, _ = _fleet(world)
+    backend, cluster, _ = _fleet(world)
     ids = itertools.count(1 << 40)  # apart from the clients' own
     payload = encode(((None,), {}))
 
     async def bare() -> None:
-        bare_awaited = _All(len(scheduler.transports))
-        for transport in scheduler.transports:
+        bare_awaited = _All(len(backend.transports))
+        for transport in backend.transports:
             transport.post(Outgoing(Request(next(ids), Verb.CALL, "fleet", "take"), payload), bare_awaited)
         await bare_awaited.done
 

@@ -23,7 +23,7 @@ from helmsman.api.scheduler import WorkerState, WorkerStatus
 _POLL_S = 1.0
 _LINE_EVERY = 10
 _BARS = "▁▂▃▄▅▆▇█"
-_STATE_STYLES = {WorkerState.READY: "green", WorkerState.FAILED: "bold red", WorkerState.MARKED: "yellow"}
+_STATE_STYLES = {WorkerState.READY: "green", WorkerState.FAILED: "bold red", WorkerState.OVERDUE: "yellow"}
 
 
 class View:

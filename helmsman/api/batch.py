@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args, overload
 
-from helmsman.api.columns import Column, Ragged, concat_columns, kind_of, own, same, slice_of, take
+from helmsman.api.columns import (
+    Column,
+    Frozen,
+    GivenRows,
+    Ragged,
+    concat_columns,
+    kind_of,
+    row_number,
+    row_numbers,
+    same,
+    shown,
+    take,
+    vector,
+)
 from helmsman.api.errors import UnevenBatchError
-from helmsman.api.row_numbers import GivenRows, RowNumbers
 
 Remainder: TypeAlias = Literal["error", "pad", "uneven"]
 """What becomes of rows that do not divide evenly. error: UnevenBatchError; pad: the last row is repeated and masked; uneven:
 the first parts get one row more."""
-
-
-_NAN = float("nan")
-"""What stands for every NaN among the keys of groups."""
 
 
 class PerPart(tuple[Any, ...]):
@@ -27,12 +36,11 @@ class PerPart(tuple[Any, ...]):
     __slots__ = ()
 
 
-class Batch:
+class Batch(Frozen):
     """Columns of equal length, and ``meta``, which belongs to all rows.
 
     It is frozen: no column or entry is added, replaced or removed; operations return new batches, which share memory with the
-    old one wherever they can. Slices and chunks are views. What comes out of it is therefore not to be changed in place, a list
-    least of all.
+    old one wherever they can. Slices and chunks are views. Do not change a column in place, a list least of all.
     """
 
     __slots__ = ("__weakref__", "_columns", "_meta", "_num_padding", "_num_rows")
@@ -48,7 +56,6 @@ class Batch:
         meta: Mapping[str, Any] | None = None,
         *,
         num_rows: int | None = None,
-        num_padding: int = 0,
     ) -> None:
         """Describe a batch; no data is copied, and of lists only the references.
 
@@ -57,7 +64,6 @@ class Batch:
                 A tensor is strided; of a nested one make a Ragged.
             meta: entries that hold for all rows.
             num_rows: N; needed only without columns.
-            num_padding: of the N rows, how many at the end are padding.
         Raises: TypeError for a column that has no rows; ValueError for columns of different lengths.
         """
         kept: dict[str, Column] = {}
@@ -74,12 +80,9 @@ class Batch:
             if num_rows < 0:
                 raise ValueError(f"num_rows is {num_rows}; it is 0 or more")
         if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise ValueError(f"columns of one batch have as many rows; got {shown}")
-        size = next(iter(lengths.values()), 0)
-        if not 0 <= num_padding <= size:
-            raise ValueError(f"num_padding is {num_padding} of {size} rows")
-        self._freeze(kept, meta or {}, size, operator.index(num_padding))
+            found = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise ValueError(f"columns of one batch have as many rows; got {found}")
+        self._freeze(kept, meta or {}, next(iter(lengths.values()), 0), 0)
 
     def _freeze(self, columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> None:
         set_ = object.__setattr__
@@ -87,12 +90,6 @@ class Batch:
         set_(self, "_meta", MappingProxyType(dict(meta)))
         set_(self, "_num_rows", num_rows)
         set_(self, "_num_padding", num_padding)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a Batch is frozen; {name!r} cannot be set. with_columns and with_meta return a changed one")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a Batch is frozen; {name!r} cannot be deleted")
 
     # --- what is in it ----------------------------------------------------------------------------------------------
 
@@ -115,16 +112,15 @@ class Batch:
     def mask(self) -> Column:
         """(N,) bool, False for padding: a tensor where the batch has tensors (on the device of the first), else an array where
         it has arrays, else a list."""
-        num_real = len(self) - self.num_padding
+        flags = [row < len(self) - self.num_padding for row in range(len(self))]
+        dense: list[Any] = [column.values if isinstance(column, Ragged) else column for column in self.columns.values()]
         for kind in ("tensor", "array"):
-            for column in self.columns.values():
-                dense: Any = column.values if isinstance(column, Ragged) else column
-                if kind_of(dense) == kind:
-                    module = sys.modules["torch" if kind == "tensor" else "numpy"]
-                    on = {"device": dense.device} if kind == "tensor" else {}
-                    made: Column = module.arange(len(self), **on) < num_real
-                    return made
-        return [row < num_real for row in range(len(self))]
+            for values in dense:
+                if kind_of(values) == kind:
+                    made = vector(values, flags, "bool")
+                    mask: Column = made.to(values.device) if kind == "tensor" else made
+                    return mask
+        return flags
 
     def __len__(self) -> int:
         return self._num_rows
@@ -144,24 +140,18 @@ class Batch:
     @overload
     def __getitem__(self, key: int) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, key: slice | GivenRows) -> Batch: ...
-    def __getitem__(self, key: str | int | slice | GivenRows) -> Any:
-        """A column by its name; a row as a dict; rows of a slice as a view; rows of indices or a mask as a copy (see take)."""
+    def __getitem__(self, key: slice) -> Batch: ...
+    def __getitem__(self, key: str | int | slice) -> Any:
+        """A column by its name; a row as a dict; rows of a slice, as a view where it has no step (see take)."""
         if isinstance(key, str):
             if key not in self.columns:
                 raise KeyError(f"no column {key!r}; there are {', '.join(self.columns) or 'none'}")
             return self.columns[key]
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
-            return self._slice(start, max(start, stop)) if step == 1 else self.take(range(start, stop, step))
-        if isinstance(key, int) or getattr(key, "shape", None) == ():
-            if isinstance(key, bool) or "bool" in str(getattr(key, "dtype", "")):
-                raise TypeError(f"a single {key!r} does not tell rows; a mask has a value for each row")
-            index = operator.index(key)  # type: ignore[arg-type]  # an integer of NumPy or torch
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"row {index} of {len(self)}")
-            return {name: column[index % len(self)] for name, column in self.columns.items()}
-        return self._take(key, "indexing")
+            return self._slice(start, max(start, stop)) if step == 1 else self._take(range(start, stop, step), "take")
+        row = row_number(key, len(self))
+        return {name: column[row] for name, column in self.columns.items()}
 
     def equals(self, other: object) -> bool:
         """Whether rows, columns, meta and padding are the same, element for element; NaN equals NaN."""
@@ -173,10 +163,9 @@ class Batch:
         )
 
     def __repr__(self) -> str:
-        def shape(column: Column) -> str:
-            if isinstance(column, list):
-                return "list"
-            return repr(column) if isinstance(column, Ragged) else f"{tuple(column.shape)} {column.dtype}"
+        def shape(column: Any) -> str:
+            kind = kind_of(column)
+            return kind if kind == "list" else repr(column) if kind == "ragged" else f"{tuple(column.shape)} {column.dtype}"
 
         parts = [f"{name}: {shape(column)}" for name, column in self.columns.items()]
         padding = f" ({self.num_padding} of them padding)" if self.num_padding else ""
@@ -186,34 +175,15 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (dict(self.columns), dict(self.meta), len(self), self.num_padding)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The codec sends views of tensors by itself, without this copy; it asks __reduce__.
-        return _restore, (
-            {name: own(column) for name, column in self.columns.items()},
-            dict(self.meta),
-            len(self),
-            self.num_padding,
-        )
-
     # --- columns and meta -------------------------------------------------------------------------------------------
 
     def select(self, *names: str) -> Batch:
         """These columns only, in this order."""
         return self._with({name: self[name] for name in names})
 
-    def without(self, *names: str) -> Batch:
-        """All columns but these, which must be there."""
-        for name in names:
-            _ = self[name]
-        return self._with({name: column for name, column in self.columns.items() if name not in names})
-
     def with_columns(self, **columns: Column | tuple[Any, ...]) -> Batch:
         """With these columns added, or in place of those of the same name."""
-        return Batch({**self.columns, **columns}, self.meta, num_rows=len(self), num_padding=self.num_padding)
-
-    def with_meta(self, **entries: Any) -> Batch:
-        """With these entries of meta added, or in place of those of the same name."""
-        return _restore(self.columns, {**self.meta, **entries}, len(self), self.num_padding)
+        return self._with(Batch({**self.columns, **columns}, num_rows=len(self)).columns)
 
     def union(self, other: Batch) -> Batch:
         """The columns and meta of both, row by row.
@@ -241,12 +211,11 @@ class Batch:
         Raises: IndexError for rows that are not there and masks of another length; TypeError for other indices; ValueError for
             a batch with padding.
         """
-        return self._take(rows, "take")
+        return self._take(row_numbers(rows, len(self)), "take")
 
-    def _take(self, rows: GivenRows, operation: str) -> Batch:
-        found = RowNumbers(rows, len(self))
+    def _take(self, rows: Sequence[int], operation: str) -> Batch:
         self._require_no_padding(operation)
-        return _restore({name: take(column, found) for name, column in self.columns.items()}, self.meta, len(found), 0)
+        return self._copied(rows)
 
     def reorder(self, permutation: GivenRows) -> Batch:
         """The same rows in another order: row i of the result is row ``permutation[i]`` of this one.
@@ -254,13 +223,12 @@ class Batch:
         Raises: ValueError where it is not a permutation of all rows.
         """
         try:
-            found = RowNumbers(permutation, len(self))
+            rows = row_numbers(permutation, len(self))
         except IndexError as error:
             raise ValueError(f"a permutation of {len(self)} rows has each of them once: {error}") from error
-        if sorted(found.numbers) != list(range(len(self))):
-            shown = ", ".join(map(str, found.numbers[:8])) + (", ..." if len(found) > 8 else "")
-            raise ValueError(f"a permutation of {len(self)} rows has each of them once; got {len(found)} indices: {shown}")
-        return self._take(found, "reorder")
+        if sorted(rows) != list(range(len(self))):
+            raise ValueError(f"a permutation of {len(self)} rows has each of them once; got {len(rows)} indices: {shown(rows)}")
+        return self._take(rows, "reorder")
 
     def repeat(self, times: int, *, interleave: bool = True) -> Batch:
         """Each row ``times`` times: one after another (aabb), or the whole batch again (abab) without ``interleave``."""
@@ -289,7 +257,7 @@ class Batch:
         groups: dict[Any, list[int]] = {}
         try:
             for row, value in enumerate(values):
-                groups.setdefault(_NAN if isinstance(value, float) and value != value else value, []).append(row)
+                groups.setdefault(math.nan if isinstance(value, float) and value != value else value, []).append(row)
         except TypeError as error:
             raise TypeError(f"rows are grouped by hashable values: {error}; give group_by a function of the row") from error
         order = [row for rows in groups.values() for row in rows]
@@ -302,13 +270,9 @@ class Batch:
         if min(counts, default=0) < 0:
             raise ValueError(f"a part has {min(counts)} rows; it has 0 or more")
         if sum(counts) != len(self):
-            shown = ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
-            raise ValueError(f"sizes [{shown}] add up to {sum(counts)}, and there are {len(self)} rows")
-        parts, start = [], 0
-        for size in counts:
-            parts.append(self._slice(start, start + size))
-            start += size
-        return parts
+            raise ValueError(f"sizes [{shown(counts)}] add up to {sum(counts)}, and there are {len(self)} rows")
+        bounds = itertools.accumulate(counts, initial=0)
+        return [self._slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def chunk(self, num_chunks: int, remainder: Remainder = "error") -> list[Batch]:
         """Views of equal numbers of rows, as far as ``remainder`` asks for it; always ``num_chunks`` of them.
@@ -319,11 +283,9 @@ class Batch:
         """
         if remainder != "pad":
             return self.split(part_sizes(len(self), num_chunks, remainder))
-        missing = -len(self) % _positive(num_chunks, "num_chunks")
-        size = (len(self) + missing) // num_chunks
-        starts = [min(len(self), size * index) for index in range(num_chunks)]
-        parts = [self._slice(start, min(len(self), start + size)) for start in starts]
-        return [self._extended(part, size - len(part)) for part in parts]
+        size = -(-len(self) // _positive(num_chunks, "num_chunks"))
+        bounds = [min(len(self), size * index) for index in range(num_chunks + 1)]
+        return [self._extended(self._slice(start, stop), size - (stop - start)) for start, stop in itertools.pairwise(bounds)]
 
     def pad(self, multiple: int) -> Batch:
         """Rows added until their number is a multiple: copies of the last one, which ``mask`` shows and ``unpad`` removes.
@@ -333,24 +295,14 @@ class Batch:
         return self._extended(self, -len(self) % _positive(multiple, "multiple"))
 
     def _extended(self, part: Batch, num_missing: int) -> Batch:
-        """A part with so many copies of this batch's last row behind it, which are padding."""
+        """A part followed by ``num_missing`` copies of this batch's last row, which are padding."""
         if not num_missing:
             return part
-        columns = {
-            name: concat_columns([part.columns[name], take(slice_of(column, len(self) - 1, len(self)), [0] * num_missing)])
-            for name, column in self.columns.items()
-        }
-        return _restore(columns, self.meta, len(part) + num_missing, part.num_padding + num_missing)
+        return self._joined([part, self._copied([len(self) - 1] * num_missing)], part.num_padding + num_missing)
 
     def unpad(self) -> Batch:
         """Without the padding."""
-        return _restore(*self._parts(0, len(self) - self.num_padding), 0) if self.num_padding else self
-
-    def with_padding(self, num_padding: int) -> Batch:
-        """The same rows, of which so many at the end count as padding."""
-        if not 0 <= num_padding <= len(self):
-            raise ValueError(f"num_padding is {num_padding} of {len(self)} rows")
-        return _restore(self.columns, self.meta, len(self), num_padding)
+        return self._slice(0, len(self) - self.num_padding) if self.num_padding else self
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -369,30 +321,25 @@ class Batch:
                 raise TypeError(f"concat joins batches, and entry {index} is a {type(batch).__qualname__}")
         if len(batches) == 1:
             return batches[0]
+        return Batch._joined(batches, padding_of(batches))
+
+    @staticmethod
+    def _joined(batches: Sequence[Batch], num_padding: int) -> Batch:
         names = list(batches[0].columns)
-        padding = 0
         for index, batch in enumerate(batches):
             if set(batch.columns) != set(names):
                 raise ValueError(
                     f"batch {index} has the columns {', '.join(batch.columns) or 'none'}; the first has "
                     f"{', '.join(names) or 'none'}"
                 )
-            if padding and batch.num_padding < len(batch):
-                raise ValueError(f"batch {index} has rows behind the padding of one before it; unpad first")
-            padding += batch.num_padding
         columns = {name: concat_columns([batch.columns[name] for batch in batches], f"column {name!r}: ") for name in names}
-        return _restore(columns, join_meta([batch.meta for batch in batches]), sum(map(len, batches)), padding)
+        return _restore(columns, join_meta([batch.meta for batch in batches]), sum(map(len, batches)), num_padding)
 
     # --- to and from others -----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Name -> column, without meta and padding."""
         return dict(self.unpad().columns)
-
-    @classmethod
-    def from_dict(cls, columns: Mapping[str, Column | tuple[Any, ...]], meta: Mapping[str, Any] | None = None) -> Batch:
-        """As the constructor."""
-        return cls(columns, meta)
 
     def to_tensordict(self) -> Any:
         """A TensorDict of batch size (N,), without padding.
@@ -405,7 +352,7 @@ class Batch:
         from helmsman.api.tensordicts import to_tensordict
 
         batch = self.unpad()
-        return to_tensordict(dict(batch.columns), dict(batch.meta), len(batch))
+        return to_tensordict(batch.columns, batch.meta, len(batch))
 
     @classmethod
     def from_tensordict(cls, tensordict: Any) -> Batch:
@@ -422,12 +369,15 @@ class Batch:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _parts(self, start: int, stop: int) -> tuple[dict[str, Column], Mapping[str, Any], int]:
-        return {name: slice_of(column, start, stop) for name, column in self.columns.items()}, self.meta, stop - start
-
     def _slice(self, start: int, stop: int) -> Batch:
-        padding = max(0, min(stop - start, stop - (len(self) - self.num_padding)))
-        return _restore(*self._parts(start, stop), padding)
+        columns = {name: column[start:stop] for name, column in self.columns.items()}
+        return _restore(columns, self.meta, stop - start, self._padding_within(start, stop))
+
+    def _copied(self, rows: Sequence[int]) -> Batch:
+        return _restore({name: take(column, rows) for name, column in self.columns.items()}, self.meta, len(rows), 0)
+
+    def _padding_within(self, start: int, stop: int) -> int:
+        return max(0, min(stop - start, stop - (len(self) - self.num_padding)))
 
     def _with(self, columns: Mapping[str, Column]) -> Batch:
         return _restore(columns, self.meta, len(self), self.num_padding)
@@ -442,6 +392,16 @@ def _restore(columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: i
     batch = Batch.__new__(Batch)
     batch._freeze(columns, meta, num_rows, num_padding)
     return batch
+
+
+def padding_of(batches: Sequence[Batch]) -> int:
+    """Padding of the batches once they are joined. Raises: ValueError where rows would lie behind the padding of others."""
+    padding = 0
+    for index, batch in enumerate(batches):
+        if padding and batch.num_padding < len(batch):
+            raise ValueError(f"batch {index} has rows behind the padding of one before it; unpad first")
+        padding += batch.num_padding
+    return padding
 
 
 def join_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -477,12 +437,8 @@ def _no_column(name: str, value: Any) -> str:
     """Why a value cannot be a column."""
     if getattr(value, "is_nested", False):
         return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
-    if "sparse" in str(getattr(value, "layout", "")):
-        return f"column {name!r} is a sparse tensor; make a dense one of it (to_dense)"
-    if type(value).__name__ == "MaskedArray":
-        return f"column {name!r} is a masked array; give its data and its mask as two columns"
-    shown = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__
+    kind = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__
     return (
-        f"column {name!r} is a {shown}; a column is a tensor or array with at least one dimension, a list, a tuple or a "
-        "Ragged. Put what belongs to all rows in meta"
+        f"column {name!r} is a {kind}; a column is a tensor or array with at least one dimension, neither sparse nor masked, a "
+        "list, a tuple or a Ragged. Put what belongs to all rows in meta"
     )

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 
-from helmsman.api.row_numbers import GivenRows, RowNumbers, int64_vector
-
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -20,10 +18,29 @@ if TYPE_CHECKING:
 Dense: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
 """A tensor or array whose first dimension is the rows."""
 Column: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | list[Any] | Ragged"
-"""What a batch has under one name: a value for each row."""
+"""The values of a batch under one name, one for each row."""
+GivenRows: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | torch.Tensor"
+"""Integers in a sequence, array or tensor of one dimension, negative ones from the end; or as many booleans as there are rows,
+which are a mask."""
 
 
-class Ragged:
+class Frozen:
+    """Base of values whose attributes are set once. A plain pickle of one has no memory but its own."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be deleted")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = self.__reduce__()  # which the codec calls itself, because it sends a view without its storage
+        return reduced[0], tuple(map(own, reduced[1]))
+
+
+class Ragged(Frozen):
     """Rows of different lengths in one piece of memory.
 
     Row i is ``values[offsets[i]:offsets[i + 1]]``, as in torch's jagged nested tensors. It is frozen, as a Batch is.
@@ -42,19 +59,17 @@ class Ragged:
         Raises: ValueError for offsets that do not describe the values; TypeError for values that are neither a tensor nor an
         array, and offsets that are not integers.
         """
-        kind = kind_of(values)
-        if kind not in ("tensor", "array"):
-            raise TypeError(f"the values of a ragged column are a tensor or an array of (T, ...), not {_described(values)}")
+        _require_dense(values, "the values of a ragged column are")
         try:
-            found = int64_vector(offsets, kind)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"offsets of a ragged column: {error}") from error
-        if not len(found) or found[0] != 0 or found[-1] != len(values) or (found[1:] < found[:-1]).any():
-            shown = ", ".join(map(str, found[:8].tolist())) + (", ..." if len(found) > 8 else "")
+            found = _integers(offsets)
+        except TypeError as error:
+            raise TypeError(f"offsets of a ragged column: {error}") from error
+        if not found or found[0] != 0 or found[-1] != len(values) or any(map(operator.gt, found, found[1:])):
             raise ValueError(
-                f"offsets go from 0 to the {len(values)} values without falling, one more than there are rows; got [{shown}]"
+                f"offsets go from 0 to the {len(values)} values without falling, one more than there are rows; got "
+                f"[{shown(found)}]"
             )
-        _fill(self, values, found)
+        self._fill(values, vector(values, found, "int64"))
 
     @classmethod
     def from_rows(cls, rows: Iterable[Dense]) -> Ragged:
@@ -66,51 +81,12 @@ class Ragged:
         if not found:
             raise ValueError("a ragged column is made of at least one row; without any, give empty values and offsets [0]")
         for index, row in enumerate(found):
-            if kind_of(row) not in ("tensor", "array"):
-                raise TypeError(f"row {index} of a ragged column is a tensor or an array of (t, ...), not {_described(row)}")
+            _require_dense(row, f"row {index} of a ragged column is")
         return cls(_joined(found, "rows of a ragged column: "), list(itertools.accumulate(map(len, found), initial=0)))
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a Ragged is frozen; {name!r} cannot be set")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a Ragged is frozen; {name!r} cannot be deleted")
-
-    @property
-    def lengths(self) -> list[int]:
-        """Length of each row."""
-        offsets = self.offsets.tolist()
-        return [stop - start for start, stop in itertools.pairwise(offsets)]
-
-    def padded(self, value: float = 0, length: int | None = None) -> tuple[Any, Any]:
-        """The rows as (N, L, ...), filled up behind each row with ``value``, and the mask (N, L) bool of what is there.
-
-        ``length`` is L; the longest row's when None. Raises: ValueError where a row is longer.
-        """
-        lengths = self.lengths
-        longest = max(lengths, default=0)
-        size = longest if length is None else length
-        if longest > size:
-            raise ValueError(f"a row has {longest} values, which do not fit a length of {size}")
-        shape = (len(lengths), size, *self.values.shape[1:])
-        values: Any = self.values
-        if kind_of(values) == "tensor":
-            import torch
-
-            full: Any = torch.full(shape, value, dtype=values.dtype, device=values.device)
-            there: Any = torch.arange(size)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
-            mask: Any = there.to(values.device)
-            if values.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch (2.13) cannot assign these by a mask
-                signed = getattr(torch, str(values.dtype).removeprefix("torch.u"))
-                full.view(signed)[mask] = values.view(signed)
-                return full, mask
-        else:
-            import numpy as np
-
-            full = np.full(shape, value, dtype=values.dtype)
-            mask = np.arange(size)[None, :] < np.array(lengths, dtype=np.int64)[:, None]
-        full[mask] = values
-        return full, mask
+    def _fill(self, values: Dense, offsets: Dense) -> None:
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "offsets", offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -121,17 +97,16 @@ class Ragged:
     def __getitem__(self, index: slice) -> Ragged: ...
     def __getitem__(self, index: int | slice) -> Dense | Ragged:
         """Row ``index`` as a view of (t, ...); rows of a slice without a step as a view, too."""
-        num_rows = len(self)
-        if isinstance(index, slice):
-            start, stop, step = index.indices(num_rows)
-            if step != 1:
-                return _take_ragged(self, RowNumbers(range(start, stop, step), num_rows))
-            return _slice_ragged(self, start, max(start, stop))
-        at = operator.index(index)
-        if not -num_rows <= at < num_rows:
-            raise IndexError(f"row {at} of {num_rows}")
-        at %= num_rows
-        return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])]
+        if not isinstance(index, slice):
+            at = row_number(index, len(self))
+            return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            taken: Ragged = take(self, range(start, stop, step))
+            return taken
+        stop = max(start, stop)
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return _ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def __iter__(self) -> Iterator[Dense]:
         return (self.values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist()))
@@ -142,20 +117,25 @@ class Ragged:
     def __reduce__(self) -> tuple[Any, ...]:
         return _ragged, (self.values, self.offsets)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _ragged, (own(self.values), own(self.offsets))
-
-
-def _fill(column: Ragged, values: Dense, offsets: Dense) -> None:
-    object.__setattr__(column, "values", values)
-    object.__setattr__(column, "offsets", offsets)
-
 
 def _ragged(values: Any, offsets: Any) -> Ragged:
     """A ragged column of parts that are known to agree."""
     made = Ragged.__new__(Ragged)
-    _fill(made, values, offsets)
+    made._fill(values, offsets)
     return made
+
+
+def _require_dense(value: Any, what: str) -> None:
+    if kind_of(value) not in ("tensor", "array"):
+        raise TypeError(f"{what} a tensor or an array of (t, ...), not {_described(value)}")
+
+
+def vector(like: Dense, values: list[Any], dtype: str) -> Any:
+    """The values on the host, in the library of ``like``."""
+    if kind_of(like) == "tensor":
+        torch = sys.modules["torch"]
+        return torch.tensor(values, dtype=getattr(torch, dtype))
+    return sys.modules["numpy"].array(values, dtype=dtype)
 
 
 def kind_of(value: Any) -> str:
@@ -168,55 +148,90 @@ def kind_of(value: Any) -> str:
     if torch is not None and isinstance(value, torch.Tensor):
         return "tensor" if value.layout is torch.strided and not value.is_nested and value.dim() else ""
     if numpy is not None and isinstance(value, numpy.ndarray):
-        # Joining masked arrays with NumPy's own function would drop their masks.
+        # NumPy's function that joins arrays drops the mask of masked ones.
         return "array" if value.ndim and not isinstance(value, numpy.ma.MaskedArray) else ""
     return ""
 
 
-def slice_of(column: Column, start: int, stop: int) -> Column:
-    """Rows ``start`` to ``stop``: a view, or a shorter list."""
-    return _slice_ragged(column, start, stop) if isinstance(column, Ragged) else column[start:stop]
+# --- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def _slice_ragged(column: Ragged, start: int, stop: int) -> Ragged:
-    first, last = int(column.offsets[start]), int(column.offsets[stop])
-    return _ragged(column.values[first:last], column.offsets[start : stop + 1] - first)
+def row_numbers(given: Any, num_rows: int) -> list[int]:
+    """The rows that an operation takes, counted from the start.
+
+    Args:
+        given: GivenRows.
+        num_rows: how many rows there are.
+    Raises: TypeError for what is not one dimension of integers or booleans; IndexError for rows that are not there, or a mask
+        of another length.
+    """
+    try:
+        found = list(_plain(given))
+    except TypeError as error:
+        raise TypeError(f"rows are told by integers or a mask, not by {_described(given)} {given!r}"[:120]) from error
+    if "bool" in str(getattr(given, "dtype", "")) or (found and all(isinstance(each, bool) for each in found)):
+        if len(found) != num_rows:
+            raise IndexError(f"a mask of {len(found)} rows for {num_rows} rows")
+        return [number for number, flag in enumerate(found) if flag]
+    return _within(_integers(found), num_rows)
 
 
-def take(column: Column, rows: GivenRows) -> Column:
-    """These rows, copied, in their order. Raises: as RowNumbers."""
-    found = rows if isinstance(rows, RowNumbers) else RowNumbers(rows, len(column))
+def row_number(given: Any, num_rows: int) -> int:
+    """One row, counted from the start. Raises: TypeError for what is no integer; IndexError."""
+    return _within(_integers([given]), num_rows)[0]
+
+
+def _within(numbers: list[int], num_rows: int) -> list[int]:
+    wrong = [number for number in numbers if not -num_rows <= number < num_rows]
+    if wrong:
+        raise IndexError(f"row {wrong[0]} of {num_rows}")
+    return [number % num_rows for number in numbers]
+
+
+def _integers(given: Any) -> list[int]:
+    numbers = list(_plain(given))
+    if set(map(type, numbers)) <= {int}:
+        return numbers
+    numbers = list(map(_plain, numbers))
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"an integer is needed, not {number!r}")
+    return numbers
+
+
+def _plain(value: Any) -> Any:
+    """Python's numbers in place of those of NumPy and torch."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """The first few of them, for a message."""
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+def take(column: Column, rows: Sequence[int]) -> Any:
+    """Rows, copied, in the order of ``rows``, which are numbers of ``row_numbers``."""
     if isinstance(column, list):
-        return [column[row] for row in found.numbers]
-    if isinstance(column, Ragged):
-        return _take_ragged(column, found)
-    dense: Any = column
-    taken: Column = dense[_beside(dense, found.vector(kind_of(column)))]
-    return taken
-
-
-def _take_ragged(column: Ragged, rows: RowNumbers) -> Ragged:
-    kind = kind_of(column.values)
-    module = sys.modules["torch" if kind == "tensor" else "numpy"]
-    repeated = module.repeat_interleave if kind == "tensor" else module.repeat
-    index, offsets, values = rows.vector(kind), column.offsets, column.values
+        return [column[row] for row in rows]
+    if not isinstance(column, Ragged):
+        return column[vector(column, list(rows), "int64")]
+    values, offsets, index = column.values, column.offsets, vector(column.values, list(rows), "int64")
+    is_tensor = kind_of(values) == "tensor"
+    module = sys.modules["torch" if is_tensor else "numpy"]
     starts: Any = offsets[index]
     lengths = offsets[index + 1] - starts
     ends = lengths.cumsum(0)
-    moved = starts - (ends - lengths)  # how far each row's values were from where they come to lie
-    at = module.arange(int(ends[-1]) if len(ends) else 0) + repeated(moved, lengths)
-    return _ragged(values[_beside(values, at)], module.concatenate([offsets[:1], ends]))
-
-
-def _beside(column: Any, index: Any) -> Any:
-    """An index on the device of what it is used on."""
-    return index.to(column.device) if kind_of(column) == "tensor" else index
+    moved = starts - (ends - lengths)  # distance of each row's values from their place in the result
+    each = module.repeat_interleave(moved, lengths) if is_tensor else module.repeat(moved, lengths)
+    at = module.arange(int(ends[-1]) if len(ends) else 0) + each
+    return _ragged(values[at], module.concatenate([offsets[:1], ends]))
 
 
 def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
     """One column of all rows; the column itself where there is only one.
 
     Args:
+        columns: at least one.
         where: the beginning of an error's message.
     Raises: TypeError for columns of different kinds or dtypes, ValueError for different shapes of a row or devices.
     """
@@ -250,20 +265,23 @@ def _joined(parts: Sequence[Any], where: str) -> Dense:
         if len(found) > 1 and not (what == "dtypes" and {getattr(dtype, "kind", "") for dtype in found} in ({"U"}, {"S"})):
             raise error(f"{where}parts of different {what}: {', '.join(sorted(map(str, found)))}")
     if kind_of(parts[0]) == "tensor":
-        import torch
-
-        return torch.cat(list(parts))
-    import numpy as np
-
-    dtypes = facts[1][2]
-    return np.concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else None)  # else it makes the byte order native
+        tensor: Dense = sys.modules["torch"].cat(list(parts))
+        return tensor
+    dtypes = facts[1][2]  # without the dtype NumPy makes the byte order native
+    array: Dense = sys.modules["numpy"].concatenate(parts, dtype=dtypes.pop() if len(dtypes) == 1 else None)
+    return array
 
 
-def own(column: Any) -> Any:
-    """The column, or a copy of a tensor that is a view of something larger, which torch would pickle whole."""
-    if kind_of(column) == "tensor" and column.untyped_storage().nbytes() > column.numel() * column.element_size():
-        return column.clone()
-    return column
+# --- values -------------------------------------------------------------------------------------------------------------
+
+
+def own(value: Any) -> Any:
+    """The value; a tensor that is a view of something larger, which torch would pickle whole, is copied, in a dict too."""
+    if isinstance(value, dict):
+        return {name: own(each) for name, each in value.items()}
+    if kind_of(value) == "tensor" and value.untyped_storage().nbytes() > value.numel() * value.element_size():
+        return value.clone()
+    return value
 
 
 def same(first: Any, second: Any) -> bool:
@@ -283,12 +301,11 @@ def same(first: Any, second: Any) -> bool:
             return bool(first.equals(second))
         if not (hasattr(first, "dtype") and hasattr(first, "shape")):
             return bool(first == second) or bool(first != first and second != second)
-        if first.dtype != second.dtype or first.shape != second.shape:
+        facts = [(each.dtype, each.shape, getattr(each, "device", None)) for each in (first, second)]
+        if facts[0] != facts[1]:
             return False
         if first.dtype == object:
             return same(first.tolist(), second.tolist())
-        if getattr(first, "device", None) != getattr(second, "device", None):
-            return False
         equal = (first == second) | ((first != first) & (second != second))
         return bool(equal.all() if hasattr(equal, "all") else equal)  # NumPy's texts compare as Python's
     except Exception:  # noqa: BLE001 - the values' own __eq__ runs here, and may raise anything
@@ -296,5 +313,4 @@ def same(first: Any, second: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    kind = kind_of(value)
-    return kind or f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return kind_of(value) or f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

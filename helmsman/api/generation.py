@@ -9,6 +9,8 @@ import msgspec
 from helmsman.api.suggestions import Suggesting
 
 StopReason = Literal["stop", "length", "abort"]
+InFlight = Literal["continue", "finish", "recall"]
+"""What becomes of the requests that workers have, when nothing more is to start; see RolloutController.pause."""
 
 
 class SamplingParams(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):

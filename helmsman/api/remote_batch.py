@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from helmsman.api.batch import Batch
+from helmsman.api.batch import Batch, padding_of
 from helmsman.api.columns import Column
 
 if TYPE_CHECKING:
@@ -24,30 +24,26 @@ class Piece(NamedTuple):
 class RemoteBatch(Batch):
     """Rows that lie in workers, as one batch.
 
-    Given to a call they move from worker to worker, each rank's share to that rank; slices and chunks move nothing. Whoever
-    looks at columns or meta in the script fetches all of it, once. ``release()``, or the end of a with statement, lets the
+    As an argument of a call they move from worker to worker, each rank's share to that rank; slices and chunks move nothing.
+    Reading columns or meta in the script fetches all of it, once. ``release()``, or the end of a with statement, lets the
     workers forget the rows; until then they keep their memory.
     """
 
     __slots__ = ("_fetched", "_handles", "_pieces", "_scheduler")
 
     _fetched: Batch | None
-    _handles: Sequence[ResultHandle]
-    _pieces: tuple[Piece, ...]
+    _handles: Mapping[str, ResultHandle]
+    _pieces: Sequence[Piece]
+    """Where its rows lie, in order."""
     _scheduler: Scheduler
 
     def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
         set_ = object.__setattr__
         set_(self, "_scheduler", scheduler)
-        set_(self, "_pieces", tuple(piece for piece in pieces if piece.stop > piece.start) or tuple(pieces[:1]))
-        set_(self, "_handles", tuple({piece.handle.id: piece.handle for piece in pieces}.values()))  # also of no rows
+        set_(self, "_pieces", _with_rows(pieces))
+        set_(self, "_handles", {piece.handle.id: piece.handle for piece in pieces})  # also of no rows
         set_(self, "_fetched", None)
-        self._freeze({}, {}, sum(piece.stop - piece.start for piece in pieces), num_padding)
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """Where its rows lie, in order."""
-        return self._pieces
+        self._freeze({}, {}, sum(map(_num_rows, pieces)), num_padding)
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -72,7 +68,7 @@ class RemoteBatch(Batch):
     def release(self) -> None:
         """Let the workers forget the values that its rows are part of, also for slices. Idempotent."""
         with contextlib.ExitStack() as releases:  # all of them, also when one fails
-            for handle in self._handles:
+            for handle in self._handles.values():
                 releases.callback(self._scheduler.release, handle)
 
     def __enter__(self) -> RemoteBatch:
@@ -81,35 +77,29 @@ class RemoteBatch(Batch):
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _extended(self, part: Batch, num_missing: int) -> Batch:
-        if not num_missing:
-            return part
-        assert isinstance(part, RemoteBatch)
-        last = self._pieces[-1]
-        copies = [Piece(last.handle, last.stop - 1, last.stop)] * num_missing
-        return RemoteBatch(self._scheduler, [*part.pieces, *copies], part.num_padding + num_missing)
-
-    def with_padding(self, num_padding: int) -> Batch:
-        """As Batch; the rows stay where they are."""
-        if not 0 <= num_padding <= len(self):
-            raise ValueError(f"num_padding is {num_padding} of {len(self)} rows")
-        return RemoteBatch(self._scheduler, self._pieces, num_padding)
-
-    def unpad(self) -> Batch:
-        """As Batch; the rows stay where they are."""
-        return self._slice(0, len(self) - self.num_padding)
-
-    def _slice(self, start: int, stop: int) -> Batch:
-        found: list[Piece] = []
+    def _slice(self, start: int, stop: int) -> RemoteBatch:
+        cut: list[Piece] = []
         first = 0
         for piece in self._pieces:
-            low, high = max(start - first, 0), min(stop - first, piece.stop - piece.start)
-            if low < high or not found:  # one at least, which says what the columns are
-                found.append(Piece(piece.handle, piece.start + min(low, max(high, 0)), piece.start + max(high, 0)))
-            first += piece.stop - piece.start
-        found = [piece for piece in found if piece.stop > piece.start] or found[:1]
-        padding = max(0, min(stop - start, stop - (len(self) - self.num_padding)))
-        return RemoteBatch(self._scheduler, found, padding)
+            low, high = (piece.start + min(max(at - first, 0), _num_rows(piece)) for at in (start, stop))
+            cut.append(Piece(piece.handle, low, high))
+            first += _num_rows(piece)
+        return RemoteBatch(self._scheduler, _with_rows(cut), self._padding_within(start, stop))
+
+    def _extended(self, part: Batch, num_missing: int) -> Batch:
+        last = [self._slice(len(self) - 1, len(self))] * num_missing
+        return self._joined([part, *last], part.num_padding + num_missing) if num_missing else part
+
+    @staticmethod
+    def _joined(batches: Sequence[Batch], num_padding: int) -> RemoteBatch:
+        found = [batch for batch in batches if isinstance(batch, RemoteBatch)]
+        assert len(found) == len(batches)
+        return RemoteBatch(found[0]._scheduler, [piece for batch in found for piece in batch._pieces], num_padding)
+
+    @staticmethod
+    def join(batches: Sequence[Batch]) -> RemoteBatch:
+        """The rows of several, without moving any. Raises: ValueError, where rows lie behind the padding of others."""
+        return RemoteBatch._joined(batches, padding_of(batches))
 
     def __repr__(self) -> str:
         where = dict.fromkeys(piece.handle.worker_id for piece in self._pieces)
@@ -119,9 +109,6 @@ class RemoteBatch(Batch):
         # The codec puts the values in the place of the handles, so the receiver joins rows.
         return _join, ([tuple(piece) for piece in self._pieces], self.num_padding)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()  # and not the copy of its rows that a Batch makes here
-
 
 def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
     for value, _, _ in pieces:
@@ -130,18 +117,13 @@ def _join(pieces: Sequence[tuple[Any, int, int]], num_padding: int) -> Batch:
                 f"rows that stay in workers travel as arguments of calls only; this found a {type(value).__qualname__} in "
                 "place of a Batch. fetch() them first"
             )
-    joined = Batch.concat([value[start:stop].with_padding(0) for value, start, stop in pieces])
-    return joined.with_padding(num_padding)
+    return Batch._joined([value[start:stop] for value, start, stop in pieces], num_padding)
 
 
-def join_remote(scheduler: Scheduler, batches: Sequence[Batch]) -> RemoteBatch:
-    """The rows of several, without moving any. Raises: ValueError, where rows lie behind the padding of others."""
-    pieces: list[Piece] = []
-    padding = 0
-    for index, batch in enumerate(batches):
-        assert isinstance(batch, RemoteBatch)
-        if padding and batch.num_padding < len(batch):
-            raise ValueError(f"batch {index} has rows behind the padding of one before it; unpad first")
-        padding += batch.num_padding
-        pieces += batch.pieces
-    return RemoteBatch(scheduler, pieces, padding)
+def _num_rows(piece: Piece) -> int:
+    return piece.stop - piece.start
+
+
+def _with_rows(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Those that have rows, or the first one, which says what the columns are."""
+    return [piece for piece in pieces if _num_rows(piece)] or pieces[:1]

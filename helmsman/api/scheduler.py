@@ -7,346 +7,31 @@ Names follow the field's existing Scheduler API, so that scripts written to it c
 from __future__ import annotations
 
 import abc
-import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
-
-import msgspec
+from typing import Any, Self
 
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.errors import InvalidSpecError
+from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
+from helmsman.api.jobs import Job as Job
+from helmsman.api.jobs import NodePacking as NodePacking
+from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
+from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
+from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
+from helmsman.api.jobs import StrategyType as StrategyType
 from helmsman.api.plan import Node, Plan, Reservation
-from helmsman.api.suggestions import Suggesting
-from helmsman.api.topology import RankInfo
-
-PlacementStrategy = Literal["shared", "separate", "deferred"]
-NodePacking = Literal["pack", "spread", "strict_spread"]
-StrategyType = Literal["separation", "colocation"]
-
-
-class SchedulingSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """What one worker needs."""
-
-    cpu: float = 1
-    """CPU cores. Thread counts (OMP_NUM_THREADS and its like, torch's) are these, 1 at least."""
-    gpu: float = 0
-    """Accelerators of whatever kind the cluster has."""
-    mem: float = 0
-    """Memory in GB (10^9 bytes); 0 asks for none in particular."""
-    port_count: int = 0
-    """Ports leased to the worker for its engine, below the ephemeral range or in HELMSMAN_PORT_RANGE ('20000-20200'). No other
-    worker of any run on the node is given them until this one ends. A worker with a ``cmd`` has one at least."""
-    env_vars: dict[str, str] = {}
-    """Environment variables of the worker; they win over everything that is forwarded."""
-    cmd: str | None = None
-    """Module and arguments to run (``python -m``) as the worker's child, which ends with it; None for engines alone. Quoted as
-    for a shell; ``{port0}``, ``{port1}``, ... are the worker's leased ports, ``{port}`` the first; HELMSMAN_PORTS has all."""
-    ray_placement_strategy: PlacementStrategy = "shared"
-    """shared: one placement group, a bundle per worker; separate: a group per worker; deferred: a group per instance whose
-    devices are left to the server that the worker launches."""
-    resources: dict[str, float] = {}
-    """Extra custom resources by name."""
-    node_labels: dict[str, str] = {}
-    """Labels that the worker's node must carry. A value may also be '!x', 'in(x, y)' or '!in(x, y)', as Ray's selectors have
-    it."""
-    accelerator_type: str | None = None
-    """Accelerator model that the worker's node must have, as Ray names it."""
-    nodelist: Sequence[str] = ()
-    """Addresses, host names or ids of the only nodes that may be used; empty for all."""
-    exclude: Sequence[str] = ()
-    """Addresses, host names or ids of nodes that must not be used."""
-    node_packing: NodePacking = "pack"
-    """pack: on as few nodes as possible, leaving whole nodes free; spread: over as many as possible; strict_spread: never two
-    of the job's bundles on one node."""
-
-
-class SchedulingStrategy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """Where a job's workers go in relation to another role's."""
-
-    type: StrategyType = "separation"
-    """separation: resources of its own; colocation: those of ``target``."""
-    target: str | None = None
-    """Role to colocate with."""
-    fork: bool = False
-    """With colocation: False reuses the target's workers (engines are told apart by name), True gives each a sibling
-    process."""
-    device_mapping: Sequence[Sequence[int]] = ()
-    """With fork: for each replica the devices of the target that it gets, counted over the target's workers in rank order, on
-    one node. Several replicas may get the same device. Empty: neighbours share evenly."""
-
-
-class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """One role of the run: ``replicas`` workers with the specs ``tasks``."""
-
-    role: str
-    """Name of the role; workers are 'role/0', 'role/1', ..."""
-    replicas: int = 1
-    tasks: Sequence[SchedulingSpec] = (SchedulingSpec(),)
-    """One spec for all replicas, or one for each."""
-    scheduling_strategy: SchedulingStrategy = SchedulingStrategy()
-
-    def validate(self) -> None:
-        """Raise a JobError unless the job makes sense on its own, whatever the cluster."""
-        self._require_types()
-        if not self.role or "/" in self.role or self.role != self.role.strip():
-            raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
-        if self.replicas < 1:
-            raise InvalidSpecError(role=self.role, field="replicas", value=self.replicas, expected="1 or more")
-        if len(self.tasks) not in (1, self.replicas):
-            raise InvalidSpecError(
-                role=self.role,
-                field="the number of tasks",
-                value=len(self.tasks),
-                expected=f"1 spec, which all replicas share, or {self.replicas}, one for each",
-            )
-        for spec in self.tasks:
-            amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
-            for field, amount in (
-                amounts | {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
-            ).items():
-                if not (0 <= amount < math.inf):
-                    raise InvalidSpecError(role=self.role, field=field, value=amount, expected="0 or more")
-            if spec.gpu != int(spec.gpu):
-                raise InvalidSpecError(
-                    role=self.role, field="gpu", value=spec.gpu, expected="a whole number; colocate roles to share a device"
-                )
-        for field in ("ray_placement_strategy", "node_packing"):
-            values = sorted({getattr(spec, field) for spec in self.tasks})
-            if len(values) > 1:
-                raise InvalidSpecError(role=self.role, field=field, value=values, expected="the same for all tasks of a job")
-        strategy = self.scheduling_strategy
-        if strategy.type == "colocation" and not strategy.target:
-            raise InvalidSpecError(
-                role=self.role, field="scheduling_strategy.target", value=strategy.target, expected="the role to colocate with"
-            )
-        if strategy.type == "separation" and (strategy.target or strategy.fork):
-            raise InvalidSpecError(
-                role=self.role, field="scheduling_strategy", value=strategy, expected="target and fork only with colocation"
-            )
-        if strategy.device_mapping:
-            self._require_mapping(strategy)
-
-    def _require_mapping(self, strategy: SchedulingStrategy) -> None:
-        """Which devices the target has is known later; see colocation.tile."""
-        field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
-        if not strategy.fork:
-            raise InvalidSpecError(role=self.role, field=field, value=mapping, expected="only with colocation and fork")
-        if len(mapping) != self.replicas:
-            raise InvalidSpecError(
-                role=self.role, field=field, value=mapping, expected=f"an entry for each of the {self.replicas} replicas"
-            )
-        for index, devices in enumerate(mapping):
-            if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
-                raise InvalidSpecError(
-                    role=self.role,
-                    field=f"{field}[{index}]",
-                    value=devices,
-                    expected="devices from 0 on, each once, at least one",
-                )
-
-    def _require_types(self) -> None:
-        """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be taken for another one."""
-        try:
-            msgspec.convert(msgspec.to_builtins(self, enc_hook=_as_number), type=Job)
-        except (msgspec.ValidationError, TypeError, NotImplementedError) as error:
-            reason, _, where = str(error).partition(" - at `$.")
-            field = where.rstrip("`") or "job"
-            choices = _CHOICES.get(field.rpartition(".")[2])
-            expected = (
-                f"one of {', '.join(map(repr, choices))}" if choices else reason.removeprefix("Expected ").replace("`", "")
-            )
-            raise InvalidSpecError(role=str(self.role), field=field, value=_at(self, field), expected=expected) from error
-
-    def spec(self, index: int) -> SchedulingSpec:
-        """The spec of replica ``index``."""
-        return self.tasks[0] if len(self.tasks) == 1 else self.tasks[index]
-
-
-_CHOICES = {
-    "ray_placement_strategy": get_args(PlacementStrategy),
-    "node_packing": get_args(NodePacking),
-    "type": get_args(StrategyType),
-}
-
-
-def _as_number(value: Any) -> Any:
-    """A number of numpy's as Python's."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise NotImplementedError(f"Expected plain values, got `{type(value).__name__}`")
-
-
-def _at(job: Job, path: str) -> Any:
-    """The value at a path such as 'tasks[0].gpu'; the job itself where it leads nowhere."""
-    value: Any = job
-    for name, index in re.findall(r"(\w+)|\[(\d+)\]", path):
-        try:
-            value = getattr(value, name) if name else value[int(index)]
-        except (AttributeError, LookupError, TypeError):
-            break
-    return value
-
-
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """A running worker process."""
-
-    id: str
-    """'role/index'."""
-    ip: str
-    """Address of its node, as other nodes reach it."""
-    worker_ports: list[str] = []
-    """Ports on which the worker itself listens; empty where it needs none."""
-    engine_ports: list[str] = []
-    """Ports leased to its engine."""
-    node_id: str = ""
-    """The scheduler's name for its node, which tells nodes of one address apart."""
-    devices: list[str] = []
-    """Physical ids of the accelerators of its node that it may use."""
-
-
-class WorkerState(Enum):
-    """States of a worker: STARTING -> READY -> (MARKED -> READY)* -> STOPPED | FAILED; STARTING may also end in FAILED."""
-
-    STARTING = "starting"
-    """Its process was asked for and has not answered yet."""
-    READY = "ready"
-    """It takes calls."""
-    MARKED = "marked"
-    """A call timed out and still occupies its engine thread; READY again once that call has ended."""
-    STOPPED = "stopped"
-    """Ended on request."""
-    FAILED = "failed"
-    """Its process died."""
-
-
-ProcessState = Literal["running", "sleeping", "disk", "stopped"]
-
-
-class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's health; given also while a call runs, and while the worker itself cannot answer.
-
-    A worker cannot answer while C code holds its interpreter's lock, or while its process is stopped or swapped out. Its health
-    is then an observation from outside: ``stuck_s`` and ``process_state`` are set, engines and counts are ``stuck_s`` old,
-    and ``failed_engines`` is empty.
-    """
-
-    worker_id: str
-    pid: int
-    node: str
-    engines: dict[str, str]
-    """Engine name -> type."""
-    running: str | None = None
-    """'engine.method' on the engine thread, None when idle."""
-    running_s: float | None = None
-    """Seconds since it began."""
-    num_queued: int = 0
-    """Calls waiting for the engine thread."""
-    async_running: dict[str, int] = {}
-    """'engine.method' -> calls in flight on the event loop."""
-    num_calls: int = 0
-    """Engine calls begun since the worker started."""
-    cpu_s: float = 0.0
-    """CPU seconds of the process."""
-    rss_bytes: int = 0
-    """Resident memory of the process."""
-    ends_in_s: float | None = None
-    """Seconds until it ends, where it was told to; None where it was not."""
-    failed_engines: dict[str, str] = {}
-    """Engine name -> why it can serve no more, of those that say so (InferenceEngine.failure)."""
-    failure: str | None = None
-    """Why the worker itself cannot serve calls, such as a thread that could not be started; None while it can."""
-    stuck_s: float | None = None
-    """Seconds since its interpreter last ran Python, where it did not answer itself; None where it did."""
-    process_state: ProcessState | None = None
-    """State of a worker that did not answer itself. running: a thread of it computes; sleeping: all wait; disk: it waits for a
-    disk or for swapped memory; stopped: by a signal or a debugger."""
-
-    @property
-    def answered(self) -> bool:
-        """Whether the worker answered itself."""
-        return self.stuck_s is None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the worker did not answer itself, and the kernel shows that it makes progress."""
-        return self.process_state in ("running", "disk")
-
-
-class Leaving(msgspec.Struct, frozen=True, kw_only=True):
-    """That a worker is about to go, with its node or alone."""
-
-    reason: str
-    """Part of a sentence: 'its node 10.0.0.3 is being drained'."""
-    deadline_s: float | None = None
-    """Seconds from now until it goes; None where nobody has said."""
-
-
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler knows of a worker."""
-
-    worker_id: str
-    state: WorkerState
-    node: str
-    pid: int | None
-    log_path: str
-    health: WorkerHealth | None = None
-    """None when the worker did not answer."""
-
-
-CONTROLLER = "controller"
-"""Stands for a worker's id in the handle of a value that the script has put."""
-
-
-class ResultHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """A result that stayed in its worker. As an argument of a call it arrives as the value, moved from worker to worker."""
-
-    id: str
-    worker_id: str
-    """Worker that made the value; CONTROLLER for one that was put."""
-    location: Any
-    """Where the value lies; only the transport that made it can read this."""
-    nbytes: int
-    """Size of the packed value."""
-    summary: str
-    """What the value is, for people."""
-    type_name: str = ""
-    """Name of the value's type; 'Batch' for ours alone."""
-    length: int | None = None
-    """``len()`` of the value where it has one: rows, for batches, tensors and lists."""
-    num_padding: int = 0
-    """Of a batch's rows, how many at the end are padding."""
-
-
-class EngineSpec(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """What create_engine builds, with what is to be set before."""
-
-    target: str | type[Any]
-    """Import path or class."""
-    env: dict[str, str] = {}
-    """Environment variables, set before its module is imported by path and before its constructor runs."""
-    rank_info: RankInfo | None = None
-    """Its place in a worker group, which a GroupWorker has as an attribute before its constructor runs."""
-    kwargs: dict[str, Any] = {}
-    """Named arguments of the constructor, beside those of create_engine, which has names of its own."""
-
-
-class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """The one table of time limits, by class of operation, in seconds."""
-
-    start_s: float = 300.0
-    """create_workers: placement, processes and their first answer, for all workers of the job together."""
-    create_engine_s: float = 1800.0
-    """An engine's constructor (imports and model loading)."""
-    call_s: float = 7200.0
-    """An engine call without a ``timeout`` of its own."""
-    health_s: float = 5.0
-    """Control verbs: health, stacks, set_env."""
-    shutdown_s: float = 8.0
-    """delete_workers and close: engines' destroy, then processes; what is left is killed."""
+from helmsman.api.workers import CONTROLLER as CONTROLLER
+from helmsman.api.workers import Call as Call
+from helmsman.api.workers import EngineSpec as EngineSpec
+from helmsman.api.workers import Leaving as Leaving
+from helmsman.api.workers import ProcessState as ProcessState
+from helmsman.api.workers import ResultHandle as ResultHandle
+from helmsman.api.workers import Timeouts as Timeouts
+from helmsman.api.workers import Worker as Worker
+from helmsman.api.workers import WorkerHealth as WorkerHealth
+from helmsman.api.workers import WorkerState as WorkerState
+from helmsman.api.workers import WorkerStatus as WorkerStatus
 
 
 class Scheduler(abc.ABC):
@@ -483,8 +168,8 @@ class Scheduler(abc.ABC):
         """Ask a worker whether it is there; it answers beside a call that runs.
 
         A worker that does not answer within half a second is observed from outside, so that its health is known within a
-        second. This needs Linux, and on Ray a worker on this machine or direct connections (``direct_calls``). Inline workers
-        share the script's interpreter, so a lock that is held there holds up the script, too.
+        second. This needs Linux. Inline workers share the script's interpreter, so a lock that is held there holds up the
+        script, too.
 
         Args:
             timeout: seconds for a worker that cannot be observed; ``timeouts.health_s`` when None.
@@ -585,6 +270,25 @@ class Scheduler(abc.ABC):
         """As call_engine, awaited. Tensors among the arguments must not be written to before it is done. Cancelling the await
         does not undo a call that has begun."""
 
+    def call_many(
+        self, calls: Mapping[str, Call], method: str, engine_name: str | None = None, timeout: float | None = None
+    ) -> Fanout:
+        """Begin a call of ``method`` on each of these workers; it is used on Helmsman's own event loop.
+
+        A call that cannot be begun is a failure of its worker in the fan-out and does not affect the others. This default
+        makes them by async_call_engine.
+
+        Args:
+            calls: worker id -> the arguments of its call.
+            engine_name, timeout: as for call_engine, for all calls.
+        """
+        fanout = Fanout()
+        for worker_id, (args, kwargs, rpc_meta, _) in calls.items():
+            meta = {**(rpc_meta or {}), "kwargs": kwargs} if kwargs else rpc_meta  # a 'timeout' among them is the method's
+            call = self.async_call_engine(worker_id, method, engine_name, *args, rpc_meta=meta, timeout=timeout)
+            fanout.expect_awaitable(worker_id, call)
+        return fanout
+
     @abc.abstractmethod
     def put(self, value: Any) -> ResultHandle:
         """Pack a value once, for arguments of many calls, until ``release``. It moves to each node once, whoever asks for it.
@@ -600,6 +304,9 @@ class Scheduler(abc.ABC):
     def release(self, handle: ResultHandle) -> None:
         """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker, or
         this scheduler, is gone."""
+
+    def advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
+        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
 
     @abc.abstractmethod
     def status(self) -> list[WorkerStatus]:
@@ -623,9 +330,6 @@ class Scheduler(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
-
-    def _advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
-        """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
 
     def __enter__(self) -> Self:
         return self

@@ -18,24 +18,15 @@ def to_tensordict(columns: Mapping[str, Column], meta: Mapping[str, Any], num_ro
         raise ValueError(f"a column is called {_META!r}, which is where a TensorDict would have the batch's meta; rename it")
     made = library.TensorDict({}, batch_size=[num_rows])
     for name, column in columns.items():
-        made[name] = _as_entry(library, column)
+        entry = _as_tensor(column)
+        made[name] = library.NonTensorStack(*map(library.NonTensorData, _as_items(column))) if entry is None else entry
     if meta:
         made.set_non_tensor(_META, dict(meta))
     return made
 
 
-def _as_entry(library: Any, column: Column) -> Any:
-    import torch
-
-    if isinstance(column, Ragged):
-        values, offsets = (_as_tensor(part) for part in (column.values, column.offsets))
-        if values is not None:
-            return torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
-    elif (tensor := _as_tensor(column)) is not None:
-        return tensor
-    texts = getattr(getattr(column, "dtype", None), "kind", "") in ("U", "S", "O")
-    rows = column.tolist() if texts else list(column)  # type: ignore[union-attr]
-    return library.NonTensorStack(*[library.NonTensorData(row) for row in rows])
+def _as_items(column: Any) -> Any:
+    return column.tolist() if getattr(getattr(column, "dtype", None), "kind", "") in ("U", "S", "O") else column
 
 
 def _as_tensor(column: Any) -> Any:
@@ -44,20 +35,22 @@ def _as_tensor(column: Any) -> Any:
     import torch
 
     kind = kind_of(column)
-    if kind != "array":
-        return column if kind == "tensor" else None
-    if column.dtype.kind not in "biufc" or column.dtype.char in "gG":  # long doubles
-        return None
-    if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
-        column = column.astype(column.dtype.newbyteorder("="), order="C")
-    return torch.from_numpy(column)
+    if kind == "ragged":
+        values = _as_tensor(column.values)
+        offsets = _as_tensor(column.offsets)
+        return None if values is None else torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
+    if kind == "array" and column.dtype.kind in "biufc" and column.dtype.char not in "gG":  # long doubles
+        if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
+            column = column.astype(column.dtype.newbyteorder("="), order="C")
+        return torch.from_numpy(column)
+    return column if kind == "tensor" else None
 
 
 def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]:
     """See Batch.from_tensordict."""
     library = _library()
     if not library.is_tensor_collection(tensordict):
-        raise TypeError(f"a TensorDict is needed, not a {type(tensordict).__qualname__}; for plain dicts there is from_dict")
+        raise TypeError(f"a TensorDict is needed, not a {type(tensordict).__qualname__}; of a plain dict make a Batch")
     if len(tensordict.batch_size) != 1:
         raise ValueError(f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; rows are one dimension")
     columns: dict[str, Column] = {}
@@ -65,12 +58,9 @@ def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]
     for name in tensordict.keys():  # noqa: SIM118 - iterating over a TensorDict gives its rows
         value = tensordict.get(name)
         if isinstance(value, library.NonTensorStack):
-            columns[name] = list(value.tolist())
+            columns[name] = value.tolist()
         elif isinstance(value, library.NonTensorData):
-            if name == _META and isinstance(value.data, dict):
-                meta |= value.data
-            else:
-                meta[name] = value.data
+            meta |= value.data if name == _META and isinstance(value.data, dict) else {name: value.data}
         elif library.is_tensor_collection(value):
             raise TypeError(f"entry {name!r} is a TensorDict itself; flatten it first (flatten_keys)")
         elif getattr(value, "is_nested", False):

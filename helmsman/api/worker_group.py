@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVa
 
 import msgspec
 
-from helmsman.api.topology import RankInfo
+from helmsman.api.dispatch import MethodSpec
+from helmsman.api.topology import RankInfo, Topology
 
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch
-    from helmsman.api.dispatch import MethodSpec, RegisteredMethod
     from helmsman.api.remote_batch import RemoteBatch
 
 P = ParamSpec("P")
+R = TypeVar("R")
 W_co = TypeVar("W_co", covariant=True)
+W_contra = TypeVar("W_contra", contravariant=True)
 G = TypeVar("G")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -166,6 +168,33 @@ class GroupMethod(Generic[P, G]):
 class WorkerGroup(abc.ABC, Generic[W_co]):
     """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
 
+    topology: Topology
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.topology.dp_size
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.topology.tp_size
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.topology.pp_size
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.topology.cp_size
+
     def method(self, method: RegisteredMethod[W_co, P, Any, G]) -> GroupMethod[P, G]:
         """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``.
 
@@ -181,6 +210,48 @@ class WorkerGroup(abc.ABC, Generic[W_co]):
     @abc.abstractmethod
     def _begin(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> GroupFuture[Any]:
         """Dispatch a call."""
+
+
+class RegisteredMethod(Generic[W_contra, P, R, G]):
+    """A declared method: of a worker an ordinary method; of a worker group, one that is called on its ranks.
+
+    On the class itself it is the declaration, to be given to ``WorkerGroup.method``, or to be named in a group's class::
+
+        class ActorGroup(Cluster[Actor]):
+            log_probs = Actor.log_probs
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: MethodSpec) -> None:
+        self.function = function
+        self.spec = spec
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+        self.__wrapped__ = function
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if not self.spec.owner:  # the first class that has it declares it; a group's class only names it
+            self.spec = msgspec.structs.replace(self.spec, name=name, owner=owner.__qualname__)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> RegisteredMethod[W_contra, P, R, G]: ...
+    @overload
+    def __get__(self, instance: WorkerGroup[W_contra], owner: type) -> GroupMethod[P, G]: ...
+    @overload
+    def __get__(self, instance: W_contra, owner: type) -> Callable[P, R]: ...
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        if isinstance(instance, WorkerGroup):
+            return GroupMethod(instance, self.spec)
+        return self.function.__get__(instance, owner)
+
+    def __call__(self, worker: W_contra, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the method itself, as ``super().method(...)`` and ``Class.method(worker, ...)`` do."""
+        result: R = self.function(worker, *args, **kwargs)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<{self.spec.full_name}, {self.spec.mode_shown}>"
 
 
 class GroupWorker:

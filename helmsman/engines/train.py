@@ -32,13 +32,8 @@ from helmsman.engines._models.distributed import (
     local_device_index,
 )
 from helmsman.engines._models.hf_export import MAX_SHARD_BYTES, export_hf, full_state_dict
-from helmsman.engines._models.model import (
-    build_model,
-    checkpoint_layers,
-    named_tensors,
-    resolve_dtype,
-    target_logprobs,
-)
+from helmsman.engines._models.model import build_model, checkpoint_layers, resolve_dtype, target_logprobs
+from helmsman.engines._models.tensors import named_tensors
 from helmsman.engines._train.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
 from helmsman.engines._train.batching import (
     Batching,

@@ -33,7 +33,8 @@ from helmsman.api.weights import (
 )
 from helmsman.engines._models.distributed import failing_together
 from helmsman.engines._models.files import replace_folder, save_tensors
-from helmsman.engines._models.model import full_tensor, resolve_dtype
+from helmsman.engines._models.model import resolve_dtype
+from helmsman.engines._models.tensors import full_tensor
 from helmsman.engines._weights.group import WeightGroup
 
 _INDEX_FILE = "model.safetensors.index.json"

@@ -201,7 +201,7 @@ class TestSchedulerContract:
         with pytest.raises(errors.CallTimeoutError) as caught:
             call()
         error = caught.value
-        assert (before, engine.state) == (WorkerState.READY, WorkerState.MARKED)
+        assert (before, engine.state) == (WorkerState.READY, WorkerState.OVERDUE)
         assert isinstance(error, TimeoutError)
         assert (error.worker_id, error.engine_name, error.method) == (engine.worker_id, engine.name, method)
         assert error.limit_s == LATE_S <= error.elapsed_s

@@ -15,26 +15,27 @@ from helmsman.api.columns import Column, Ragged
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ROWS = st.integers(0, 30)
 
-# dtype -> what a random integer below 256 becomes; NaN among the floats.
 TENSOR_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.complex64]
 ARRAY_DTYPES = ["float32", "float16", "int64", "uint8", "bool", "complex64", ">i4", "datetime64[s]", "U3", "S4"]
 
 
+def _numbers(seed: int, num_rows: int, width: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (num_rows, *width))
+
+
 def _tensor(seed: int, num_rows: int, width: tuple[int, ...], dtype: torch.dtype, layout: str) -> torch.Tensor:
-    made = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (num_rows, *width))).to(dtype)
+    made = torch.from_numpy(_numbers(seed, num_rows, width)).to(dtype)
     if dtype.is_floating_point:
         made[made == 7] = torch.nan
     if layout == "gaps":
         return torch.repeat_interleave(made, 2, 0)[::2] if dtype is not torch.uint16 else made
     if layout == "transposed" and width:
         return made.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "grad" and dtype.is_floating_point:
-        return made.requires_grad_()
-    return made
+    return made.requires_grad_() if layout == "grad" and dtype.is_floating_point else made
 
 
 def _array(seed: int, num_rows: int, width: tuple[int, ...], dtype: str, layout: str) -> np.ndarray[Any, Any]:
-    made = np.random.default_rng(seed).integers(0, 256, (num_rows, *width)).astype(dtype)
+    made = _numbers(seed, num_rows, width).astype(dtype)
     if made.dtype.kind == "f":
         made[made == 7] = np.nan
     if layout == "gaps":
@@ -79,18 +80,12 @@ def lists(num_rows: int) -> st.SearchStrategy[list[Any]]:
 def raggeds(draw: st.DrawFn, num_rows: int) -> Ragged:
     lengths = draw(st.lists(st.sampled_from([0, 0, 1, 2, 5]), min_size=num_rows, max_size=num_rows))
     offsets = list(itertools.accumulate(lengths, initial=0))
-    values = draw(tensors(offsets[-1]) | arrays(offsets[-1]))
-    return Ragged(values, offsets)
+    return Ragged(draw(tensors(offsets[-1]) | arrays(offsets[-1])), offsets)
 
 
 def columns(num_rows: int) -> st.SearchStrategy[Column]:
     """A column of any kind with so many rows."""
     return st.one_of(tensors(num_rows), arrays(num_rows), lists(num_rows), raggeds(num_rows))
-
-
-def plain_rows(column: Column) -> list[Any]:
-    """The rows one by one, the slow and obvious way."""
-    return [column[row] for row in range(len(column))]
 
 
 def pickles_as_it_is(column: Column) -> bool:

@@ -103,6 +103,7 @@ NEXT_STEPS = {
     "DeviceMismatchError": "a step.",
     "PlatformPicklingError": "inside the worker instead",
     "SchedulerClosedError": "Make the call there",
+    "LogDirectoryError": "Name a directory that can be written to by log_dir",
     "UntrustedPathError": "XDG_STATE_HOME",
     "ShutdownIncompleteError": "Remove them with: a command",
 }

@@ -11,7 +11,8 @@ import torch
 
 from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
-from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute, register
+from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute
+from helmsman.api.register import register
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.worker_group import GroupFuture, GroupWorker
 from helmsman.controller._worker_groups.cluster import Cluster

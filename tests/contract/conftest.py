@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import helmsman
-from helmsman.api.scheduler import Scheduler, Timeouts
+from helmsman.api.scheduler import Job, Scheduler, Timeouts
 from helmsman.testing.contract import engine, gate, own_processes, peer, role, scheduler, shared_workers
 from tests.contract.engines import Counter
-from tests.contract.helpers import Driver
+from tests.contract.helpers import Driver, Engine
 
 __all__ = ["engine", "gate", "own_processes", "peer", "role", "scheduler", "shared_workers"]
 
@@ -28,56 +28,47 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker of this suite."""
     config.addinivalue_line("markers", "not_on(backend, reason): the promise makes no sense on that scheduler")
-    config.addinivalue_line("markers", "also_apart: runs once more on Ray workers that share no memory with the script")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what need not run on workers that share no memory with the script, as those of other machines do not."""
-
-    def is_wanted(item: pytest.Item) -> bool:
-        callspec = getattr(item, "callspec", None)
-        apart = callspec is not None and callspec.params.get("variant") == "ray_apart"
-        return not apart or item.get_closest_marker("also_apart") is not None
-
-    items[:] = [item for item in items if is_wanted(item)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what ``not_on`` says, with its reason."""
     callspec = getattr(item, "callspec", None)
-    variant = callspec.params.get("variant", "") if callspec is not None else ""
+    backend = callspec.params.get("backend", "") if callspec is not None else ""
     for marker in item.iter_markers("not_on"):
         name, reason = marker.args
-        if variant.removesuffix("_apart") == name:
-            pytest.skip(f"{variant}: {reason}")
+        if backend == name:
+            pytest.skip(f"{backend}: {reason}")
 
 
-@pytest.fixture(scope="package", params=["inline", "local", "ray", "ray_apart"])
-def variant(request: pytest.FixtureRequest) -> str:
-    """The scheduler's name; 'ray_apart' is Ray with workers that share no memory with the script."""
+@pytest.fixture(scope="package", params=["inline", "local", "ray"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The scheduler's name."""
     return str(request.param)
 
 
 @pytest.fixture(scope="package")
-def backend(variant: str) -> str:
-    """The scheduler's name."""
-    return variant.removesuffix("_apart")
-
-
-@pytest.fixture(scope="package")
-def make_scheduler(variant: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Scheduler]]:
-    """Makes a scheduler of the variant."""
+def make_scheduler(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Scheduler]:
+    """Makes a scheduler of the backend."""
     options = {"log_dir": tmp_path_factory.mktemp("logs"), "timeouts": TIMEOUTS, **OPTIONS[backend]}
-    with pytest.MonkeyPatch.context() as patch:
-        if variant != backend:
-            patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-        yield functools.partial(helmsman.make_scheduler, backend, **options)
+    return functools.partial(helmsman.make_scheduler, backend, **options)
 
 
 @pytest.fixture(scope="package")
 def engine_class() -> type[Counter]:
     """Class of the fixtures `engine` and `peer`."""
     return Counter
+
+
+@pytest.fixture(params=["near", "far"])
+def own(request: pytest.FixtureRequest, backend: str, scheduler: Scheduler, role: str) -> Engine:
+    """A Counter in a worker of this test alone; a far one shares no memory with the script, as on another machine."""
+    if request.param == "far" and backend != "ray":
+        pytest.skip(f"{backend}: all its workers share memory with the script")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "far":
+            patch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+        scheduler.create_workers(Job(role=role))
+    return Engine.create(scheduler, f"{role}/0", Counter)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from helmsman.api.batch import Batch
-from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute, register
+from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute
+from helmsman.api.register import register
 from helmsman.api.worker_group import GroupWorker
 from helmsman.rpc_server._wire.segments import drop_spares
 from tests.contract.engines import wait_for_file

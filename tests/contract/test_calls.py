@@ -20,8 +20,6 @@ from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, Forking
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wait_until
 
-pytestmark = pytest.mark.also_apart
-
 
 def test_the_default_engine_name_is_the_workers_id(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))

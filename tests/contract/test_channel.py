@@ -1,13 +1,18 @@
-"""The direct connection to a worker on Ray: faster, and lost without a loss."""
+"""The connection to a worker: lost and restored while each call has one outcome, encrypted between machines."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
+import re
 import signal
 import socket
 import ssl
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,49 +20,65 @@ import torch
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, WorkerState
 from helmsman.controller._aio.event_loop import background_loop
+from helmsman.controller._transport import channel as channel_module
 from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._wire.frames import pack_length
+from helmsman.rpc_server._wire.wire import pack_length
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, stop, wait_until
 
-pytestmark = [
-    pytest.mark.also_apart,
-    pytest.mark.not_on("inline", "no connection lies between script and worker"),
-    pytest.mark.not_on("local", "it has nothing but its connection"),
-]
-
-
-@pytest.fixture
-def own(scheduler: Scheduler, role: str) -> Engine:
-    """A Counter in a worker of this test alone."""
-    scheduler.create_workers(Job(role=role))
-    return Engine.create(scheduler, f"{role}/0", Counter)
+pytestmark = pytest.mark.not_on("inline", "no connection lies between script and worker")
+only_ray = pytest.mark.not_on("local", "all its workers share memory with the script")
 
 
 def _channel(engine: Engine) -> Channel:
-    channel = engine.scheduler._client(engine.worker_id).transport._channel  # type: ignore[attr-defined]
+    channel = engine.scheduler._roles.client(engine.worker_id).transport.channel  # type: ignore[attr-defined]
     assert isinstance(channel, Channel)
     return channel
 
 
-def _cut(channel: Channel, *, reset: bool) -> None:
-    """End the connection, as a network does; with a reset what the other side has not read yet is lost."""
+def _socket(engine: Engine) -> socket.socket:
+    sock = _channel(engine)._socket
+    assert sock is not None
+    return sock
+
+
+def _on_loop(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function on the controller's loop."""
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    background_loop().call_soon_threadsafe(lambda: done.set_result(function(*args)))
+    return done.result(LIMIT_S)
+
+
+def _end(sock: socket.socket, kind: str) -> None:
+    """End a connection; with a reset the bytes that the other side has not read yet are lost."""
+    if kind == "reset":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    elif kind == "shutdown":
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _cut(engine: Engine, kind: str) -> None:
+    """Lose the connection and wait until another has replaced it."""
+    channel, sock = _channel(engine), _socket(engine)
 
     def cut() -> None:
-        if reset:
-            channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        channel.close()
+        _end(sock, kind)
+        if kind != "shutdown":
+            channel._drop(sock)
 
-    background_loop().call_soon_threadsafe(cut)
+    _on_loop(cut)
+    wait_until(lambda: channel._socket not in (None, sock), "the connection is restored")
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_call_under_way_is_answered_once_although_its_connection_is_lost(own: Engine, gate: Gate, reset: bool) -> None:
+CUTS = pytest.mark.parametrize("kind", ["close", "reset", "shutdown"])
+
+
+@CUTS
+def test_channel_cut_while_calls_run_and_wait(own: Engine, gate: Gate, kind: str) -> None:
     waiting = own.begin("wait", *gate.files)
     gate.wait_started()
     queued = [own.begin("add", 10) for _ in range(3)]
-    _cut(_channel(own), reset=reset)
-    wait_until(lambda: not _channel(own).is_open, "the connection is known to be lost")
+    _cut(own, kind)
     later = own.begin("add", 100)
     gate.open()
     assert waiting.result(LIMIT_S) == 1
@@ -67,23 +88,88 @@ def test_a_call_under_way_is_answered_once_although_its_connection_is_lost(own: 
     assert own.scheduler.status()[-1].state is WorkerState.READY
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_a_request_that_may_not_have_arrived_runs_once(own: Engine, reset: bool) -> None:
-    pid = own.call("pid")
+@CUTS
+def test_channel_cut_before_the_worker_has_read_the_requests(own: Engine, kind: str) -> None:
+    channel, pid = _channel(own), own.call("pid")
     stop(pid)
     try:
         unread = [own.begin("add") for _ in range(5)]
-        wait_until(lambda: len(_channel(own)._posted) == 5, "they are written")
-        _cut(_channel(own), reset=reset)
-        wait_until(lambda: not _channel(own).is_open, "the connection is known to be lost")
+        wait_until(lambda: len(channel._awaited) == 5, "they are written")
+        sock = _socket(own)
+        _on_loop(_end, sock, kind)
+        _on_loop(channel._drop, sock)
+        written_to_none = own.begin("add")
+        wait_until(lambda: len(channel._awaited) == 6, "it is posted")
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert [each.result(LIMIT_S) for each in unread] == [1, 2, 3, 4, 5]
-    assert own.call("add", 0) == 5
+    assert [each.result(LIMIT_S) for each in (*unread, written_to_none)] == [1, 2, 3, 4, 5, 6]
+    assert own.call("add", 0) == 6
+
+
+@CUTS
+@pytest.mark.parametrize("num_bytes", [0, 1 << 10, 1 << 21])
+def test_channel_cut_before_the_script_has_read_the_replies(own: Engine, tmp_path: Path, kind: str, num_bytes: int) -> None:
+    channel, sock = _channel(own), _socket(own)
+    loop = background_loop()
+    _on_loop(loop.remove_reader, sock)
+    calls = [own.begin("add"), own.begin("make", num_bytes)]
+    marked = tmp_path / "executed"
+    calls.append(own.begin("apply", os.mkdir, str(marked)))
+    wait_until(marked.exists, "all are executed")
+
+    def cut() -> None:
+        _end(sock, kind)
+        channel._drop(sock)
+
+    _on_loop(cut)
+    assert calls[0].result(LIMIT_S) == 1
+    assert calls[1].result(LIMIT_S).sum() == 7 * num_bytes
+    assert calls[2].result(LIMIT_S) is None
+    assert own.call("add") == 2
+
+
+def test_channel_cut_again_and_again(own: Engine) -> None:
+    calls = []
+    for _ in range(5):
+        calls += [own.begin("add") for _ in range(20)]
+        _cut(own, "reset")
+    assert sorted(each.result(LIMIT_S) for each in calls) == list(range(1, 101))
+    assert own.call("add", 0) == 100
+
+
+def test_channel_that_cannot_be_restored_costs_the_worker(own: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused() -> socket.socket:
+        raise TimeoutError("no connection within 3 s")
+
+    pid = own.call("pid")
+    monkeypatch.setattr(channel_module, "RECONNECT_S", 0.2)
+    waiting = own.begin("wait", *gate.files)
+    gate.wait_started()
+    channel, sock = _channel(own), _socket(own)
+    channel._connect = refused
+    _on_loop(channel._drop, sock)
+    with pytest.raises(
+        errors.WorkerFailedError, match="connection was lost and could not be restored within 0.2 s: no conn"
+    ) as lost:
+        waiting.result(LIMIT_S)
+    assert lost.value.pid == pid
+    with pytest.raises(errors.WorkerFailedError, match="was ended by this scheduler: its connection was lost"):
+        own.call("add")
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "its process has ended")
+
+
+def test_channel_keeps_nothing_that_is_confirmed(own: Engine) -> None:
+    for _ in range(300):
+        own.call("add")
+    assert not _channel(own)._awaited
+    assert len(_channel(own)._session._kept) <= 1
+    value = torch.arange(1 << 18, dtype=torch.uint8)
+    assert torch.equal(own.call("echo", value), value)
+    assert len(_channel(own)._session._kept) <= 1
 
 
 def test_calls_of_all_sizes_keep_their_order(own: Engine) -> None:
-    """Large arguments go through the object store, small ones by the connection."""
+    """Between machines large arguments go through the object store, small ones by the connection."""
     sizes = [0, 1 << 21, 0, 1 << 10, 1 << 22, 0, 1 << 15, 0]
     calls = [own.begin("note_number", index, torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
     for call in calls:
@@ -98,33 +184,52 @@ def test_results_of_all_sizes(own: Engine, size: int) -> None:
     assert _channel(own).is_open
 
 
-def test_the_worker_forgets_what_has_been_answered(own: Engine) -> None:
-    for _ in range(50):
-        own.call("add")
-    assert not _channel(own)._posted
-
-
-def test_channel_is_unix_socket_on_one_machine_and_tls_between_machines(own: Engine, variant: str) -> None:
-    connection = _channel(own)._socket
-    if variant == "ray":
-        assert connection.family == socket.AF_UNIX
-        assert connection.getpeername().startswith(b"\0helmsman-"), "nothing of it is in a file system"
-    else:
-        assert isinstance(connection, ssl.SSLSocket)
+def test_channel_is_unix_socket_on_one_machine_and_tls_between_machines(own: Engine) -> None:
+    connection = _socket(own)
+    if isinstance(connection, ssl.SSLSocket):
+        assert not _channel(own).shares_memory
         assert connection.version() == "TLSv1.3"
+    else:
+        assert _channel(own).shares_memory
+        assert connection.family == socket.AF_UNIX
 
 
-def test_channel_without_tls(scheduler: Scheduler, role: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@only_ray
+def test_channel_without_tls(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """HELMSMAN_TLS=0, which a scheduler reads when it is made."""
-    monkeypatch.setattr(scheduler, "_tls", False)
+    monkeypatch.setattr(scheduler._backend, "_tls", False)  # type: ignore[attr-defined]
+    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     assert engine.call("add") == 1
-    connection = _channel(engine)._socket
-    assert not isinstance(connection, ssl.SSLSocket)
-    assert connection.family == (socket.AF_UNIX if variant == "ray" else socket.AF_INET)
+    assert not isinstance(_socket(engine), ssl.SSLSocket)
+    assert _socket(engine).family == socket.AF_INET
 
 
+@only_ray
+@pytest.mark.parametrize("tls", [True, False])
+def test_channel_start_error_names_addresses_and_port(
+    scheduler: Scheduler, role: str, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a firewall lies between script and worker."""
+
+    async def dropped(address: tuple[str, int], limit_s: float) -> None:
+        raise TimeoutError(f"no connection within {limit_s:g} s")
+
+    monkeypatch.setattr(scheduler._backend, "_tls", tls)  # type: ignore[attr-defined]
+    monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
+    monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_tcp", dropped)
+    with pytest.raises(errors.WorkerStartError) as caught:
+        scheduler.create_workers(Job(role=role))
+    address = r"\d+\.\d+\.\d+\.\d+"
+    assert re.search(
+        rf"this process on {address} cannot connect to it at {address}, TCP port \d+: no connection within 3 s\. "
+        rf"Open this port from {address} to {address}, or set HELMSMAN_PORT_RANGE",
+        caught.value.reason,
+    )
+
+
+@only_ray
 def test_channel_falls_back_to_tls_where_unix_socket_cannot_be_reached(
     scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,14 +241,14 @@ def test_channel_falls_back_to_tls_where_unix_socket_cannot_be_reached(
     monkeypatch.setattr("helmsman.rpc_server._wire.auth.open_unix", refused)
     scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, f"{role}/0", Counter)
-    assert isinstance(_channel(engine)._socket, ssl.SSLSocket)
+    assert isinstance(_socket(engine), ssl.SSLSocket)
     assert [engine.call("add") for _ in range(3)] == [1, 2, 3]
     value = torch.arange(1 << 21, dtype=torch.uint8)
     assert torch.equal(engine.call("echo", value), value)
 
 
 def test_a_stranger_gets_nothing_and_disturbs_nobody(own: Engine) -> None:
-    connection = _channel(own)._socket
+    connection = _socket(own)
     with socket.socket(connection.family, socket.SOCK_STREAM) as stranger:
         stranger.settimeout(LIMIT_S)
         stranger.connect(connection.getpeername())
@@ -155,19 +260,7 @@ def test_a_stranger_gets_nothing_and_disturbs_nobody(own: Engine) -> None:
     assert own.call("add") == 1
 
 
-def test_without_it_calls_go_by_way_of_ray(backend: str, own: Engine, gate: Gate) -> None:
-    """As where a firewall lets nothing but Ray through."""
-    _cut(_channel(own), reset=False)
-    wait_until(lambda: not _channel(own).is_open, "the connection is known to be lost")
-    assert [own.call("add") for _ in range(3)] == [1, 2, 3]
-    waiting = own.begin("wait", *gate.files)
-    gate.wait_started()
-    health = own.scheduler.status()
-    assert any(status.health is not None and str(status.health.running).endswith("wait") for status in health)
-    gate.open()
-    assert waiting.result(LIMIT_S) == 4
-
-
+@only_ray
 def test_what_is_kept_on_one_machine_reaches_workers_of_others(
     scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

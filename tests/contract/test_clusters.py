@@ -326,7 +326,6 @@ class Counted:
         return list, ((1, 2),)
 
 
-@pytest.mark.also_apart
 def test_a_value_for_many_ranks_is_packed_once(members: Members) -> None:
     Counted.num_packed = 0
     assert members.echo(Counted()) == [[1, 2]] * 8
@@ -336,7 +335,6 @@ def test_a_value_for_many_ranks_is_packed_once(members: Members) -> None:
     assert Counted.num_packed == 2
 
 
-@pytest.mark.also_apart
 def test_what_arrives_is_each_ranks_own(members: Members, make_cluster: Callable[..., Members]) -> None:
     """A value that was put once may not be one memory for several workers to write to."""
     value = np.zeros(1 << 16)
@@ -458,7 +456,6 @@ def test_rows_that_stay_cannot_be_pickled_otherwise(members: Members) -> None:
         pickle.loads(pickle.dumps(kept))
 
 
-@pytest.mark.also_apart
 def test_values_that_the_script_puts(scheduler: Scheduler, members: Members) -> None:
     value = {"x": np.arange(1 << 16)}
     handle = scheduler.put(value)

@@ -13,17 +13,14 @@ from typing import Any
 import numpy
 import pytest
 
-from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.scheduler import Call, Job, Scheduler
 from helmsman.controller._aio.event_loop import background_loop, run_sync
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.base import Call
-from helmsman.controller._transport import base
-from helmsman.rpc_server._wire import payload as wire_payload
+from helmsman.rpc_server._wire import wire as wire_module
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.frames import ReplyFrame, RequestFrame, encode_frame, framed_request
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.payload import to_wire
 from helmsman.rpc_server._wire.segments import ShmSegment, pack
+from helmsman.rpc_server._wire.wire import ReplyFrame, RequestFrame, Session, encode_frame, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
 
@@ -86,7 +83,7 @@ def test_bytes_of_a_message(arguments: Any, most_bytes: int) -> None:
     request, payload = Request(1000, Verb.CALL, "actor/0", "step"), encode(arguments)
     wire, segment = to_wire(payload)
     assert segment is None
-    assert len(framed_request(1000, encode_frame(RequestFrame(request, wire)))) <= most_bytes
+    assert len(Session().keep(encode_frame(RequestFrame(request, wire)))) <= most_bytes
     reply, nothing = Reply(1000, True), encode(None)
     assert len(encode_frame(ReplyFrame(reply, to_wire(nothing)[0]))) <= 24
 
@@ -101,13 +98,13 @@ def test_a_group_call_is_one_message_for_all_ranks(
     payload = encode((([1, "two"],), {}))
     calls = {worker: Call(payload=payload) for worker in workers}
     made: list[bytes] = []
-    encode_body = base.encode_frame
+    encode_body = wire_module.encode_frame
 
     def count(frame: Any) -> bytes:
         made.append(encode_body(frame))
         return made[-1]
 
-    monkeypatch.setattr(base, "encode_frame", count)
+    monkeypatch.setattr(wire_module, "encode_frame", count)
     tasks.clear()
     results = run_sync(call_all(scheduler, role, "echo", calls))
     assert results == [[1, "two"]] * 4
@@ -145,7 +142,7 @@ def test_bytes_that_the_script_copies(
         copied.append(sum(memoryview(each).nbytes for each in buffers))
         return pack(buffers)
 
-    monkeypatch.setattr(wire_payload, "pack", count)
+    monkeypatch.setattr(wire_module, "pack", count)
     value = numpy.ones(1 << 18)
     assert engine.call("total", value) == 1 << 18
     assert copied == [value.nbytes]

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, SchedulingStrategy
+from helmsman.api.scheduler import Call, Job, Scheduler, SchedulingSpec, SchedulingStrategy
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.base import Call
-from helmsman.controller._transport.base import Outgoing
-from helmsman.controller._transport.client import request_ids
-from helmsman.controller._transport.pending_call import FutureExchange
+from helmsman.controller._transport.client import await_reply, request_ids
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 from tests.contract.engines import Counter, Failing, SilentError, Slow, Strange, Unloadable
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
@@ -276,22 +274,21 @@ def test_forgotten_engine_name_is_explained(engine: Engine) -> None:
         call(engine.worker_id, "add", 2)
     with pytest.raises(TypeError, match=expected):
         asyncio.run(engine.scheduler.async_call_engine(engine.worker_id, "add", 2))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="call_all: the argument engine_name is 2 "):
+    with pytest.raises(TypeError, match="call_many: the argument engine_name is 2 "):
         run_sync(call_all(engine.scheduler, "shared", "add", {engine.worker_id: Call()}, engine_name=2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r'create_engine\(worker, engine, "counter", 2\)'):
         asyncio.run(engine.scheduler.create_engine(engine.worker_id, Counter, 2))  # type: ignore[arg-type]
     assert engine.call("add") == 1
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: Engine) -> None:
-    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     pid = engine.call("pid")
 
     async def send() -> object:
         request = Request(next(request_ids), Verb.CALL, 5, "add")  # type: ignore[arg-type]
-        return await FutureExchange.begun(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
+        return await await_reply(client, Outgoing(request, encode(((), {}))), LIMIT_S, "this test")
 
     for _ in range(3):
         with pytest.raises(errors.ProtocolError, match="could not be decoded: Expected `str | null`, got `int`"):
@@ -300,7 +297,6 @@ def test_message_that_cannot_be_decoded_is_refused_and_later_ones_run(engine: En
     assert engine.call("pid") == pid
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its messages are not encoded")
 def test_message_that_cannot_be_encoded_takes_no_number(engine: Engine) -> None:
     for method in ("\ud800", "add\udfff"):
@@ -309,7 +305,7 @@ def test_message_that_cannot_be_encoded_takes_no_number(engine: Engine) -> None:
         with pytest.raises(errors.ProtocolError, match="cannot be encoded"):
             asyncio.run(engine.acall(method))
     assert engine.call("add") == 1
-    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     assert not client.in_flight
 
 

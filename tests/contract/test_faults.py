@@ -73,7 +73,6 @@ def worker(scheduler: Scheduler, role: str) -> Engine:
     return Engine.create(scheduler, worker_id, Counter)
 
 
-@pytest.mark.also_apart
 def test_a_killed_worker_is_dead_and_says_so(scheduler: Scheduler, worker: Engine, engine: Engine, gate: Gate) -> None:
     pid = worker.call("pid")
     running = worker.begin("wait", *gate.files)

@@ -114,13 +114,6 @@ def _observed(engine: Engine) -> WorkerHealth:
     return health
 
 
-@pytest.fixture
-def own(scheduler: Scheduler, role: str) -> Engine:
-    """A Counter in a worker of this test alone."""
-    (worker_id,) = scheduler.create_workers(Job(role=role))
-    return Engine.create(scheduler, worker_id, Counter, f"counter-{role}")
-
-
 @contextlib.contextmanager
 def _held_interpreter(engine: Engine, gate: Gate, method: str) -> Iterator[None]:
     future = engine.begin(method, *gate.files)
@@ -133,7 +126,6 @@ def _held_interpreter(engine: Engine, gate: Gate, method: str) -> Iterator[None]
     future.result(timeout=LIMIT_S)
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", SHARED_LOCK)
 def test_health_while_c_code_holds_the_interpreter(own: Engine, gate: Gate) -> None:
     wait_until(lambda: asyncio.run(own.scheduler.check_health(own.worker_id)).answered, "it answers")
@@ -175,7 +167,6 @@ def test_health_while_c_code_sleeps_with_the_interpreter(own: Engine) -> None:
     future.result(timeout=LIMIT_S)
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "a stopped worker would be the stopped script")
 def test_health_of_a_stopped_worker(own: Engine) -> None:
     pid = own.call("pid")

@@ -19,8 +19,6 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, wait_gone
 
-pytestmark = pytest.mark.also_apart
-
 LARGE_BYTES = 64 << 20
 
 

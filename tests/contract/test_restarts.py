@@ -40,7 +40,6 @@ def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, r
         asyncio.run(scheduler.kill_worker(f"{role}/7", "was ended"))
 
 
-@pytest.mark.also_apart
 @pytest.mark.not_on("inline", "its workers have no logs of their own")
 def test_the_log_tail_is_that_of_the_new_process(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))

@@ -192,7 +192,7 @@ def test_a_worker_is_removed_while_it_is_restarted(scheduler: Scheduler, backend
         doomed = f"{role}/{index + 1}"
         with ThreadPoolExecutor() as pool:
             restart = pool.submit(scheduler.restart_worker, doomed)
-            wait_until(lambda: doomed in scheduler._roles[role].restarts or restart.done(), "it is restarted")  # type: ignore[attr-defined]  # noqa: B023
+            wait_until(lambda: doomed in scheduler._roles.role(role).restarts or restart.done(), "it is restarted")  # type: ignore[attr-defined]  # noqa: B023
             removal = pool.submit(scheduler.remove_workers, role, [doomed])
             removal.result(30)
             with contextlib.suppress(errors.WorkerNotFoundError):
@@ -217,7 +217,7 @@ def test_a_removal_whose_caller_is_interrupted_is_finished(scheduler: Scheduler,
     engine = Engine.create(scheduler, f"{role}/0", Counter)
     pid = engine.call("pid")
     with held(engine, gate) as call:
-        removal = submit(scheduler._remove(scheduler._roles[role], [f"{role}/0"]))  # type: ignore[attr-defined]
+        removal = submit(scheduler._scaling.remove(scheduler._roles.role(role), [f"{role}/0"]))  # type: ignore[attr-defined]
         wait_until(lambda: _ids(scheduler, role) == [f"{role}/1"], "it has begun")
         removal.cancel()
         wait_gone({f"{role}/0": pid})

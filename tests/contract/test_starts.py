@@ -70,7 +70,7 @@ def _workers_of_this_machine() -> set[int]:
 @pytest.mark.not_on("inline", "its workers have no log files")
 def test_a_worker_that_ends_while_it_starts(backend: str, scheduler: Scheduler, role: str) -> None:
     """Its log cannot be opened, because a folder has the name."""
-    log_dir = Path(scheduler._log_dir)  # type: ignore[attr-defined]
+    log_dir = scheduler._run.log_dir  # type: ignore[attr-defined]
     (log_dir / f"{role}-1.log").mkdir()
     workers = _workers_of_this_machine()
     with pytest.raises(errors.WorkerStartError) as caught:

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Scheduler, Timeouts, WorkerState
+from helmsman.api.scheduler import Call, Job, Scheduler, Timeouts, WorkerState
 from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.base import Call
 from helmsman.rpc_server._wire.segments import drop_spares
 from tests.contract.engines import Counter, Slow
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, stop, wait_until
@@ -142,7 +141,7 @@ def test_limit_holds_for_a_stopped_worker_and_its_stack_is_logged_later(
 
 @pytest.mark.parametrize("how", HOWS)
 def test_call_that_ends_just_before_its_limit_returns_its_result(engine: Engine, gate: Gate, how: str) -> None:
-    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     future = _begin(engine, how, "wait", *gate.files, timeout=3.5)
     wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
     gate.open()
@@ -176,7 +175,7 @@ def test_many_late_calls_of_one_worker_are_located(engine: Engine, caplog: pytes
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
 def test_worker_that_dies_at_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
     engine, pid = own
-    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     stop(pid)
     future = engine.begin("wait", *gate.files, timeout=0.5)
     wait_until(lambda: client.overdue or future.done(), "the limit is over")
@@ -192,7 +191,7 @@ def test_worker_that_dies_at_the_limit_is_blamed_for_the_call(own: tuple[Engine,
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
 def test_worker_that_dies_before_the_limit_is_blamed_for_the_call(own: tuple[Engine, int], gate: Gate) -> None:
     engine, pid = own
-    client = engine.scheduler._client(engine.worker_id)  # type: ignore[attr-defined]
+    client = engine.scheduler._roles.client(engine.worker_id)  # type: ignore[attr-defined]
     future = engine.begin("wait", *gate.files, timeout=3.5)
     wait_until(lambda: any(each._seen is not None for each in list(client.in_flight.values())), "the worker was asked")
     os.kill(pid, signal.SIGKILL)

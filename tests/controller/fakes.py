@@ -206,6 +206,7 @@ class FakeScheduler(Scheduler):
     ) -> Any:
         self._require_open("async_call_engine")
         self.sent.append(Sent(worker_id, method, args, rpc_meta, timeout))
+        kwargs |= (rpc_meta or {}).get("kwargs", {})
         work = asyncio.ensure_future(self._run(worker_id, method, args, kwargs))
         death = self._deaths[worker_id]
         await asyncio.wait({work, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

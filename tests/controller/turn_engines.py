@@ -106,4 +106,4 @@ class Rollout(HFRolloutEngine):
 
     def is_asleep(self) -> bool:
         """Whether it accepts no request."""
-        return self._running()._is_asleep
+        return not self._running().state.has_cache

@@ -64,6 +64,12 @@ class Proxy:
         assert self._to_connector is not None
         self._to_connector.write(data)
 
+    def drop(self) -> None:
+        """Abort the latest connection at both ends."""
+        for writer in (self._to_listener, self._to_connector):
+            assert writer is not None
+            writer.transport.abort()
+
     def close(self) -> None:
         """End all connections."""
         for task in self._tasks:

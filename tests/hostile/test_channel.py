@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import ProtocolError
-from helmsman.controller._transport.channel import Channel, Posted
+from helmsman.controller._transport.channel import Channel
 from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Payload
@@ -43,28 +43,35 @@ class Answer:
 class Controller:
     """A controller's end of the channel."""
 
-    def __init__(self, sock: socket.socket, worker: Worker) -> None:
-        self.lost: asyncio.Future[list[Posted]] = asyncio.get_running_loop().create_future()
+    def __init__(self, worker: Worker, port: int | None, *, reconnects: bool) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Settled when the connection is lost and no other replaces it."""
+        self.num_connections = 0
+        self._reconnects = reconnects
+        self._worker = worker
+        self._address = worker.address if port is None else ("127.0.0.1", port)
         self._num_requests = 0
-        self.channel = Channel(
-            sock,
-            shares_memory=worker.mode == "unix",
-            acknowledges=False,
-            on_apart=lambda posted: None,
-            on_lost=self.lost.set_result,
-        )
+        self.channel = Channel("target/0", self._connect, shares_memory=worker.mode == "unix")
 
     @classmethod
-    async def of(cls, worker: Worker, port: int | None = None) -> Controller:
+    async def of(cls, worker: Worker, port: int | None = None, *, reconnects: bool = False) -> Controller:
         """Connect, by way of a proxy's port where one is given."""
-        address = worker.address if port is None else ("127.0.0.1", port)
-        return cls(await connect(address, worker.key, LIMIT_S, tls=worker.mode == "tls"), worker)
+        controller = cls(worker, port, reconnects=reconnects)
+        await controller.channel.open()
+        return controller
+
+    async def _connect(self) -> socket.socket:
+        self.num_connections += 1
+        if self.num_connections > 1 and not self._reconnects:
+            self.lost.set_result(None)
+            await asyncio.Event().wait()
+        return await connect(self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls")
 
     def send(self, target: Path) -> Answer:
         """Send a request that adds a line to a file."""
         self._num_requests += 1
         answer = Answer()
-        self.channel.write(self._num_requests, 0, request_body(self._num_requests, target), answer)
+        self.channel.write(self._num_requests, request_body(self._num_requests, target), answer)
         return answer
 
     async def call(self, target: Path) -> None:
@@ -93,12 +100,24 @@ async def test_channel_relay_only_relays(worker: Worker, proxy: Proxy, target: P
     controller.channel.close()
 
 
+async def test_channel_relay_drops_connections(worker: Worker, proxy: Proxy, target: Path) -> None:
+    controller = await Controller.of(worker, await proxy.relay(worker.address[1]), reconnects=True)
+    for number in range(2, 7):
+        answers = [controller.send(target) for _ in range(20)]
+        proxy.drop()
+        await asyncio.wait_for(asyncio.gather(*(answer.future for answer in answers)), LIMIT_S)
+        await controller.call(target)
+        assert controller.num_connections == number
+    assert num_executed(target) == 105, "each is executed once"
+    controller.channel.close()
+
+
 async def test_channel_relay_injects_frame_with_tls(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
     worker = make_worker("tls")
     controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
     await controller.call(target)
     proxy.inject(request_frame(99, target))
-    assert await asyncio.wait_for(controller.lost, LIMIT_S) == []
+    await asyncio.wait_for(controller.lost, LIMIT_S)
     await (await Controller.of(worker)).call(target)
     assert num_executed(target) == 2
 
@@ -116,7 +135,7 @@ async def test_channel_relay_alters_request(make_worker: MakeWorker, proxy: Prox
     controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
     proxy.alter = True
     controller.send(target)
-    assert len(await asyncio.wait_for(controller.lost, LIMIT_S)) == 1
+    await asyncio.wait_for(controller.lost, LIMIT_S)
     assert num_executed(target) == 0
     await (await Controller.of(worker)).call(target)
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.api.errors import HelmsmanError, PreflightError, UntrustedPathError, WorkerStartError
+from helmsman.api.errors import BootstrapExit, HelmsmanError, UntrustedPathError, WorkerStartError
 from helmsman.api.scheduler import Job
 from helmsman.controller._bootstrap.run_folder import run_folder
 from helmsman.controller._node.run_registry import UP, RunLock, RunRecord, default_log_dir, read_runs, user_dir
@@ -104,7 +104,7 @@ class TestAnothersDirectoryOfOurName:
 
     def test_up_does_not_start(self, planted: Path) -> None:
         ended = helmsman(*UP_ON_ONE_NODE)
-        assert ended.returncode == PreflightError.exit_code
+        assert ended.returncode == BootstrapExit.PREFLIGHT
         assert f"{planted} is not used: it is a directory" in ended.stderr + ended.stdout
 
     @pytest.mark.parametrize("backend", OPTIONS)
@@ -190,7 +190,7 @@ class TestRecords:
         user_dir().symlink_to(precious)
         with pytest.raises(UntrustedPathError, match="is not used: it is a symbolic link"):
             RunLock(RUN_ID, "Test", precious)
-        assert helmsman(*UP_ON_ONE_NODE).returncode == PreflightError.exit_code
+        assert helmsman(*UP_ON_ONE_NODE).returncode == BootstrapExit.PREFLIGHT
         assert helmsman("clean", "--logs").returncode == 1
 
 

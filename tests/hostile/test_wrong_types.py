@@ -63,7 +63,7 @@ _TEXT, _COUNT, _NUMBER, _FLAG, _MAPPING = _is(str), _is(int), _is(int, float), _
 _SEQUENCE: Accepts = _is(list, tuple, range)
 _NONE: Accepts = lambda value: value is None  # noqa: E731 - beside its like
 ACCEPTS: Mapping[str, Accepts] = {
-    **dict.fromkeys(("worker_id", "role", "target_role", "method", "cause", "address", "path", "holder"), _TEXT),
+    **dict.fromkeys(("worker_id", "role", "target_role", "method", "cause", "address", "path", "holder", "next_step"), _TEXT),
     **dict.fromkeys(("engine_name", "command", "dtype", "checkpoint", "role of delete_workers"), _or_none(_TEXT)),
     **dict.fromkeys(("replicas", "count", "port", "rank", "device", "world_size", "version", "level", "num_samples"), _COUNT),
     **dict.fromkeys(("lr", "num_cpus"), _NUMBER),
@@ -72,7 +72,7 @@ ACCEPTS: Mapping[str, Accepts] = {
     **dict.fromkeys(("timeout",), _or_none(_NUMBER)),
     **dict.fromkeys(("handle", "fault", "job", "rollout", "sampling", "options", "resume_from"), lambda _: False),
     **{name: _or_none(lambda _: False) for name in ("sampling", "options", "resume_from")},
-    **dict.fromkeys(("env", "loss_kwargs", "weights"), _MAPPING),
+    **dict.fromkeys(("env", "calls", "loss_kwargs", "weights"), _MAPPING),
     "loss_kwargs": _or_none(_MAPPING),
     "rpc_meta": _or_none(_MAPPING),
     "engine": lambda value: isinstance(value, str) or callable(value),
@@ -109,6 +109,8 @@ GOOD: Mapping[str, Any] = {
     "method": "add",
     "engine_name": "counter",
     "cause": "was ended",
+    "next_step": "",
+    "calls": {},
     "address": "127.0.0.1",
     "port": 20000,
     "replicas": 1,

@@ -19,10 +19,9 @@ from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame, framed_request
 from helmsman.rpc_server._wire.messages import Request, Verb, WorkerIdentity
-from helmsman.rpc_server._wire.payload import to_wire
 from helmsman.rpc_server._wire.tls import server_tls
+from helmsman.rpc_server._wire.wire import RequestFrame, Session, encode_frame, to_wire
 from tests.contract.helpers import ROOT
 
 
@@ -94,7 +93,7 @@ def request_body(request_id: int, target: Path) -> bytes:
 
 def request_frame(request_id: int, target: Path) -> bytes:
     """The same as bytes on a plain connection."""
-    return framed_request(0, request_body(request_id, target))
+    return Session().keep(request_body(request_id, target))
 
 
 def serve(key: bytes, mode: str) -> None:

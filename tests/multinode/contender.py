@@ -41,7 +41,7 @@ def main() -> None:
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             jobs: Any = msgspec.json.decode(line, type=list[Job])
-            print(json.dumps(submit(admit_and_free(run._prefix, jobs)).result()), flush=True)
+            print(json.dumps(submit(admit_and_free(f"helmsman/{run.run_id}", jobs)).result()), flush=True)
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def test_rounds_of_two_controllers_that_contend(nodes: Nodes, run: RayScheduler)
             ours, theirs = _random_jobs(random_), _random_jobs(random_)
             other.stdin.write(msgspec.json.encode(theirs).decode() + "\n")
             other.stdin.flush()
-            outcomes[submit(admit_and_free(run._prefix, ours)).result(2 * CONTENDER_LIMIT_S)] += 1
+            outcomes[submit(admit_and_free(f"helmsman/{run.run_id}", ours)).result(2 * CONTENDER_LIMIT_S)] += 1
             outcomes[json.loads(other.stdout.readline())] += 1
             assert _groups() == []
         other.stdin.close()

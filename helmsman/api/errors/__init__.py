@@ -74,6 +74,7 @@ HelmsmanError
 │   └── PlatformPicklingError (TypeError)
 ├── SchedulerClosedError
 ├── ShutdownIncompleteError
+├── LogDirectoryError (OSError)           the log directory of a run cannot be made or used
 └── UntrustedPathError (PermissionError)  a file or directory that another user may have planted
 
 To add an error: subclass the branch it belongs to, declare its fields as annotations and its message as ``template``, with the

@@ -194,6 +194,17 @@ class DeviceMismatchError(PlatformError):
         )
 
 
+class LogDirectoryError(HelmsmanError, OSError):
+    """The log directory of a run cannot be made or used."""
+
+    path: str
+    reason: str
+    template = (
+        "the logs of this run cannot be kept in {path}: {reason}. Name a directory that can be written to by log_dir; without "
+        "it the place is below XDG_STATE_HOME, else among the temporary files (TMPDIR)."
+    )
+
+
 class UntrustedPathError(HelmsmanError, PermissionError):
     """A file or directory that another user may have planted; nothing was written, read or removed through it."""
 

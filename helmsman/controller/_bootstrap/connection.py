@@ -19,8 +19,8 @@ from helmsman.api.errors import ProtocolError
 from helmsman.controller._bootstrap.async_utils import in_daemon_thread
 from helmsman.rpc_server._wire.auth import authenticate_listener
 from helmsman.rpc_server._wire.stream import Stream, open_tcp
+from helmsman.rpc_server._wire.wire import LENGTH_BYTES, pack_length, unpack_length
 
-_LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
 
 
@@ -135,7 +135,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Send, and do not wait: what the peer does not get it will miss as silence."""
         data = _encoder.encode(message)
-        self._stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        self._stream.write(pack_length(len(data)) + data)
 
     async def receive(self) -> Message:
         """The next message that is more than a beat; a cancelled call loses none. Raises: LinkLostError."""
@@ -143,9 +143,7 @@ class Link:
             try:
                 async with asyncio.timeout(self._patience.silent_s):
                     if self._length is None:
-                        self._length = int.from_bytes(await self._stream.read(_LENGTH_BYTES), "big")
-                    if self._length > _MOST_BYTES:
-                        raise LinkLostError(f"a message of {self._length} bytes, and at most {_MOST_BYTES} are taken")
+                        self._length = unpack_length(await self._stream.read(LENGTH_BYTES), _MOST_BYTES)
                     data = await self._stream.read(self._length)
                 self._length = None
                 message: Message = _decoder.decode(data)
@@ -153,6 +151,8 @@ class Link:
                 raise LinkLostError(f"nothing was heard for {self._patience.silent_s:g} s") from error
             except (EOFError, OSError) as error:
                 raise LinkLostError("the connection was closed") from error
+            except ProtocolError as error:
+                raise LinkLostError(str(error)) from error
             except msgspec.MsgspecError as error:
                 raise LinkLostError(f"a message of another version of Helmsman: {error}") from error
             self._heard.set()

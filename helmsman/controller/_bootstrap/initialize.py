@@ -13,15 +13,9 @@ from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.resources import ACCELERATORS
 from helmsman.controller._placement.snapshot import NodeState
-from helmsman.controller._ray_backend.embedded import (
-    choose_authentication,
-    connect,
-    end_current,
-    forget_lost,
-    has_started_its_cluster,
-    outliving_the_raylet,
-    script_is_failing,
-)
+from helmsman.controller._ray_backend.before_import import choose_authentication, outliving_the_raylet
+from helmsman.controller._ray_backend.embedded import end_current, forget_lost, has_started_its_cluster, script_is_failing
+from helmsman.controller._ray_backend.embedded_start import connect
 
 _END_S = 10.0
 

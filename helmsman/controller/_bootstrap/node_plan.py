@@ -29,7 +29,7 @@ _AGENT_PORTS = (
     "--dashboard-agent-grpc-port",
     "--metrics-export-port",
 )
-RAY_COMMAND = (sys.executable, "-m", "helmsman.controller._bootstrap.ray_patience", "start")
+RAY_COMMAND = (sys.executable, "-m", "helmsman.controller._ray_backend.start_limits", "start")
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
@@ -18,20 +17,16 @@ from pathlib import Path
 from helmsman.api.errors import BootstrapError, BootstrapExit
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._bootstrap.async_utils import Tell
-from helmsman.controller._transport.base import tail_of
+from helmsman.controller._ray_backend.ray_logs import last_warnings, newest_session_logs
+from helmsman.controller._ray_backend.start_limits import CORE
+from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, end_family, family, process_table, wait_until
 
 _STARTED = "Ray runtime started."
 _POLL_S = 0.05
 _END_S = 2.0
 """How long Ray may take to end in order."""
-_WATCHED = ("raylet", "gcs_server")
 _LOOK_S = 1.0
-_LOGS = ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
-"""Logs of Ray's processes, in the order in which they start."""
-_IS_NEWS = re.compile(r"\[?[-\d]+ [\d:,]+[ \t]+([WECF] \d|WARNING|ERROR|CRITICAL)")
-_NEWS = 3
-"""How many lines of each log are shown."""
 
 
 class RayProcess:
@@ -104,13 +99,8 @@ class RayProcess:
 
     def _log(self) -> str:
         """The end of what ``ray start`` printed, and the last warnings and errors of the processes that it has started."""
-        found, known = [tail_of(str(self._log_path))], set[str]()
-        sessions = sorted(self._log_path.parent.glob("ray/session_2*/logs"), key=lambda path: path.stat().st_mtime)
-        for name in _LOGS if sessions else ():
-            lines = [line for line in tail_of(str(sessions[-1] / name), 1000).splitlines() if _IS_NEWS.match(line)]
-            found += [f"{name}: {line}" for line in lines if line not in known][-_NEWS:]
-            known |= set(lines)
-        return "\n".join(found)
+        logs = newest_session_logs(self._log_path.parent / "ray", "session_2*")
+        return "\n".join([tail_of(str(self._log_path)), *(last_warnings(logs) if logs else ())])
 
     def _watch_members(self) -> None:
         for pid, name in self._members():
@@ -125,7 +115,7 @@ class RayProcess:
         for pid in family(self._process.pid, self._tag) | descendants(self._process.pid, process_table()):
             with contextlib.suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name in _WATCHED:
+                if name in CORE:
                     found.append((pid, name))
         return found
 
@@ -144,9 +134,9 @@ class RayProcess:
             self._pidfds.remove(pidfd)
             os.close(pidfd)
         code = self._process.poll() if name == "ray start" and self._process is not None else None
-        how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"
+        how = "has ended" if code is None else describe_exit(*split_returncode(code))
         if not self._ended.done():
-            self._ended.set_result(f"{name} has ended{how}")
+            self._ended.set_result(f"{name} {how}")
 
     async def ended(self) -> str:
         """Wait until a process without which the node is none has ended; returns which."""

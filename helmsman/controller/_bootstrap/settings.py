@@ -10,8 +10,8 @@ import msgspec
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.ray_patience import LIMIT_VARIABLE
 from helmsman.controller._node.checks import MEMORY_BESIDE_STORE, OBJECT_STORE_SHARE, STORE_LEAST, size
+from helmsman.controller._ray_backend.start_limits import LIMIT_VARIABLE
 
 GIB = 1 << 30
 _STORE_MOST = 200 * GIB

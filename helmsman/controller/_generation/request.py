@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
 from helmsman.api.suggestions import Suggesting
-
-if TYPE_CHECKING:
-    from helmsman.controller._generation.instance import Instance
 
 
 class RequestState(Enum):
@@ -79,6 +76,15 @@ class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
 _numbers = itertools.count()
 
 
+class Holder(Protocol):
+    """An instance, as far as the requests that it has know it."""
+
+    instance_id: str
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Count a request that it no longer has."""
+
+
 class Ticket:
     """A request between its submission and its end. Used on one event loop; its future from any thread."""
 
@@ -89,7 +95,7 @@ class Ticket:
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
         """In the order of submission."""
-        self.instance: Instance | None = None
+        self.instance: Holder | None = None
         """That has it."""
         self.sent_to = ""
         """Id of the instance that it was last sent to."""

@@ -26,8 +26,15 @@ class RequestMaker:
         self._role = role
         self._numbers = itertools.count()
 
-    def make(self, prompt: Prompt, sampling: SamplingParams | None, name: str = "the prompt") -> GenerationRequest:
-        """One request. Raises: ValueError for a prompt that makes no sense, called by this name."""
+    def make(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        resume_from: GenerationResult | None = None,
+        name: str = "the prompt",
+    ) -> GenerationRequest:
+        """One request. Raises: ValueError for a prompt that makes no sense, called by this name, or a ``resume_from`` that it
+        cannot go on from."""
         if isinstance(prompt, GenerationRequest):
             if sampling is not None:
                 raise ValueError(f"{name} is a GenerationRequest with sampling parameters of its own; leave `sampling` out")
@@ -40,6 +47,8 @@ class RequestMaker:
             )
         if not request.prompt_ids:
             raise ValueError(f"{name} is empty; expected at least one token id")
+        if resume_from is not None:
+            require_resumable(request, resume_from)
         return request
 
     def make_all(
@@ -49,7 +58,7 @@ class RequestMaker:
         each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one for all, or one for each")
-        requests = [self.make(p, s, f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+        requests = [self.make(p, s, name=f"prompt {i}") for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
         return [sample for request in requests for sample in samples_of(request, num_samples)]
 
 

@@ -11,7 +11,7 @@ from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlin
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import RequestState, Ticket
+from helmsman.controller._generation.request import Holder, RequestState, Ticket
 from helmsman.controller._generation.request_queue import WaitingRequests
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
@@ -33,27 +33,19 @@ class Backend(Protocol):
 
 
 class RequestFlow:
-    """Moves the requests of a GenerateScheduler, which says what comes in, which instances there are and what ends early."""
+    """Moves the requests of a GenerateScheduler, which decides what comes in, which instances there are and what ends early."""
 
     def __init__(
         self,
         backend: Backend,
-        *,
-        policy: RoutingPolicy | None = None,
-        retries: RetryPolicy | None = None,
-        max_in_flight: int | None = None,
-        max_queue: int | None = None,
-        why_hopeless: Callable[[], Exception | None] = lambda: None,
+        policy: RoutingPolicy | None,
+        retries: RetryPolicy | None,
+        max_in_flight: int | None,
+        why_hopeless: Callable[[], Exception | None],
     ) -> None:
-        """Serve no instance yet; see add.
-
-        Args:
-            policy: LeastOutstandingTokens when None.
-            retries: RetryUnbegun when None.
-            max_in_flight: requests that all instances together have, at most.
-            max_queue: requests that wait here, at most; ``submit`` waits beyond it, ``put`` does not.
-            why_hopeless: asked while requests wait and no instance serves: why none ever will, with which they fail.
-        """
+        """Serve no instance yet. Arguments are those of GenerateScheduler."""
+        if max_in_flight is not None and max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}; expected 1 or more")
         self._backend = backend
         self._policy = policy or LeastOutstandingTokens()
         self._retries = retries or RetryUnbegun()
@@ -62,31 +54,43 @@ class RequestFlow:
         self.instances: dict[str, Instance] = {}
         self.on_lost: Callable[[str, Exception], None] = lambda id_, error: self.set_health(id_, Health.DEAD, error)
         """Told of an instance that a call has found to be gone."""
-        self._waiting = WaitingRequests()
-        self._open: dict[str, Ticket] = {}
+        self.waiting = WaitingRequests()
+        self.open: dict[str, Ticket] = {}
         """All that have not ended, by id."""
-        self._num_in_flight = 0
-        self._slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
-        self._holds_slot: set[Ticket] = set()
+        self.num_in_flight = 0
+        self.slots: asyncio.Semaphore | None = None
+        """Room for requests that were submitted, and wait."""
+        self.holds_slot: set[Ticket] = set()
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._watchers: list[asyncio.Future[None]] = []
         """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
-        self._suspended: set[str] = set()
+        self.suspended: set[str] = set()
         """By whom."""
-        self._expected_version: int | None = None
+        self.expected_version: int | None = None
         """Of the weights that were the last to be on their way to the instances."""
-        self._closed = ""
+        self.closed = ""
         """Why it takes no requests."""
 
     # --- to an instance ---------------------------------------------------------------------------------------------------
 
+    def enter(self, ticket: Ticket, kept: GenerationResult | None) -> None:
+        """Take a request in, with the tokens that it goes on from; pump is to follow."""
+        loop = asyncio.get_running_loop()
+        self.open[ticket.request_id] = ticket
+        if kept is not None:
+            ticket.keep(kept)
+        self.waiting.add(ticket)
+        if ticket.options.deadline_s is not None:
+            self._timers[ticket] = loop.call_later(ticket.options.deadline_s, self._expire, ticket)
+        ticket.future.add_done_callback(lambda _: self._on_done(ticket, loop))
+
     def pump(self) -> None:
         """Give out what can be given out now; to be called whenever an instance has changed."""
-        if self._waiting and not self._anybody_serves() and (reason := self._why_hopeless()) is not None:
+        if self.waiting and (reason := self.why_none_serves()) is not None:
             self._fail_waiting(reason)
         held: list[Ticket] = []
-        while self._waiting and not self._suspended and self._room() > 0 and (ticket := self._waiting.first()) is not None:
+        while self.waiting and not self.suspended and self._room() > 0 and (ticket := self.waiting.first()) is not None:
             if ticket.future.cancelled():
                 self._end_cancelled(ticket)
                 continue
@@ -95,7 +99,7 @@ class RequestFlow:
             if not able or self._room() < len(samples):
                 break
             if not (fit := self._not_behind(ticket, able)):
-                held.append(self._waiting.pass_over())
+                held.append(self.waiting.pass_over())
                 continue
             try:
                 chosen = self._policy.choose(ticket, fit)
@@ -104,47 +108,48 @@ class RequestFlow:
                         f"{type(self._policy).__name__}.choose gave {getattr(chosen, 'instance_id', chosen)!r} for request "
                         f"{ticket.request_id!r}; expected one of the {len(fit)} instances that it was given"
                     )
-            except Exception as error:  # noqa: BLE001 - a policy may be the user's; whoever has caused this turn has no part in it
+            except Exception as error:  # noqa: BLE001 - a policy may be the user's, and its error is this request's alone
                 self._end(ticket, RequestState.FAILED, error)
             else:
                 self._admit(samples[: chosen.capacity], chosen)
-        self._waiting.put_back(held)
+        self.waiting.put_back(held)
 
     def _not_behind(self, ticket: Ticket, able: Sequence[Instance]) -> Sequence[Instance]:
         """Those by which the weights of a sample do not go back."""
-        if ticket.newest_version is None or self._expected_version is None:
+        if ticket.newest_version is None or self.expected_version is None:
             return able
         # What is newer than all that was ever expected was made by weights that instances were built with, and will not come.
-        least = min(ticket.newest_version, self._expected_version)
+        least = min(ticket.newest_version, self.expected_version)
         return [instance for instance in able if instance.version is None or instance.version >= least]
 
     def _fail_waiting(self, reason: Exception) -> None:
-        for ticket in list(self._waiting):
-            if ticket in self._waiting:  # what the end of another has caused may have ended it
+        for ticket in list(self.waiting):
+            if ticket in self.waiting:  # what the end of another has caused may have ended it
                 self._end(ticket, RequestState.FAILED, reason)
 
     def _room(self) -> float:
         """How many more all instances together may have."""
-        return math.inf if self._max_in_flight is None else self._max_in_flight - self._num_in_flight
+        return math.inf if self._max_in_flight is None else self._max_in_flight - self.num_in_flight
 
-    def _anybody_serves(self) -> bool:
-        return any(instance.health.serves for instance in self.instances.values())
+    def why_none_serves(self) -> Exception | None:
+        """Why no instance serves or will; None while one does or may."""
+        return None if any(instance.health.serves for instance in self.instances.values()) else self._why_hopeless()
 
     def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
         """Those that wait and can be sent by the same call as one that does, which is the first of them."""
         if ticket.num_kept:
             return [ticket]
-        others = (each for each in ticket.together if each is not ticket and each in self._waiting)
+        others = (each for each in ticket.together if each is not ticket and each in self.waiting)
         return [ticket, *(each for each in others if not each.num_kept)]
 
     def _admit(self, samples: Sequence[Ticket], instance: Instance) -> None:
         for ticket in samples:
             ticket.to(RequestState.ADMITTED)
-            self._waiting.discard(ticket)
+            self.waiting.discard(ticket)
             self._free_slot(ticket)
             ticket.instance = instance
             instance.take(ticket)
-            self._num_in_flight += 1
+            self.num_in_flight += 1
         call = asyncio.get_running_loop().create_task(self._run(samples, instance))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -152,9 +157,9 @@ class RequestFlow:
     async def _run(self, samples: Sequence[Ticket], instance: Instance) -> None:
         # A turn of the loop later: requests may have ended, or the instance been left, or everything been suspended.
         admitted = [each for each in samples if each.instance is instance and each.state is RequestState.ADMITTED]
-        if self._suspended or not instance.serves:
+        if self.suspended or not instance.serves:
             for ticket in admitted:
-                self._requeue(ticket)
+                self.requeue(ticket)
             self.pump()
             return
         attempts: dict[Ticket, int] = {}
@@ -196,9 +201,9 @@ class RequestFlow:
                 )
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                self.close("its event loop has ended")  # nobody else cancels these tasks
+                self.close("its event loop has ended")  # nothing else cancels these tasks
             return [_cancelled_call(ticket, instance_id, error) for ticket in samples]
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer to these requests, and others must go on
+        except BaseException as error:  # noqa: BLE001 - any error is the answer to these requests, and others must go on
             return [error] * len(samples)
         return results
 
@@ -212,48 +217,50 @@ class RequestFlow:
             self._end(ticket, RequestState.FAILED, outcome)
         elif outcome.stop_reason != "abort":
             self._end(ticket, RequestState.DONE, ticket.merged(outcome))
-        elif ticket.is_recalled and not ticket.is_aborted and not self._closed:
+        elif ticket.is_recalled and not ticket.is_aborted and not self.closed:
             ticket.keep(outcome)
             if (reason := ticket.kept_end) is not None:
                 self._end(ticket, RequestState.DONE, ticket.merged(None, reason))
             else:
-                self._requeue(ticket)
+                self.requeue(ticket)
         else:
-            self._end_aborted(ticket, outcome)
+            self.end_aborted(ticket, outcome)
 
     def _settle_lost(self, ticket: Ticket, lost: InstanceLostError) -> None:
         ticket.num_losses += 1
         try:
-            is_retried = not ticket.is_aborted and not self._closed and self._retries.may_retry(ticket, lost)
+            is_retried = not ticket.is_aborted and not self.closed and self._retries.may_retry(ticket, lost)
         except Exception as error:  # noqa: BLE001 - a policy may be the user's; the other requests of the instance go on
             self._end(ticket, RequestState.FAILED, error)
             return
         if ticket.is_aborted:
-            self._end_aborted(ticket, None)
+            self.end_aborted(ticket, None)
         elif is_retried:
-            self._requeue(ticket)
+            self.requeue(ticket)
         else:
             self._end(ticket, RequestState.FAILED, lost.__cause__ or lost)  # what the instance died of says more
 
-    def _end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
+    def end_aborted(self, ticket: Ticket, last: GenerationResult | None) -> None:
+        """End a request early, with its tokens of earlier attempts and of the last one."""
         result = ticket.merged(last, "abort")
         self._end(ticket, RequestState.PARTIAL if result.token_ids else RequestState.ABORTED, result)
 
-    def _requeue(self, ticket: Ticket) -> None:
+    def requeue(self, ticket: Ticket) -> None:
         """Back to the queue, to the place that its age gives it."""
         self._release(ticket)
         ticket.to(RequestState.QUEUED)
         ticket.is_recalled = False
-        self._waiting.add(ticket)
+        self.waiting.add(ticket)
 
     def _release(self, ticket: Ticket) -> None:
         if ticket.instance is not None:
             ticket.instance.give_back(ticket)
             ticket.instance = None
-            self._num_in_flight -= 1
-            self._wake()
+            self.num_in_flight -= 1
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have those look again who wait by until."""
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             if not watcher.done():
@@ -286,22 +293,22 @@ class RequestFlow:
         self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
-        self._waiting.discard(ticket)
+        self.waiting.discard(ticket)
         self._release(ticket)
-        self._wake()
+        self.wake()
         ticket.together = ()  # they refer to each other
-        self._open.pop(ticket.request_id, None)
+        self.open.pop(ticket.request_id, None)
         self._free_slot(ticket)
         if (timer := self._timers.pop(ticket, None)) is not None:
             timer.cancel()
 
     def _free_slot(self, ticket: Ticket) -> None:
-        if ticket in self._holds_slot and self._slots is not None:
-            self._holds_slot.remove(ticket)
-            self._slots.release()
+        if ticket in self.holds_slot and self.slots is not None:
+            self.holds_slot.remove(ticket)
+            self.slots.release()
 
     def _expire(self, ticket: Ticket) -> None:
-        """Its deadline has passed: it ends now, whatever its instance does."""
+        """Its deadline has passed: it ends now, also while its instance works."""
         self._timers.pop(ticket, None)
         instance = ticket.instance
         error = RequestDeadlineError(
@@ -313,13 +320,13 @@ class RequestFlow:
         was_running = ticket.state is RequestState.RUNNING
         self._end(ticket, RequestState.FAILED, error)
         if was_running and instance is not None:
-            self._abort_at(instance, [ticket])
+            self.abort_at(instance, [ticket])
         self.pump()
 
-    def close(self, reason: str = "the generation scheduler was closed") -> None:
+    def close(self, reason: str) -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
-        self._closed = self._closed or reason
-        for ticket in list(self._open.values()):
+        self.closed = self.closed or reason
+        for ticket in list(self.open.values()):
             if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
                 error = HelmsmanError(f"request {ticket.request_id!r} was not sent: {reason}.")
                 self._end(ticket, RequestState.FAILED, error)
@@ -336,7 +343,7 @@ class RequestFlow:
                 if ticket.is_running:
                     self._settle(ticket, self._lost(instance))
                 else:
-                    self._requeue(ticket)
+                    self.requeue(ticket)
         self.pump()
 
     def _lost(self, instance: Instance) -> InstanceLostError:
@@ -348,19 +355,22 @@ class RequestFlow:
         lost.__cause__ = why
         return lost
 
-    # --- what others need, too --------------------------------------------------------------------------------------------
+    # --- shared with the scheduler --------------------------------------------------------------------------------------------
 
-    def _abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
+    def abort_at(self, instance: Holder, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
+        """Have an instance give requests back, by a task that need not be awaited."""
+
         async def tell() -> None:
             await self._backend.abort(instance.instance_id, [ticket.request_id for ticket in tickets])
 
         call = asyncio.get_running_loop().create_task(tell())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # seen, also where nobody waits for it
+        call.add_done_callback(lambda call: call.cancelled() or call.exception())  # retrieved, also where it is not awaited
         return call
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which may change with a wake."""
         while not holds():
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.append(watcher)

@@ -57,7 +57,7 @@ class Supervisor:
         """Why instances were left, while that is still said of them."""
         self._mourners: dict[str, list[asyncio.Future[None]]] = {}
         self._loop_task: asyncio.Task[None] | None = None
-        requests.on_lost = lambda instance_id, error: self.note(instance_id, Event.LOST, error)
+        requests.on_lost(lambda instance_id, error: self.note(instance_id, Event.LOST, error))
 
     def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
         """Watch one more instance, which the scheduler serves by."""

@@ -24,7 +24,7 @@ import msgspec
 
 from helmsman.api.environment import masked_command
 from helmsman.controller._node.run_registry import RUN_ID, UP, RunRecord, forget_run, log_dirs, read_runs
-from helmsman.rpc_server._process.guardian import TAG_VARIABLE, mark_of, process_table, uid_of, wait_until
+from helmsman.rpc_server._process.guardian import TAG_VARIABLE, mark_of, process_of, process_table, uid_of, wait_until
 from helmsman.rpc_server._process.safe_files import is_own_directory, remove_tree
 
 log = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ def _kill(process: LeftProcess) -> None:
 
 
 def _lives(process: LeftProcess) -> bool:
-    row = process_table().get(process.pid)
+    row = process_of(process.pid)
     return row is not None and row.started == process.started and row.state != "Z"
 
 

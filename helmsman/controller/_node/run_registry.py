@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from helmsman.api.environment import masked_command
-from helmsman.api.errors import UntrustedPathError
+from helmsman.api.errors import LogDirectoryError, UntrustedPathError
 from helmsman.rpc_server._process.safe_files import is_own_directory, log_directory, private_directory, read_own
 
 RUN_ID = re.compile(r"[0-9a-f]{10}")
@@ -118,11 +118,16 @@ def make_log_dir(path: Path, run_id: str) -> None:
         path: default_log_dir of the run, or a directory that the user has named.
         run_id: of the run.
 
-    Raises: UntrustedPathError, OSError.
+    Raises: UntrustedPathError, LogDirectoryError.
     """
     own = next((place for place in log_places() if path == place.path / run_id), None)
-    with own.open(run_id) if own is not None else log_directory(path, run_id):
-        return
+    try:
+        with own.open(run_id) if own is not None else log_directory(path, run_id):
+            return
+    except UntrustedPathError:
+        raise
+    except OSError as error:
+        raise LogDirectoryError(path=str(path), reason=f"{error.strerror}: {error.filename}") from error
 
 
 UP = "helmsman up"
@@ -147,11 +152,14 @@ class RunLock:
         )
         self._name = f"{run_id}.json"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with _record_places()[0].open() as folder:
+        with _record_places()[0].open() as folder, contextlib.ExitStack() as undo:
             self._fd = os.open(self._name, flags, 0o600, dir_fd=folder)
+            undo.callback(os.close, self._fd)
+            undo.callback(os.unlink, self._name, dir_fd=folder)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            os.write(self._fd, msgspec.json.encode(record))
             self._folder = os.dup(folder)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        os.write(self._fd, msgspec.json.encode(record))
+            undo.pop_all()
         os.register_at_fork(after_in_child=self._forget)  # a child that inherits the lock would pass for the controller
 
     def _forget(self) -> None:

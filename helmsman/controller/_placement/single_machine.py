@@ -1,15 +1,17 @@
-"""The resources of one machine and the workers that hold them, for the local and inline schedulers."""
+"""The resources of one machine and the workers that hold them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
-from helmsman.api.plan import Plan
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job
+from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._node.checks import cpus_allowed, memory_allowed
 from helmsman.controller._node.devices import detect_devices
+from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.bundles import change_specs
 from helmsman.controller._placement.place import Place
 from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
@@ -18,8 +20,8 @@ from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 ADDRESS = "127.0.0.1"
 
 
-class OneMachine:
-    """The resources of this machine and their holders.
+class OneMachine(Allocator):
+    """Places on this machine.
 
     Accelerators, memory and custom resources belong to the worker that requests them. CPUs are shared: each worker may request
     all CPUs of the machine, so that a laptop can run a job of many ranks.
@@ -51,7 +53,6 @@ class OneMachine:
         """Memory and custom resources by worker id."""
 
     def snapshot(self) -> ClusterSnapshot:
-        """Return a cluster with this machine as the only node."""
         free = self.devices.free_ids()
         available = missing_of(self._total, total_of(self._held.values()))
         node = NodeState(
@@ -63,11 +64,12 @@ class OneMachine:
         )
         return ClusterSnapshot(nodes=(node,), can_grow=False, shared=frozenset({"CPU"}))
 
-    def hold(self, plan: Plan) -> dict[str, list[Place]]:
-        """Reserve the resources of a plan; returns the places of its workers in rank order, by role."""
-        places: dict[str, list[Place]] = {}
+    async def reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        plan = self.plan(jobs)
         for role in plan.roles:
-            places[role.role] = [Place.planned(worker, role.accelerator) for worker in role.workers]
+            resources[role.role].callback(self._free, [worker.worker_id for worker in role.workers])
             for instance in role.instances:
                 for worker in instance.workers:
                     held = instance.bundles[worker.bundle].resources
@@ -75,16 +77,17 @@ class OneMachine:
                     self._held[worker.worker_id] = {
                         name: amount for name, amount in held.items() if name not in ("CPU", self._kind)
                     }
-        return places
+        return {role.role: [Place.planned(worker, role.accelerator) for worker in role.workers] for role in plan.roles}
 
-    def free(self, worker_ids: Sequence[str]) -> None:
-        """Release the resources of these workers."""
+    async def give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+        self._free([worker_id])
+
+    def _free(self, worker_ids: Sequence[str]) -> None:
         self.devices.free(worker_ids)
         for worker_id in worker_ids:
             self._held.pop(worker_id, None)
 
-    def holders(self) -> str:
-        """Return the workers that hold resources, as text."""
+    def holders(self, jobs: Sequence[Job]) -> str:
         devices = dict(self.devices.holders())
         held = {
             worker_id: [*devices.get(worker_id, ()), *([show(amounts)] if amounts else [])]
@@ -93,7 +96,6 @@ class OneMachine:
         shown = "; ".join(f"{worker_id}: {','.join(each)}" for worker_id, each in held.items() if each)
         return f"this script's own workers ({shown}), which delete_workers frees"
 
-
-def without_selectors(job: Job) -> Job:
-    """Return the job without a choice of nodes, which one machine does not offer."""
-    return change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
+    def without_uncounted(self, job: Job) -> Job:
+        """Return the job without a choice of nodes, which one machine does not offer."""
+        return change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError
-from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
+from helmsman.controller._ray_backend.ray_logs import newest_log, tail_without_dumps
+from helmsman.controller._transport.base import describe_exit, split_returncode
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-CORE = ("gcs_server", "raylet")
-"""The processes without which Ray cannot run."""
 _REAP_S = 1.0
 
 
@@ -149,15 +148,3 @@ class EmbeddedRay:
         assert self._error is not None
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended just now
             call.set_exception(ClusterLostError(**self._error))
-
-
-def newest_log(folder: Path, name: str) -> str:
-    """The log of a process of Ray's that is not empty, its errors first; else the folder."""
-    written = [path for suffix in ("err", "out") if (path := folder / f"{name}.{suffix}").is_file() and path.stat().st_size]
-    return str(written[0] if written else folder)
-
-
-def tail_without_dumps(path: str, num_lines: int = 20) -> str:
-    """The last lines of a log of Ray's, without the tables of its state that it writes there every minute."""
-    lines = [line for line in tail_of(path, 500).split("\n") if "[state-dump]" not in line and line.strip()]
-    return "\n".join(lines[-num_lines:])

@@ -1,17 +1,25 @@
-"""Limits of a start of an embedded Ray: Helmsman's instead of Ray's, and an error at once when a process has exited."""
+"""Limits of a start of Ray: Helmsman's instead of Ray's, and an error at once when a process has exited.
+
+``python -m helmsman.controller._ray_backend.start_limits start ...`` is ``ray start ...`` within these limits.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._ray_backend.process_watch import CORE
 from helmsman.controller._transport.base import describe_exit, split_returncode
+from helmsman.rpc_server._ray_forks.ray_patches import replaced
+
+CORE = ("gcs_server", "raylet")
+"""The processes without which Ray cannot run."""
+LIMIT_VARIABLE = "RAY_gcs_server_port_wait_time_s"
+"""Seconds that ``ray start`` may wait for each of them; Ray itself reads it for the head."""
 
 _LOOK_S = 1
 """Seconds that each of Ray's own waits may take; its processes are checked in between."""
@@ -25,13 +33,14 @@ class RayStart:
 
     Args:
         deadline: of the start.
+        limit_name: of the setting that the deadline is from, for errors.
     """
 
     SETTINGS: ClassVar[Mapping[str, Any]] = {"raylet_start_wait_time_s": _LOOK_S}
     """Ray's settings that this process needs during the start."""
 
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
+    def __init__(self, deadline: Deadline, limit_name: str = "Timeouts.start_s") -> None:
+        self._deadline, self._limit_name = deadline, limit_name
         self._started: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -42,46 +51,33 @@ class RayStart:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, a ray.init of this thread waits as long as the deadline allows, and fails when a process has exited.
+        """Within it, a start of Ray in this thread waits as long as the deadline allows, and fails when a process has exited.
 
         It fails with a TimeoutError or a ChildProcessError. The waits of Ray are private to it; where they differ from the
         expected ones, Ray's own limits apply.
         """
         from ray._private import node, services
 
-        parts: Any = services
-        nodes: Any = node
-        start, get_node = parts.start_ray_process, parts.get_node
-        wait_for_port: Any = getattr(nodes, "wait_for_persisted_port", None)
-        thread = threading.get_ident()
-
-        def start_and_remember(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
-            process = start(command, process_type, *args, **kwargs)
-            if process_type in CORE and threading.get_ident() == thread:
-                self._started[process_type] = process.process
-            return process
-
-        def get_registered_node(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return get_node(*args, **kwargs)
-            return self._wait("raylet has not registered", lambda: get_node(*args, **kwargs))
-
-        def wait_for_published_port(*args: Any, timeout_ms: int, **kwargs: Any) -> Any:
-            assert wait_for_port is not None
-            if threading.get_ident() != thread or not timeout_ms:
-                return wait_for_port(*args, timeout_ms=timeout_ms, **kwargs)
-            look = 1000 * _LOOK_S
-            return self._wait("gcs_server has not published its port", lambda: wait_for_port(*args, timeout_ms=look, **kwargs))
-
-        parts.start_ray_process, parts.get_node = start_and_remember, get_registered_node
-        if wait_for_port is not None:
-            nodes.wait_for_persisted_port = wait_for_published_port
-        try:
+        with (
+            replaced(services, start_ray_process=self._start_process, get_node=self._get_node),
+            replaced(node, wait_for_persisted_port=self._wait_for_port),
+        ):
             yield
-        finally:
-            parts.start_ray_process, parts.get_node = start, get_node
-            if wait_for_port is not None:
-                nodes.wait_for_persisted_port = wait_for_port
+
+    def _start_process(self, start: Any, command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+        process = start(command, process_type, *args, **kwargs)
+        if process_type in CORE:
+            self._started[process_type] = process.process
+        return process
+
+    def _get_node(self, get_node: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._wait("raylet has not registered", lambda: get_node(*args, **kwargs))
+
+    def _wait_for_port(self, wait: Any, *args: Any, timeout_ms: int, **kwargs: Any) -> Any:
+        if not timeout_ms:
+            return wait(*args, timeout_ms=timeout_ms, **kwargs)
+        look_ms = 1000 * _LOOK_S
+        return self._wait("gcs_server has not published its port", lambda: wait(*args, timeout_ms=look_ms, **kwargs))
 
     def _wait(self, what: str, look: Callable[[], Any]) -> Any:
         while True:
@@ -90,7 +86,7 @@ class RayStart:
             except RuntimeError as error:
                 self._require_alive()
                 if self._deadline.passed:
-                    raise TimeoutError(f"{what} within {self._deadline.limit_s:g} s (Timeouts.start_s)") from error
+                    raise TimeoutError(f"{what} within {self._deadline.limit_s:g} s ({self._limit_name})") from error
             time.sleep(_PAUSE_S)
 
     def _require_alive(self) -> None:
@@ -98,3 +94,15 @@ class RayStart:
             status = process.poll()
             if status is not None:
                 raise ChildProcessError(f"{name} (pid {process.pid}) {describe_exit(*split_returncode(status))}")
+
+
+def main() -> None:
+    """Run ``ray`` with this process's arguments and the limit of LIMIT_VARIABLE for its start."""
+    from ray.scripts import scripts
+
+    with RayStart(Deadline(float(os.environ.get(LIMIT_VARIABLE, "30"))), LIMIT_VARIABLE).watching():
+        scripts.main()  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

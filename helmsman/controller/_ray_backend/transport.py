@@ -1,4 +1,4 @@
-"""The way from the controller to one worker on Ray."""
+"""A worker on Ray: its actor, and the channel to it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import contextlib
 import functools
 import logging
 import mmap
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+import secrets
+import signal
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -22,19 +23,18 @@ from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
 from helmsman.controller._ray_backend.embedded import blocking, bounded
 from helmsman.controller._ray_backend.process_watch import EmbeddedRay
-from helmsman.controller._transport.base import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport, Posted
+from helmsman.controller._transport.base import Ending, TransportLostError, describe_exit, log_size, tail_of
+from helmsman.controller._transport.channel import Channel, ChannelTransport
 from helmsman.rpc_server._process.guardian import read_record
 from helmsman.rpc_server._process.oom import OomCount, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._server.observer import ask_observer
-from helmsman.rpc_server._server.ray_server import ChannelAddress, Greeting, RayHandleStore, RayReply
+from helmsman.rpc_server._server.ray_server import ChannelAddress, Greeting, RayHandleStore
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.frames import RequestFrame, decode_reply, decode_request, encode_frame, numbered_request
-from helmsman.rpc_server._wire.messages import Reply, Request, WorkerIdentity
-from helmsman.rpc_server._wire.payload import from_wire
+from helmsman.rpc_server._wire.messages import WorkerIdentity
 from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, pack
+from helmsman.rpc_server.ports import RANGE_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,8 @@ _REMAINS_S = 1.5
 """Longest wait for a guardian's record of a worker's end. The record takes milliseconds on an idle machine."""
 _READ_REMAINS_S = 5.0
 """Longest wait for a task that reads the record on another node, where Ray may have to start a process for it."""
-_PUT_IN_THREAD_BYTES = 1 << 20
 _CONNECT_S = 3.0
-"""How long connecting and proving may take before calls go by way of Ray instead."""
+"""How long connecting may take, and authentication as long again."""
 _PUBLISH_S = 60.0
 """Longest wait for a worker to copy what it keeps into Ray's object store."""
 _SAMPLE = b"helmsman"
@@ -79,13 +78,12 @@ class ControllerStore(RayHandleStore):
         return self.publish(handle) if handle.worker_id == CONTROLLER else self._publish(handle)
 
 
-class RayTransport(ChannelTransport):
-    """Requests as actor tasks, each sent once (no task retries, no restarts)."""
+class RayWorker:
+    """A worker's actor: its start, its end, and payloads by way of Ray's object store (no task retries, no restarts)."""
 
     def __init__(
         self, actor: Any, place: Place, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
     ) -> None:
-        super().__init__()
         self._made = actor
         self._ray = embedded
         self.place = place
@@ -100,7 +98,6 @@ class RayTransport(ChannelTransport):
         self._killed = False
         self._store = store
         self._watch: asyncio.Future[None] | None = None
-        self._collecting: set[asyncio.Task[None]] = set()
         self._page: mmap.mmap | None = None
         """The worker's pulse, where it can be mapped here."""
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
@@ -119,54 +116,53 @@ class RayTransport(ChannelTransport):
         self._pid, self._oom = greeting.pid, greeting.oom
         return greeting
 
-    async def adopt(self, identity: WorkerIdentity, key: bytes, *, tls: bool) -> None:
-        """Make it this worker, and open the direct channel to it.
+    async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> ChannelTransport:
+        """Make it this worker, and open its channel.
 
         Args:
             identity: the worker's.
-            key: for connections to this worker alone; without one there is no direct channel.
             tls: whether a channel between machines uses TLS.
 
-        Raises: TransportLostError.
+        Raises: TransportLostError with the reason.
         """
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
         self.log_start = await self._await(self._actor.adopt.remote(identity))
         if HAS_SEGMENTS:
             self._page = find_page(self._pid, f"{identity.run_id}/{identity.worker_id}")
-        if not key:
-            return
-        try:
-            sock, shares_memory = await self._connect(key, tls)
-        except (OSError, errors.ProtocolError) as error:
-            log.warning(
-                "%s: no direct connection to it (%s); its calls go by way of Ray, which takes longer", self._worker_id, error
-            )
-            return
-        self._channel = Channel(
-            sock,
-            shares_memory=shares_memory,
-            acknowledges=True,
-            on_apart=self._collect_later,
-            on_lost=self._collect_all,
-        )
-        self._watch = asyncio.ensure_future(self._watch_end())
+        # A key for each worker: a relay in the network cannot lead its connection to another worker of the run.
+        channel = await self._open_channel(secrets.token_bytes(32), tls)
+        self._watch = asyncio.ensure_future(self._watch_end(channel))
+        return ChannelTransport(channel, self, self)
 
-    async def _connect(self, key: bytes, tls: bool) -> tuple[socket.socket, bool]:
-        """The direct connection, and whether it shares memory. Raises OSError, ProtocolError, TransportLostError."""
+    async def _open_channel(self, key: bytes, tls: bool) -> Channel:
         with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
             location = None if sample is None else sample.location
             address: ChannelAddress = await self._await(self._actor.open_channel.remote(key, location, tls))
         if address.shares_memory:
             # It may be of another user, or in another network namespace, although it can map our memory.
             with contextlib.suppress(OSError, errors.ProtocolError):
-                return await connect(address.where, key, _CONNECT_S), True
+                return await self._channel(address, key, tls=False)
             address = await self._await(self._actor.open_channel.remote(key, None, tls))
         if address.observer_port:
             self._observer = functools.partial(ask_observer, (address.where[0], address.observer_port), key, tls=tls)
-        return await connect(address.where, key, _CONNECT_S, tls=tls), False
+        try:
+            return await self._channel(address, key, tls=tls)
+        except (OSError, errors.ProtocolError) as error:
+            here, there = ray.util.get_node_ip_address(), address.where[0]  # type: ignore[no-untyped-call]
+            raise TransportLostError(
+                f"this process on {here} cannot connect to it at {there}, TCP port {address.where[1]}: {error}. Open this port "
+                f"from {here} to {there}, or set {RANGE_VARIABLE} on the worker's node to ports that are open"
+            ) from error
+
+    async def _channel(self, address: ChannelAddress, key: bytes, *, tls: bool) -> Channel:
+        connecting = functools.partial(connect, address.where, key, _CONNECT_S, tls=tls)
+        channel = Channel(self._worker_id, connecting, shares_memory=address.shares_memory, side_path=self)
+        await channel.open()
+        return channel
 
     async def observe(self, limit_s: float) -> bytes:
+        """As WorkerProcess's."""
         if self._page is not None:
             return await in_thread(observe, self._page, self._pid)
         if self._observer is None:
@@ -193,81 +189,34 @@ class RayTransport(ChannelTransport):
             reason = f"its worker has ended: {_reason_text(error)}"
             raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason) from error
 
-    async def _watch_end(self) -> None:
-        """A connection to a node that vanishes does not end by itself; Ray tells of it."""
-        try:
+    async def _watch_end(self, channel: Channel) -> None:
+        """Close the channel when Ray reports the end of the worker: a connection to a node that vanishes does not end."""
+        with contextlib.suppress(TransportLostError, errors.ProtocolError):
             await self._await(self._actor.live.remote())
-        except (TransportLostError, errors.ProtocolError):
-            if self._channel is not None:
-                self._channel.close()
+        channel.close()
 
     async def pending(self) -> str:
         """Why its actor may not have started, as far as Ray tells."""
         state = await bounded(cluster_state.actor_state, self._actor._actor_id.hex())
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
-    def _collect_later(self, posted: Posted) -> None:
-        """Ask by way of Ray for an answer that did not come by the channel."""
-        task = asyncio.ensure_future(self._collect(posted))
-        self._collecting.add(task)
-        task.add_done_callback(self._collecting.discard)
+    async def bring(self, request_id: int, payload: Payload) -> None:
+        """As SidePath's."""
+        await self._await(await bounded(self._brought, request_id, payload))
 
-    def _collect_all(self, lost: Sequence[Posted]) -> None:
-        for posted in lost:
-            self._collect_later(posted)
+    def _brought(self, request_id: int, payload: Payload) -> Any:
+        return self._actor.bring.remote(request_id, self._store.as_references(payload))  # copies it into the object store
 
-    async def _collect(self, posted: Posted) -> None:
-        """One that never arrived is sent by way of Ray; it is refused if it still comes, so that this is the first time."""
-        try:
-            answer = await self._await(self._actor.collect.remote(posted.request_id))
-            if answer is None:
-                answer = await self._await(await self._sent_again(posted))
-            else:
-                self._actor.forget.remote([posted.request_id])
-            reply, result = await self._fetched(answer)
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
-            posted.awaited.failed(error)
-        else:
-            posted.awaited.replied(reply, result)
-        finally:
-            posted.settle()
-
-    async def _sent_again(self, posted: Posted) -> Any:
-        """Send by way of Ray what the channel has lost. What cannot be sent is sent without its arguments, which is refused in
-        its turn: the worker waits for every number."""
-        _, frame = decode_request(numbered_request(posted.number, posted.body))
-        try:
-            assert frame.payload is not None
-            return await bounded(self._remote, frame.request, from_wire(frame.payload), posted.number)
-        except Exception:
-            empty = numbered_request(posted.number, encode_frame(RequestFrame(frame.request)))
-            getattr(self._actor, frame.request.verb.value).remote(empty)
-            raise
-
-    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
-        if outgoing.is_small and not outgoing.payload.handles:
-            message = numbered_request(number, outgoing.body())
-            return self._answer(getattr(self._actor, outgoing.request.verb.value).remote(message))
-        if outgoing.num_bytes >= _PUT_IN_THREAD_BYTES or outgoing.payload.handles:  # copied into the object store
-            return self._answer(await bounded(self._remote, outgoing.request, outgoing.payload, number))
-        return self._answer(self._remote(outgoing.request, outgoing.payload, number))
-
-    def _remote(self, request: Request, payload: Payload, number: int) -> Any:
-        message = numbered_request(number, encode_frame(RequestFrame(request)))
-        return getattr(self._actor, request.verb.value).remote(message, self._store.as_references(payload))
-
-    async def _answer(self, reference: Any) -> tuple[Reply, Payload]:
-        return await self._fetched(await self._await(reference))
-
-    async def _fetched(self, answer: RayReply) -> tuple[Reply, Payload]:
-        if isinstance(answer, bytes):
-            frame = decode_reply(answer)
-            assert frame.payload is not None
-            return frame.reply, from_wire(frame.payload)
-        reply, payload = answer
+    async def fetch(self, request_id: int) -> Payload:
+        """As SidePath's."""
+        (payload,) = await self._await(self._actor.fetch.remote(request_id))
         if isinstance(payload, ray.ObjectRef):
             payload = await self._await(payload)
-        return reply, payload
+        assert isinstance(payload, Payload)
+        return payload
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """Do nothing: a worker on Ray is ended by ``kill``."""
 
     async def _await(self, reference: Any) -> Any:
         try:
@@ -280,9 +229,10 @@ class RayTransport(ChannelTransport):
             self._reason = error
             raise TransportLostError(_reason_text(error)) from error
 
-    async def ending(self) -> Ending:
+    async def ending(self, lost_because: str) -> Ending:
+        """As WorkerProcess's."""
         try:
-            return await self._ending()
+            return await self._ending(lost_because)
         except errors.ClusterLostError as loss:
             return Ending(
                 f"was lost with the Ray that this scheduler started: {loss.cause}",
@@ -291,7 +241,7 @@ class RayTransport(ChannelTransport):
                 aftermath="All workers of this scheduler are lost. Close it and start another; this process can do so.",
             )
 
-    async def _ending(self) -> Ending:
+    async def _ending(self, lost_because: str) -> Ending:
         if self._ray is not None:
             self._ray.require()
         if self.place.node_id != self._here and (loss := await bounded(cluster_state.loss_of_node, self.place.node_id)):
@@ -299,6 +249,9 @@ class RayTransport(ChannelTransport):
         record, num_oom_kills, tail = await self._remains()
         if self._ray is not None:
             self._ray.require()  # its workers end a moment before it, or after
+        if record is None and lost_because:  # it lives
+            await self.kill()
+            return Ending(f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail)
         if record is None:
             cause = describe_exit(None, None)
             if isinstance(self._reason, ray.exceptions.OutOfMemoryError):
@@ -323,10 +276,9 @@ class RayTransport(ChannelTransport):
             return None, 0, ""
 
     async def kill(self) -> None:
+        """As WorkerProcess's."""
         if self._killed:
             return
-        if self._channel is not None:
-            self._channel.close()
         if self._ray is not None and self._ray.loss is not None:
             return
         with contextlib.suppress(TimeoutError, errors.ClusterLostError):

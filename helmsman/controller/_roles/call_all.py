@@ -21,9 +21,8 @@ from helmsman.api.errors import (
     PeerNotReadyError,
     WorkerFailedError,
 )
-from helmsman.api.scheduler import ResultHandle, Scheduler
-from helmsman.controller._schedulers.base import Call, SchedulerBase
-from helmsman.controller._transport.fan_out import Fanout
+from helmsman.api.fan_out import Fanout
+from helmsman.api.scheduler import Call, ResultHandle, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,6 @@ async def call_all(
     *,
     engine_name: str | None = None,
     timeout: float | None = None,
-    rpc_meta: Mapping[str, Any] | None = None,
     grace_s: float | None = DEFAULT_GRACE_S,
 ) -> list[Any]:
     """Call ``method`` on every worker of ``calls`` at once and return the results in the order of ``calls``.
@@ -74,22 +72,13 @@ async def call_all(
             waits for each of them, for workers that are independent.
     Raises: the error itself when one worker is called, GroupCallError (root cause first) when several are.
     """
-    keeps = any(((rpc_meta if call.rpc_meta is None else call.rpc_meta) or {}).get("keep") for call in calls.values())
+    keeps = any((call.rpc_meta or {}).get("keep") for call in calls.values())
 
     def forget(result: Any) -> None:
         if isinstance(result, ResultHandle):
             asyncio.get_running_loop().run_in_executor(None, release, scheduler, result)  # it blocks
 
-    if isinstance(scheduler, SchedulerBase):
-        work = scheduler.begin_calls(method, engine_name, calls, rpc_meta, timeout)
-    else:
-        work = Fanout()
-        for worker_id, call in calls.items():
-            meta = rpc_meta if call.rpc_meta is None else call.rpc_meta
-            made = scheduler.async_call_engine(
-                worker_id, method, engine_name, *call.args, rpc_meta=meta, timeout=timeout, **call.kwargs
-            )
-            work.expect_awaitable(worker_id, made)
+    work = scheduler.call_many(calls, method, engine_name, timeout)
     return await _gather(role, method, list(calls), work, grace_s=grace_s, forget=forget if keeps else None)
 
 

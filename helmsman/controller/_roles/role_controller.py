@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
-from helmsman.api.scheduler import EngineSpec, Job, Scheduler, Worker
+from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
-from helmsman.controller._schedulers.base import Call
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import refusal
 
@@ -26,6 +25,8 @@ class RoleController:
     """
 
     _ready_methods: Sequence[str] = ("initialize",)
+    _title: str = ""
+    """Name of the class that a script sees; this one's when ''."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class RoleController:
         """
         job.validate()
         if not isinstance(engine, (str, type)):
-            raise refusal(type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
+            raise refusal(self._title or type(self).__name__, "engine", engine, "str | type[Any], a class or its import path")
         require_engine_arguments(job.role, engine, engine_kwargs or {})
         self.scheduler = scheduler
         self.job = job
@@ -90,7 +91,7 @@ class RoleController:
             state = "closed; make a new one" if self._closed else "started already"
             raise HelmsmanError(f"the controller of role {self.role!r} is {state}.", role=self.role)
         self.scheduler.create_workers(self.job)
-        self.scheduler._advise(self.role, self._after_death())
+        self.scheduler.advise(self.role, self._after_death())
         try:
             workers = tuple(self.scheduler.get_workers(self.role, timeout=0))  # they have just answered
             run_sync(self._make_ready(workers, range(len(workers))))
@@ -168,7 +169,7 @@ class RoleController:
 
     def _delete_workers(self, cause: BaseException | None) -> None:
         """Take the role down; while ``cause`` is on its way, a failure to do so is added to it instead of replacing it."""
-        self.scheduler._advise(self.role, "")
+        self.scheduler.advise(self.role, "")
         try:
             self.scheduler.delete_workers(self.role)
         except (NotFoundError, SchedulerClosedError):

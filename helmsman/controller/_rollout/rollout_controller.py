@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Literal, Self, overload
 
-from helmsman.api.errors import (
-    EngineCallError,
-    EngineDeadError,
-    InstanceLostError,
-    WorkerFailedError,
-)
-from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.api.scheduler import Job, ResultHandle, Scheduler
-from helmsman.controller._aio.event_loop import run_sync
+from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
+from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
+from helmsman.api.weights import Weights
+from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._generation.health import SupervisionPolicy
-from helmsman.controller._generation.instance import InstanceLoad, RolloutLoad
-from helmsman.controller._generation.request_factory import RequestMaker
-from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
+from helmsman.controller._generation.instance import RolloutLoad
+from helmsman.controller._generation.request import RequestOptions
+from helmsman.controller._generation.request_factory import Prompt, samples_of
+from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.controller._generation.supervisor import Supervisor
-from helmsman.controller._roles.call_all import release
+from helmsman.controller._generation.streaming import OnError
+from helmsman.controller._roles.handoff_protocol import Turn
+from helmsman.controller._rollout.instance_pool import InstancePool
+from helmsman.controller._rollout.instances import Instances
+from helmsman.controller._rollout.request_api import RolloutRequests
 from helmsman.controller._rollout.weight_state import RolloutWeights
-from helmsman.controller._transport.health import require_answer
+from helmsman.controller._validation.argument_types import checked
 
 
-class RolloutController(RolloutWeights):
+class RolloutController:
     """The rollout instances of one role.
 
-    A request has one end, whatever happens. When its worker dies, it fails with WorkerFailedError or, with
+    A request ends exactly once. When its worker dies, it fails with WorkerFailedError or, with
     ``retries=RetryGeneration()``, goes on at another; the dead worker takes no more, and when none is left every request fails.
     Instances come and go while requests run (``add``, ``drain``, ``remove``, ``scale``). Methods whose names begin with ``a``
     are awaited, from any event loop; the others block.
@@ -54,170 +55,446 @@ class RolloutController(RolloutWeights):
         supervision: SupervisionPolicy | None = None,
         samples_by_engine: bool = False,
     ) -> None:
-        """As RoleController.
+        """Describe the role; nothing starts yet.
 
         Args:
+            engine: import path 'package.module.Class', or a class.
+            job: role, replicas and what each worker needs.
+            engine_args, engine_kwargs: for the engine's constructor, the same on every worker.
+            engine_name: its name in each worker; the worker's id when None.
             max_in_flight_per_worker: requests that a worker has at most; the rest waits here.
             max_queue: requests given to submit that wait here at most; submit blocks beyond it.
             max_in_flight: requests that all workers together have at most.
             policy: which worker takes a request; LeastOutstandingTokens when None.
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
-            supervision: probe the workers, and build dead ones anew, which serve again once they have the weights of the last
+            supervision: probe the workers, and rebuild dead ones, which serve again once they have the weights of the last
                 update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
-                what they have is continued elsewhere, and they are built anew where there is room. With None a worker's death
+                what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's death
                 is noticed by its calls, and final.
             samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
                 computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
                 where there is room.
             request_timeout_s: seconds from sending a request to its result; the scheduler's ``timeouts.call_s`` when None.
         """
-        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name, max_in_flight_per_worker, supervision)
-        bounds = {"max_in_flight_per_worker": max_in_flight_per_worker, "max_queue": max_queue, "max_in_flight": max_in_flight}
-        for name, value in bounds.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; expected 1 or more")
-        self._max_queue = max_queue
-        self._max_in_flight = max_in_flight
-        self._policy, self._retries = policy, retries
-        self._probe_limit_s = 2.0 * (supervision or SupervisionPolicy()).dead_s
-        """Longer than the supervisor waits, whose limits count."""
-        self._request_timeout_s = request_timeout_s
-        self._samples_by_engine, self._maker = samples_by_engine, RequestMaker(self.role)
-        self._requests: GenerateScheduler | None = None
+        self.scheduler, self.job, self.engine_name = scheduler, job, engine_name
+        self.turn: Turn | None = None  # whose devices these are, where a trainer takes turns with it
+        self._instances = Instances(
+            *(scheduler, engine, job, engine_args, engine_kwargs, engine_name),
+            *(max_in_flight_per_worker, request_timeout_s, retries, supervision),
+            make_queue=functools.partial(
+                GenerateScheduler, policy=policy, retries=retries, max_in_flight=max_in_flight, max_queue=max_queue
+            ),
+            why_hopeless=lambda: self.weight_sink.why_hopeless(),
+            turn=lambda: self.turn,
+            rebuild=lambda worker_id: self._pool.rebuild(worker_id),
+            on_closed=lambda: self.weight_sink.forget(),
+        )
+        self._requests = RolloutRequests(self._instances, samples_by_engine=samples_by_engine)
+        self.weight_sink = RolloutWeights(self._instances, self._requests)
+        """Its end of a weight sync."""
+        self._pool = InstancePool(self._instances, self.weight_sink)
 
-    # --- control ----------------------------------------------------------------------------------------------------
+    @property
+    def role(self) -> str:
+        """Name of the role."""
+        return self.job.role
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The role's workers in rank order; raises unless the controller is started."""
+        return self._instances.workers
+
+    def initialize(self) -> None:
+        """Start the workers, build their engines and make them ready; on an error nothing of the role remains.
+
+        It blocks, and runs in the caller's thread, so that an interrupt reaches the scheduler's own start.
+
+        Raises: JobError, StartError, or the root cause of what failed on the workers, as call_all raises it.
+        """
+        self._instances.initialize()
+
+    async def ainitialize(self) -> None:
+        """As initialize, awaited, so that several roles start at the same time."""
+        await self._instances.ainitialize()
+
+    def close(self) -> None:
+        """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler has been closed before.
+
+        Raises: ShutdownIncompleteError.
+        """
+        self._instances.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def load(self) -> RolloutLoad:
         """What waits, what is in flight and which workers serve."""
+        return run_sync(self._instances.load())
 
-        async def load() -> RolloutLoad:
-            requests = self._queue()
-            return RolloutLoad(
-                num_queued=requests.num_queued,
-                paused=requests.is_suspended,
-                instances={
-                    id_: InstanceLoad(
-                        state=each.health,
-                        num_in_flight=each.num_in_flight,
-                        outstanding_tokens=each.outstanding_tokens,
-                        is_draining=each.is_draining,
-                    )
-                    for id_, each in requests.instances.items()
-                },
-            )
+    # --- generation -------------------------------------------------------------------------------------------------
 
-        return run_sync(load())
-
-    # --- calls ----------------------------------------------------------------------------------------------------
-
-    async def _explain(self, error: Exception) -> None:
-        if self.turn is not None:
-            await self.turn.explain(error)
-
-    async def _probe(self, worker_id: str) -> bool:
-        try:
-            health = await require_answer(self.scheduler, worker_id, self._probe_limit_s)
-        except WorkerFailedError as error:
-            raise InstanceLostError(instance_id=worker_id, reason=str(error), may_have_begun=True) from error
-        if (reason := health.failure or health.failed_engines.get(self.engine_name or worker_id)) is not None:
-            raise InstanceLostError(instance_id=worker_id, reason=reason, may_have_begun=True)
-        return health.is_busy
-
-    # --- life ----------------------------------------------------------------------------------------------------
-
-    def _queue(self) -> GenerateScheduler:
-        self._check_started()
-        assert self._requests is not None
-        return self._requests
-
-    def _after_death(self) -> str:
-        supervised = "Its RolloutController starts it again"
-        if self._supervision is None:
-            supervised = "With supervision=SupervisionPolicy() its RolloutController starts dead instances again"
-        retried = "its retries decide which requests go on elsewhere"
-        if self._retries is None or isinstance(self._retries, RetryUnbegun):
-            retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
-        return f"{supervised}, and {retried}."
-
-    def _on_started(self) -> None:
-        async def start() -> GenerateScheduler:
-            requests = GenerateScheduler(
-                _Workers(self._ask, self._request_timeout_s, self._explain),
-                policy=self._policy,
-                retries=self._retries,
-                max_in_flight=self._max_in_flight,
-                max_queue=self._max_queue,
-                why_hopeless=self._why_hopeless,
-            )
-            policy = self._supervision or SupervisionPolicy()
-            self._supervisor = Supervisor(requests, policy, self._probe, self._rebuild, self._to_be_left)
-            for worker in self.workers:
-                self._supervisor.watch(worker.id)
-                requests.add(worker.id, self._max_in_flight_per_worker)
-            if self._supervision is not None:
-                self._supervisor.start()
-            return requests
-
-        self._requests = run_sync(start())
-
-    def _why_hopeless(self) -> Exception | None:
-        """As _why_none_will_serve; what waits has hope, while an instance lives, as long as weights are brought, and for those
-        that sleep has dropped."""
-        assert self._requests is not None
-        may_serve_yet = self._num_updating or self._sleep_level or self._lacks_weights
-        if may_serve_yet and any(each.health.lives for each in self._requests.instances.values()):
-            return None
-        return self._why_none_will_serve()
-
-    def _on_closing(self) -> None:
-        requests, supervisor = self._requests, self._supervisor
-        assert requests is not None
-        assert supervisor is not None
-
-        async def close() -> None:
-            supervisor.stop()
-            old, self._served = self._served, None
-            if old is not None and isinstance(old[0], ResultHandle):
-                await asyncio.to_thread(release, self.scheduler, old[0])
-            requests.close(f"the controller of role {self.role!r} was closed")
-
-        run_sync(close())
-
-
-class _Workers:
-    """The workers of a role as the backend of a GenerateScheduler."""
-
-    def __init__(
+    @checked
+    def generate(
         self,
-        ask: Callable[..., Coroutine[Any, Any, Any]],
-        timeout_s: float | None,
-        explain: Callable[[Exception], Awaitable[None]],
-    ) -> None:
-        self._ask, self._timeout_s, self._explain = ask, timeout_s, explain
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        num_samples: int = 1,
+    ) -> list[GenerationResult]:
+        """Continue all prompts and return the results in their order, those of each prompt's samples in a row.
 
-    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        result: GenerationResult = await self._lost(
-            instance_id, self._ask(instance_id, "agenerate", request, timeout=self._timeout_s)
-        )
-        return result
+        Args:
+            sampling: for all prompts, or one for each; the defaults when None.
+            num_samples: of each prompt. With more than one, the k-th sample of the request ``id`` is the request ``id#k``. It
+                has a seed of its own that follows from the prompt's, and none when that has none.
+        Raises: ValueError for prompts that make no sense, before anything is sent. When a request fails, the others of this
+            call are aborted and their ends awaited for a short grace; then the error is raised as call_all raises it. Use
+            submit, agenerate or stream to keep the results of the others.
+        """
+        return run_sync(self._requests.generate(self._requests.maker.make_all(prompts, sampling, num_samples), num_samples))
 
-    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
-        results: Sequence[GenerationResult] = await self._lost(
-            instance_id, self._ask(instance_id, "agenerate_samples", list(requests), timeout=self._timeout_s)
-        )
-        return results
+    @checked
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        *,
+        resume_from: GenerationResult | None = None,
+    ) -> GenerationResult:
+        """Continue one prompt. A request is withdrawn, or aborted once it is in flight, when the await is cancelled.
 
-    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        await self._lost(instance_id, self._ask(instance_id, "abort", list(request_ids)))
+        Args:
+            resume_from: a result of this prompt that ended with stop_reason 'abort'. The request goes on after its tokens, on
+                any worker, and the result has all of them, each with its log-probability and version; ``max_new_tokens`` counts
+                them, too. With the same seed and weights it is, up to rounding, what it would have been without the abort.
+        Raises: ValueError for a prompt that makes no sense, or a ``resume_from`` that has nothing to go on to.
+        """
+        return await run_async(self._requests.generate_one(prompt, sampling, options, resume_from))
 
-    async def _lost(self, instance_id: str, call: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await call
-        except WorkerFailedError as error:
-            raise InstanceLostError(instance_id=instance_id, reason=str(error), may_have_begun=True) from error
-        except EngineCallError as error:
-            if isinstance(error.__cause__, EngineDeadError):
-                raise InstanceLostError(instance_id=instance_id, reason=error.__cause__.reason, may_have_begun=True) from error
-            await self._explain(error)
-            raise
+    @checked
+    async def agenerate_samples(
+        self,
+        prompt: Prompt,
+        num_samples: int,
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> list[GenerationResult]:
+        """Continue one prompt several times; see generate for their ids and seeds.
+
+        When a sample fails, or the await is cancelled, the others are withdrawn or aborted. Raises: as generate.
+        """
+        requests = samples_of(self._requests.maker.make(prompt, sampling), num_samples)
+        return await run_async(self._requests.generate(requests, num_samples, options))
+
+    @overload
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        options: RequestOptions | None = ...,
+        *,
+        num_samples: int = ...,
+        on_error: Literal["raise"] = ...,
+    ) -> Iterator[tuple[int, GenerationResult]]: ...
+
+    @overload
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        options: RequestOptions | None = ...,
+        *,
+        num_samples: int = ...,
+        on_error: OnError,
+    ) -> Iterator[tuple[int, GenerationResult | Exception]]: ...
+
+    @checked
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
+        *,
+        num_samples: int = 1,
+        on_error: OnError = "raise",
+    ) -> Iterator[tuple[int, GenerationResult | Exception]]:
+        """Continue all prompts and give ``(index, result)`` of each as it ends; ``index`` is its place in what generate would
+        return, so ``index // num_samples`` is the prompt's.
+
+        Requests are sent when the first item is asked for. Leaving the loop early, also by an error, aborts the remaining
+        requests. With ``samples_by_engine`` the samples that one call draws come together.
+
+        Args:
+            on_error: ``raise`` the first failure, which ends the stream, or ``yield`` each as ``(index, error)``.
+        Raises: ValueError for prompts that make no sense, at once.
+        """
+        requests = self._requests.maker.make_all(prompts, sampling, num_samples)
+        return self._requests.stream(requests, options, num_samples, on_error)
+
+    @overload
+    def astream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        options: RequestOptions | None = ...,
+        *,
+        num_samples: int = ...,
+        on_error: Literal["raise"] = ...,
+    ) -> AsyncIterator[tuple[int, GenerationResult]]: ...
+
+    @overload
+    def astream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
+        options: RequestOptions | None = ...,
+        *,
+        num_samples: int = ...,
+        on_error: OnError,
+    ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]: ...
+
+    @checked
+    def astream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | None = None,
+        *,
+        num_samples: int = 1,
+        on_error: OnError = "raise",
+    ) -> AsyncIterator[tuple[int, GenerationResult | Exception]]:
+        """As stream, for ``async for``. A ``break`` aborts the rest when the loop drops the iterator;
+        ``contextlib.aclosing`` does so at a certain place."""
+        requests = self._requests.maker.make_all(prompts, sampling, num_samples)
+        return self._requests.astream(requests, options, num_samples, on_error)
+
+    @checked
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        *,
+        resume_from: GenerationResult | None = None,
+    ) -> Future[GenerationResult]:
+        """Queue one prompt and return its future; blocks while ``max_queue`` submitted requests wait.
+
+        The future can be cancelled while the request waits; abort ends one that is in flight. Its callbacks run on Helmsman's
+        event loop.
+
+        Args:
+            resume_from: as in agenerate.
+        """
+        return run_sync(self._requests.submit(prompt, sampling, options, resume_from))
+
+    @checked
+    async def asubmit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        *,
+        resume_from: GenerationResult | None = None,
+    ) -> Future[GenerationResult]:
+        """As submit, awaited."""
+        return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
+
+    # --- flow of requests ---------------------------------------------------------------------------------------------
+
+    @checked
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests (None: all that are here now) early; each returns what it has with stop_reason 'abort'.
+
+        What waits has ended when this returns; what is in flight ends as soon as its worker has given it back, see wait_idle.
+        Requests that come meanwhile are not meant: to be rid of all, pause first.
+
+        Returns: how many. Raises: ValueError for one id that is not in a sequence.
+        """
+        return run_sync(self._requests.abort(request_ids))
+
+    @checked
+    async def aabort(self, request_ids: Collection[str] | None = None) -> int:
+        """As abort, awaited."""
+        return await run_async(self._requests.abort(request_ids))
+
+    @checked
+    def pause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
+        """Give no request to a worker from now on until resume; submission stays open.
+
+        Args:
+            in_flight: what becomes of the requests that workers have. They ``continue``, and this returns at once; or they
+                ``finish``, and it returns when they have; or it ``recall``s them, and returns when their workers have given
+                them back with the tokens that they have, with which they wait and go on anywhere after resume. One that comes
+                to its end on the way is done. The keys of recalled tokens are computed again, by the weights at that time.
+            timeout: seconds to wait for that; None waits as long as the workers' calls may take (``request_timeout_s``).
+        Raises: RequestsInFlightError after the time-out, which names the workers that still have requests. It is paused then,
+            too, and what was recalled still comes back when its worker answers; when that dies, its requests go by ``retries``.
+        """
+        run_sync(self._requests.pause(in_flight, timeout))
+
+    @checked
+    async def apause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
+        """As pause, awaited."""
+        await run_async(self._requests.pause(in_flight, timeout))
+
+    def resume(self) -> None:
+        """Send queued requests again, as soon as no update of the weights holds them either."""
+        run_sync(self._requests.resume())
+
+    async def aresume(self) -> None:
+        """As resume, awaited."""
+        await run_async(self._requests.resume())
+
+    @checked
+    def wait_idle(self, timeout: float | None = None) -> None:
+        """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile is waited for, too. While
+        others submit, it holds for a moment only; after pause it holds until resume.
+
+        Args:
+            timeout: seconds; None for no limit.
+        Raises: RequestsInFlightError after the time-out.
+        """
+        run_sync(self._requests.wait_idle(timeout))
+
+    @checked
+    async def await_idle(self, timeout: float | None = None) -> None:
+        """As wait_idle, awaited."""
+        await run_async(self._requests.wait_idle(timeout))
+
+    # --- instances -----------------------------------------------------------------------------------------------------
+
+    @checked
+    def add(self, count: int = 1) -> list[str]:
+        """Serve by so many workers more, and return their ids.
+
+        They serve, all of them from one moment on, once they have the weights of the last update: at once under supervision,
+        else after the next update. On an error or an interrupt none of them comes.
+
+        Raises: as Scheduler.add_workers, or what building the engines raised; under supervision also InstanceLostError, when
+            one of them hangs meanwhile.
+        """
+        return run_sync(self._pool.add(count))
+
+    @checked
+    async def aadd(self, count: int = 1) -> list[str]:
+        """As add, awaited."""
+        return await run_async(self._pool.add(count))
+
+    @checked
+    def drain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+        """Give these workers nothing more until undrain, and wait until they have nothing.
+
+        Args:
+            migrate: continue what they have elsewhere, with the tokens so far, instead of waiting for its end.
+        Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError when undrain takes it back.
+            An interrupt takes it back, too.
+        """
+        run_sync(self._pool.drain(worker_ids, migrate))
+
+    @checked
+    async def adrain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+        """As drain, awaited."""
+        await run_async(self._pool.drain(worker_ids, migrate))
+
+    @checked
+    def undrain(self, worker_ids: Collection[str]) -> None:
+        """Give these workers requests again. Raises: WorkerNotFoundError."""
+        run_sync(self._pool.undrain(worker_ids))
+
+    @checked
+    def remove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+        """Drain these workers, end them and free what they held; the others keep their ids, and these are not given again.
+
+        An error or an interrupt before their end begins leaves them serving; once it has begun, it is finished.
+
+        Raises: as drain; InvalidSpecError for all workers that there are, and for those that are being removed already;
+            as Scheduler.remove_workers.
+        """
+        run_sync(self._pool.remove(worker_ids, migrate))
+
+    @checked
+    async def aremove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+        """As remove, awaited."""
+        await run_async(self._pool.remove(worker_ids, migrate))
+
+    @checked
+    def scale(self, replicas: int, *, migrate: bool = False) -> None:
+        """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
+        another does waits for that, drains included.
+
+        Raises: InvalidSpecError; as these.
+        """
+        run_sync(self._pool.scale(replicas, migrate))
+
+    @checked
+    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
+        """As scale, awaited."""
+        await run_async(self._pool.scale(replicas, migrate))
+
+    # --- weights -------------------------------------------------------------------------------------------------------
+
+    @checked
+    def update_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
+        """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
+
+        A worker whose update fails takes no more requests until one succeeds.
+
+        Args:
+            weights: what TrainController.export_weights returned, or the parameters themselves, by Hugging Face name.
+            timeout: seconds for all workers together; the scheduler's ``timeouts.call_s`` when None.
+        Returns: the version, which every living worker serves now.
+        Raises: as call_all, when all workers have answered; under supervision only when no worker serves the weights, since
+            the others are left to it.
+        """
+        return run_sync(self.weight_sink.update_all(weights, version, timeout))
+
+    @checked
+    async def aupdate_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
+        """As update_weights, awaited."""
+        return await run_async(self.weight_sink.update_all(weights, version, timeout))
+
+    @checked
+    def sleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
+        """Give the devices' memory back: the instances accept nothing until wake, and requests are held here. Idempotent.
+
+        Args:
+            level: 1 keeps the weights on the hosts; 2 drops them, and an instance serves only after an update.
+            in_flight: what becomes of requests that instances have: they ``finish`` first, or it ``recall``s them with the
+                tokens that they have; they go on after wake.
+            timeout: seconds for all of it; the scheduler's ``timeouts.call_s`` when None.
+        Raises: RequestsInFlightError when they have not ended or come back, and then no instance sleeps; ValueError; as
+            call_all. What fails otherwise may have left some asleep: sleep or wake again.
+        """
+        run_sync(self.weight_sink.sleep(level, in_flight, timeout))
+
+    @checked
+    async def asleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
+        """As sleep, awaited."""
+        await run_async(self.weight_sink.sleep(level, in_flight, timeout))
+
+    @checked
+    def wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+        """Take the devices' memory again, and send the requests that were held, once there are weights. Idempotent.
+
+        Args:
+            weights_only: only what weights need: update them now, and wake again for the rest.
+            timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
+        Raises: as call_all; DeviceMemoryError for a rollout that takes Turns, when there is not enough.
+        """
+        run_sync(self.weight_sink.wake(weights_only, timeout))
+
+    @checked
+    async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+        """As wake, awaited."""
+        await run_async(self.weight_sink.wake(weights_only, timeout))
+
+    def versions(self) -> dict[str, int]:
+        """The weight version that each living worker serves, by worker id."""
+        return run_sync(self._instances.ask_all("get_version"))

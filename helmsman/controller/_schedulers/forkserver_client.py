@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process
 from helmsman.rpc_server._process.safe_files import open_log
 from helmsman.rpc_server._server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
-from helmsman.rpc_server._wire.frames import FrameReader, pack_length
+from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); run_id, *args = sys.argv[2:]; "
@@ -56,7 +57,9 @@ class ForkServer(asyncio.Protocol):
     async def start(cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
         """Start it; it answers once its modules are imported."""
         ours, theirs = socket.socketpair()
-        with theirs, pidfd_of_this_process() as driver, os.fdopen(open_log(log_path, run_id), "ab") as log:
+        undo = contextlib.ExitStack()
+        undo.callback(ours.close)
+        with undo, theirs, pidfd_of_this_process() as driver, os.fdopen(open_log(log_path, run_id), "ab") as log:
             # In a session of its own: the terminal's Ctrl-C is for the script, which then ends its workers in order.
             arguments = [run_id, str(theirs.fileno()), str(driver), str(run_dir), ",".join(preload)]
             process = subprocess.Popen(  # noqa: ASYNC220 - a start is a few milliseconds, once in a run
@@ -68,6 +71,7 @@ class ForkServer(asyncio.Protocol):
                 env={**os.environ, guardian.TAG_VARIABLE: f"{run_id}/forkserver"},
                 start_new_session=True,
             )
+            undo.pop_all()
         loop = asyncio.get_running_loop()
         _, server = await loop.create_connection(lambda: cls(process, str(log_path)), sock=ours)
         return server

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,23 +18,20 @@ import msgspec
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import HandleLostError, InvalidSpecError
 from helmsman.api.platforms import allow_in_this_process
-from helmsman.api.scheduler import Job, ResultHandle, Timeouts
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._placement.place import Place
-from helmsman.controller._placement.single_machine import OneMachine, without_selectors
-from helmsman.controller._placement.snapshot import ClusterSnapshot
-from helmsman.controller._schedulers.base import SchedulerBase
-from helmsman.controller._transport.base import Awaited, Ending, Outgoing, Transport, TransportLostError
+from helmsman.api.scheduler import ResultHandle, Timeouts
+from helmsman.controller._placement.single_machine import OneMachine
+from helmsman.controller._schedulers.backend import Backend, Launch
+from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.controller._transport.client import WorkerClient
-from helmsman.controller._validation.argument_types import checked
-from helmsman.rpc_server._host.handles import HandleStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.wire import Outgoing
 
 
-class InlineScheduler(SchedulerBase):
-    """Workers as threads of this process; see SchedulerBase for the other arguments.
+class InlineScheduler(BackendScheduler):
+    """Workers as threads of this process; see BackendScheduler for the other arguments.
 
     Environment variables that workers set are put back when the scheduler closes. Workers hold accelerators as elsewhere, but
     nothing keeps them from seeing those of others.
@@ -42,8 +39,6 @@ class InlineScheduler(SchedulerBase):
     Args:
         num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
     """
-
-    _seeds_workers = False  # the random state is the script's own
 
     def __init__(
         self,
@@ -56,68 +51,40 @@ class InlineScheduler(SchedulerBase):
         accelerator: str | None = None,
         resources: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        super().__init__(InlineBackend(machine), seed=seed, log_dir=log_dir, timeouts=timeouts)
+
+
+class InlineBackend(Backend):
+    """An EngineHost for each worker, in this process."""
+
+    shares_process = True
+
+    def __init__(self, machine: OneMachine) -> None:
+        self.allocator = machine
+        self.store = _SharedStore()
         self._environment = dict(os.environ)
         self._set_by: dict[str, tuple[str, str]] = {}
         """Variable -> (worker that set it, value)."""
 
-    @property
-    def n_gpus_per_node(self) -> int:
-        return len(self._machine.devices.ids)
-
-    @property
-    def shares_process(self) -> bool:
-        return True
-
-    def _make_store(self) -> HandleStore:
-        return _SharedStore()
-
-    def _guard_platform(self) -> contextlib.ExitStack:
-        return allow_in_this_process()
-
-    def _snapshot(self) -> ClusterSnapshot:
-        return self._machine.snapshot()
-
-    def _as_planned_for(self, job: Job) -> Job:
-        return without_selectors(job)
-
-    def _holders(self, jobs: Sequence[Job]) -> str:
-        return self._machine.holders()
-
-    async def _reserve(
-        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
-        plan = self._plan(jobs)
-        for role in plan.roles:
-            resources[role.role].callback(self._machine.free, [worker.worker_id for worker in role.workers])
-        return self._machine.hold(plan)
-
-    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
-        self._machine.free([worker_id])
-
-    async def _launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
+    async def launch(self, start: Launch) -> list[WorkerClient]:
         clients = []
-        for index, place in zip(ranks, places, strict=True):
-            identity = msgspec.structs.replace(self._identity(job, index, place.node), log_path="")
-            host = EngineHost(identity, self._store, seeding=False)
+        for rank, place in start.pairs:
+            identity = msgspec.structs.replace(self.run.identity(start.job, rank, place.node), log_path="")
+            host = EngineHost(identity, self.store, seeding=False)
             host.engine_thread.start(identity.worker_id)
-            host.set_environment([EnvironmentVariable(*item, "spec.env_vars") for item in job.spec(index).env_vars.items()])
-            resources.callback(host.close)
-            transport = _InlineTransport(host)
-            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.timeouts))
+            host.set_environment(
+                [EnvironmentVariable(*item, "spec.env_vars") for item in start.job.spec(rank).env_vars.items()]
+            )
+            start.resources.callback(host.close)
+            transport = InlineTransport(host)
+            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts))
         return clients
 
-    @checked
-    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
-        """As Scheduler's. Raises InvalidSpecError where two workers want different values: they share one environment."""
+    def guard_platform(self) -> contextlib.ExitStack:
+        return allow_in_this_process()
+
+    def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:
         for name, value in env.items():
             owner, current = self._set_by.get(name, (worker_id, value))
             if owner != worker_id and current != value:
@@ -129,15 +96,16 @@ class InlineScheduler(SchedulerBase):
                     "another rank than the others. Use replicas=1, or the 'local' scheduler",
                 )
         self._set_by.update((name, (worker_id, value)) for name, value in env.items())
-        await super().set_worker_env(worker_id, env)
 
-    async def _sweep(self) -> None:
+    async def close(self) -> None:
         for name in set(os.environ) - set(self._environment):
             del os.environ[name]
         os.environ.update(self._environment)
 
 
-class _InlineTransport(Transport):
+class InlineTransport(Transport):
+    """Requests to a host in this process."""
+
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._waiting: dict[Awaited, None] = {}

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import mmap
 import os
 import secrets
 import signal
-import socket
 import tempfile
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helmsman.api import errors
-from helmsman.api.scheduler import Job, Timeouts
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._placement.place import Place
-from helmsman.controller._placement.single_machine import ADDRESS, OneMachine, without_selectors
-from helmsman.controller._placement.snapshot import ClusterSnapshot
-from helmsman.controller._schedulers.base import SchedulerBase
+from helmsman.controller._placement.single_machine import ADDRESS, OneMachine
+from helmsman.controller._schedulers.backend import Backend, Launch
+from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
-from helmsman.controller._transport.base import Ending, Outgoing, TransportLostError, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport, Posted
+from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
+from helmsman.controller._transport.channel import Channel, ChannelTransport
 from helmsman.controller._transport.client import WorkerClient
-from helmsman.rpc_server._host.handles import HandleStore, SegmentStore
+from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._process.guardian import split_status
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
@@ -34,19 +34,17 @@ from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._process.safe_files import remove_tree
 from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server._wire.auth import connect
-from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.messages import Reply
+
+_CONNECT_S = 30.0
 
 
-class LocalScheduler(SchedulerBase):
-    """Workers as processes of this machine; see SchedulerBase for the other arguments.
+class LocalScheduler(BackendScheduler):
+    """Workers as processes of this machine; see BackendScheduler for the other arguments.
 
     Args:
         num_cpus, num_gpus, accelerator, resources: what the machine has; see OneMachine.
         preload: modules that every worker finds imported already. Importing torch costs a worker more than a second otherwise.
     """
-
-    _same_machine = True
 
     def __init__(
         self,
@@ -60,106 +58,76 @@ class LocalScheduler(SchedulerBase):
         resources: Mapping[str, float] | None = None,
         preload: Sequence[str] = ("torch",),
     ) -> None:
-        super().__init__(seed=seed, log_dir=log_dir, timeouts=timeouts)
-        self._machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        machine = OneMachine(num_cpus=num_cpus, num_gpus=num_gpus, accelerator=accelerator, resources=resources)
+        super().__init__(LocalBackend(machine, preload), seed=seed, log_dir=log_dir, timeouts=timeouts)
+
+
+class LocalBackend(Backend):
+    """Worker processes that a fork server of this machine starts.
+
+    Args:
+        machine: finds places for workers.
+        preload: as for LocalScheduler.
+    """
+
+    same_machine = True
+
+    def __init__(self, machine: OneMachine, preload: Sequence[str]) -> None:
+        self.allocator = machine
+        self.store = SegmentStore()
+        self._devices = machine.devices
         self._preload = tuple(preload)
         self._key = secrets.token_bytes(32)
         self._server: ForkServer | None = None
         self._starting_server = asyncio.Lock()
         self._run_dir: Path | None = None
 
-    @property
-    def n_gpus_per_node(self) -> int:
-        return len(self._machine.devices.ids)
-
-    def _snapshot(self) -> ClusterSnapshot:
-        return self._machine.snapshot()
-
-    def _as_planned_for(self, job: Job) -> Job:
-        return without_selectors(job)
-
-    def _make_store(self) -> HandleStore:
-        return SegmentStore()
-
-    def _holders(self, jobs: Sequence[Job]) -> str:
-        return self._machine.holders()
-
-    async def _reserve(
-        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
-        plan = self._plan(jobs)
-        for role in plan.roles:
-            resources[role.role].callback(self._machine.free, [worker.worker_id for worker in role.workers])
-        return self._machine.hold(plan)
-
-    async def _give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
-        self._machine.free([worker_id])
-
-    async def _launch(
-        self,
-        job: Job,
-        ranks: Sequence[int],
-        places: Sequence[Place],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> list[WorkerClient]:
+    async def launch(self, start: Launch) -> list[WorkerClient]:
         server, run_dir = await self._ensure_server()
-        return await await_all(
-            self._start_worker(job, rank, place, server, run_dir, deadline, resources)
-            for rank, place in zip(ranks, places, strict=True)
-        )
+        return await await_all(self._start_worker(start, *pair, server, run_dir) for pair in start.pairs)
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:
             if self._server is not None and self._server.has_ended:
-                await self._sweep()  # it was killed, and its workers with it; new ones get another
+                await self.close()  # it was killed, and its workers with it; new ones get another
                 self._server = None
             if self._server is None or self._run_dir is None:
-                make_log_dir(self._log_dir, self.run_id)
-                self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run_id}-"))
+                make_log_dir(self.run.log_dir, self.run.id)
+                self._run_dir = Path(tempfile.mkdtemp(prefix=f"helmsman-{self.run.id}-"))
                 self._server = await ForkServer.start(
-                    self.run_id, self._run_dir, self._log_dir / "forkserver.log", self._preload
+                    self.run.id, self._run_dir, self.run.log_dir / "forkserver.log", self._preload
                 )
             return self._server, self._run_dir
 
-    async def _start_worker(
-        self,
-        job: Job,
-        index: int,
-        place: Place,
-        server: ForkServer,
-        run_dir: Path,
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> WorkerClient:
-        identity = self._identity(job, index, ADDRESS)
-        devices = self._machine.devices.environment(place.devices)
+    async def _start_worker(self, start: Launch, rank: int, place: Place, server: ForkServer, run_dir: Path) -> WorkerClient:
+        identity = self.run.identity(start.job, rank, ADDRESS)
+        devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
-        environment = worker_environment(os.environ, job.spec(index), devices, same_machine=True)
+        environment = worker_environment(os.environ, start.job.spec(rank), devices, same_machine=True)
         log_start = log_size(identity.log_path)
         order = Spawn(identity, path, self._key, as_mapping(environment), absolute_search_path())
         try:
-            async with asyncio.timeout(deadline.remaining_s):
+            async with asyncio.timeout(start.deadline.remaining_s):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
-                resources.push_async_callback(ended.kill)
-                transport = await LocalTransport.open(path, self._key, ended)
+                start.resources.push_async_callback(ended.kill)
+                transport = await open_transport(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             raise errors.WorkerStartError(
-                role=job.role,
+                role=start.job.role,
                 worker_id=identity.worker_id,
                 node=ADDRESS,
-                reason=str(error) or f"it did not answer within {deadline.limit_s:g} s (Timeouts.start_s)",
+                reason=str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)",
                 log_path=identity.log_path,
                 log_tail=tail_of(identity.log_path, start=log_start),
             ) from error
-        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.timeouts)
+        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.run.timeouts)
         client.environment = devices
         return client
 
-    async def _sweep(self) -> None:
+    async def close(self) -> None:
         if self._server is not None:
-            await self._server.stop(self.timeouts.shutdown_s)
+            await self._server.stop(self.run.timeouts.shutdown_s)
         if self._run_dir is not None:
             with contextlib.suppress(OSError):  # the forkserver removes it, too
                 remove_tree(self._run_dir)
@@ -176,6 +144,19 @@ class LocalProcess:
         self._log_path = log_path
         self._log_start = log_start
         self._oom = oom_count(pid)
+        self._page: mmap.mmap | None = None
+        """The process's pulse, once it is there."""
+        self._watch: asyncio.Future[None] | None = None
+
+    def on_end(self, react: Callable[[], None]) -> None:
+        """Call ``react`` when it has ended; it has started to serve by now."""
+
+        async def watch() -> None:
+            await self._server.wait_exit(self.pid)
+            react()
+
+        self._page = find_page(self.pid, self.tag)
+        self._watch = asyncio.ensure_future(watch())
 
     async def kill(self) -> None:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
@@ -198,57 +179,28 @@ class LocalProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._server.wait_exit(self.pid), limit_s)
 
-    async def ending(self) -> Ending:
-        """How it ended; a process that lives although its connection is lost is ended now, since nobody can reach it."""
+    async def ending(self, lost_because: str) -> Ending:
+        """How it ended; a process that lives although its channel is lost is ended now, since it cannot be reached."""
         try:
             ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 0.8)
         except TimeoutError:
             self._server.kill(self.pid)
-            return Ending("closed its connection and was then ended", None, signal.SIGKILL, self._log_tail())
+            cause = f"was ended by this scheduler: {lost_because or 'its connection was lost'}"
+            return Ending(cause, None, signal.SIGKILL, self._log_tail())
         code, number = split_status(ended.status)
         return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
+
+    async def observe(self, limit_s: float) -> bytes:
+        """Observe it by its page."""
+        return b"" if self._page is None else await in_thread(observe, self._page, self.pid)
 
     def _log_tail(self) -> str:
         return tail_of(self._log_path, start=self._log_start)
 
 
-class LocalTransport(ChannelTransport):
-    """Requests over a worker's Unix socket; large buffers in shared memory. The connection ends with the worker."""
-
-    def __init__(self, sock: socket.socket, process: LocalProcess) -> None:
-        super().__init__()
-        self._process = process
-        self._page = find_page(process.pid, process.tag)
-        self._channel = Channel(sock, shares_memory=True, acknowledges=False, on_apart=_lose_one, on_lost=_lose)
-
-    @classmethod
-    async def open(cls, path: str, key: bytes, process: LocalProcess) -> LocalTransport:
-        """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-        return cls(await connect(path, key, 30.0), process)
-
-    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
-        raise TransportLostError
-
-    async def observe(self, limit_s: float) -> bytes:
-        return b"" if self._page is None else await in_thread(observe, self._page, self._process.pid)
-
-    async def ending(self) -> Ending:
-        return await self._process.ending()
-
-    async def wait_ended(self, limit_s: float) -> None:
-        await self._process.wait_ended(limit_s)
-
-    async def kill(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        await self._process.kill()
-
-
-def _lose(posted: Sequence[Posted]) -> None:
-    for each in posted:
-        each.settle()
-        each.awaited.failed(TransportLostError())
-
-
-def _lose_one(posted: Posted) -> None:
-    _lose([posted])
+async def open_transport(worker_id: str, path: str, key: bytes, process: LocalProcess) -> ChannelTransport:
+    """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
+    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), shares_memory=True)
+    await channel.open()
+    process.on_end(channel.close)
+    return ChannelTransport(channel, process)

@@ -79,7 +79,7 @@ class RecoverableTraining:
             ``first_step``; whatever ``step``, ``on_begin`` and ``add_files`` raise.
         """
         begin = self._go_on
-        self.trainer.scheduler._advise(self.trainer.role, "RecoverableTraining goes on from the last checkpoint.")
+        self.trainer.scheduler.advise(self.trainer.role, "RecoverableTraining goes on from the last checkpoint.")
         with RankWatch(self.trainer, self.policy) as watch:
             while True:
                 try:

@@ -6,6 +6,7 @@ import abc
 import asyncio
 import contextlib
 import os
+import pickle
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -13,19 +14,15 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.rpc_server._process.safe_files import open_regular
-from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.frames import RequestFrame, encode_frame
-from helmsman.rpc_server._wire.messages import ENGINE_WORK, Reply, Request, Verb, dotted
-from helmsman.rpc_server._wire.payload import INLINE_BYTES, to_wire
-from helmsman.rpc_server._wire.segments import ShmSegment
+from helmsman.rpc_server._wire.codec import Payload, decode
+from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.wire import Outgoing
 
 LOG_TAIL_LINES = 50
 
-_CALLS = frozenset({Verb.CALL, Verb.CREATE_ENGINE})
-
 
 class TransportLostError(Exception):
-    """The worker's process, or the way to it, is gone; only a transport raises it and only an exchange sees it."""
+    """The worker's process has ended, or cannot be reached; only a transport raises it and only a pending call sees it."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -42,43 +39,24 @@ class Ending(msgspec.Struct, frozen=True):
     """As WorkerFailedError's."""
 
 
-class Outgoing:
-    """A request and its payload. The message of a small one is made once, for however many workers it goes to."""
-
-    __slots__ = ("_body", "in_order", "is_call", "is_small", "num_bytes", "payload", "request")
-
-    def __init__(self, request: Request, payload: Payload) -> None:
-        self.request = request
-        self.payload = payload
-        self.num_bytes = payload.nbytes
-        self.is_small = self.num_bytes < INLINE_BYTES
-        """Whether it is one message without a segment."""
-        self.in_order = request.verb in ENGINE_WORK
-        self.is_call = request.verb in _CALLS
-        """Whether it runs an engine's own code."""
-        self._body: bytes | None = None
-
-    def body(self) -> bytes:
-        """The encoded RequestFrame of a small request."""
-        if self._body is None:
-            self._body, _ = self.packed(shares_memory=False)
-        return self._body
-
-    def packed(self, *, shares_memory: bool) -> tuple[bytes, ShmSegment | None]:
-        """The encoded RequestFrame of any, and the segment of its large buffers if there is one. Raises OSError,
-        ProtocolError."""
-        wire, segment = to_wire(self.payload, segments=shares_memory)
+def error_in(answer: Payload) -> errors.HelmsmanError:
+    """The error in a reply, with the original exception as its cause where that can be unpickled here."""
+    try:
+        error: errors.HelmsmanError = decode(answer)
+    except errors.HelmsmanError as unreadable:
+        return unreadable
+    original = getattr(error, "original", None)
+    if isinstance(error, errors.EngineCallError) and original is not None:
+        error.original = None
         try:
-            return encode_frame(RequestFrame(self.request, wire)), segment
-        except (UnicodeEncodeError, TypeError, OverflowError) as error:
-            if segment is not None:
-                segment.close()
-            name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
-            raise errors.ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
+            error.__cause__ = pickle.loads(original)
+        except Exception:  # noqa: BLE001 - unpickling runs the exception's own code; its text is in our error already
+            error.__cause__ = None
+    return error
 
 
 class Awaited(Protocol):
-    """Who waits for a reply; told once, on the event loop."""
+    """The receiver of a reply; called once, on the event loop."""
 
     def replied(self, reply: Reply, payload: Payload) -> None:
         """The worker has answered."""
@@ -88,7 +66,7 @@ class Awaited(Protocol):
 
 
 class Transport(abc.ABC):
-    """Carries requests to one worker. A request is sent at most once, whatever happens.
+    """Carries requests to one worker. A request arrives at most once, whatever happens.
 
     Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
     that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
@@ -96,14 +74,15 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``. It never times out by itself."""
+        """Send a request, whose reply is for ``awaited``. It never times out by itself. Raises TransportLostError,
+        ProtocolError."""
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
         """How the worker ended; called after TransportLostError, answers within about a second."""
 
     async def observe(self, limit_s: float) -> bytes:
-        """An observation of the worker from outside its process, for ``pulse.read``; b'' when there is none in time."""
+        """Observe the worker from outside its process, for ``pulse.read``; b'' when there is no observation in time."""
         return b""
 
     async def wait_ended(self, limit_s: float) -> None:  # noqa: B027 - where ending takes no time, there is nothing to wait for

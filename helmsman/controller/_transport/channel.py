@@ -1,225 +1,335 @@
-"""The controller's end of a direct connection to a worker, and the transports that have one."""
+"""The controller's end of a worker's channel, and the transport that uses it."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 import socket
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Protocol
 
 import msgspec
 
 from helmsman.api.errors import ProtocolError
+from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import in_thread
-from helmsman.controller._transport.base import Awaited, Outgoing, Transport, Turn
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError, Turn
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.frames import FrameReader, ReplyFrame, RequestFrame, decode_reply, encode_frame, framed_request
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.payload import WirePayload, from_wire
+from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.segments import ShmSegment
-from helmsman.rpc_server._wire.stream import WOULD_BLOCK
+from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server._wire.wire import (
+    HELLO,
+    LENGTH_BYTES,
+    WELCOME,
+    FrameReader,
+    Outgoing,
+    RequestFrame,
+    Session,
+    decode_reply,
+    encode_frame,
+    from_wire,
+    pack_length,
+    unpack_length,
+)
 
 log = logging.getLogger(__name__)
 
+RECONNECT_S = 30.0
+"""How long the controller tries to reconnect to a worker that lives, before it gives the worker up."""
+
+_GREET_S = 5.0
+_RECONNECT_PAUSE_S = 0.05
 _READ_BYTES = 1 << 18
 _PACK_IN_THREAD_BYTES = 1 << 20
-_ACKNOWLEDGE_EACH = 64
+
+Connect = Callable[[], Awaitable[socket.socket]]
+"""Makes an authenticated connection, plain or TLS. Raises OSError, ProtocolError."""
 
 
-class Posted(NamedTuple):
-    """A request that was written to a channel and is not answered yet."""
+class SidePath(Protocol):
+    """Carries payloads that a channel cannot carry. Both methods raise TransportLostError, ProtocolError, HandleLostError."""
 
-    request_id: int
-    number: int
-    body: bytes
-    awaited: Awaited
-    segment: ShmSegment | None
+    async def bring(self, request_id: int, payload: Payload) -> None:
+        """Bring the arguments of a request to the worker, before the request itself."""
 
-    def settle(self) -> None:
-        """The worker has taken the request, or never will."""
-        if self.segment is not None:
-            self.segment.close()
+    async def fetch(self, request_id: int) -> Payload:
+        """Fetch the result of a request whose reply came without it."""
 
 
 class Channel:
-    """An authenticated connection. All methods run on the event loop, as does what it calls.
+    """A session with a worker. All methods run on the event loop.
 
     Without asyncio's transports, which would be a third of the cost of a call: a message is written with one system call, and
     read with another.
 
     Args:
-        sock: connected and authenticated, plain or TLS; the channel closes it.
+        worker_id: for the log.
+        connect: makes the connection, and a new one when that is lost.
         shares_memory: whether the worker is on this machine.
-        acknowledges: whether the worker remembers its replies until it hears that they have arrived.
-        on_apart: takes a request whose reply is too large for the channel.
-        on_lost: takes the requests without a reply when the connection ends.
+        side_path: carries the payloads that the channel cannot carry; None where it can carry all.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        shares_memory: bool,
-        acknowledges: bool,
-        on_apart: Callable[[Posted], None],
-        on_lost: Callable[[list[Posted]], None],
-    ) -> None:
+    def __init__(self, worker_id: str, connect: Connect, *, shares_memory: bool, side_path: SidePath | None = None) -> None:
         self.shares_memory = shares_memory
+        self.lost_because = ""
+        """Why the worker was given up though its process may live."""
         self.is_open = True
-        self._acknowledges = acknowledges
-        self._on_apart = on_apart
-        self._on_lost = on_lost
-        self._socket = sock
+        """Whether requests may still be answered; also during a reconnection."""
+        self._worker_id = worker_id
+        self._connect = connect
+        self._side_path = side_path
+        self._token = secrets.token_bytes(16)
+        self._session = Session()
+        self._awaited: dict[int, Awaited] = {}
+        """By request id."""
+        self._socket: socket.socket | None = None
+        """None during a reconnection."""
         self._reader = FrameReader()
         self._unsent = bytearray()
-        self._posted: dict[int, Posted] = {}
-        self._received: list[int] = []
-        """Requests whose replies have arrived, which the worker does not know yet."""
         self._loop = asyncio.get_running_loop()
-        sock.setblocking(False)
-        self._loop.add_reader(sock, self._read)
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The event loop itself holds tasks only weakly."""
 
-    def write(self, request_id: int, number: int, body: bytes, awaited: Awaited, segment: ShmSegment | None = None) -> bool:
-        """Send a request; its segment is closed once it is answered. False when the connection has ended.
+    async def open(self) -> None:
+        """Connect for the first time. Raises OSError, ProtocolError."""
+        sock, _ = await self._greet(-1)
+        self._attach(sock)
 
-        Raises: ProtocolError for one that is too large.
+    def write(self, request_id: int, body: bytes, awaited: Awaited, segment: ShmSegment | None = None) -> None:
+        """Send a request; its segment is closed once the worker has taken it.
+
+        Raises: ProtocolError for one that is too large, TransportLostError.
         """
-        posted = Posted(request_id, number, body, awaited, segment)
         if not self.is_open:
-            posted.settle()
-            return False
-        try:
-            message = framed_request(number, body)
-        except ProtocolError:
-            posted.settle()
-            raise
-        self._posted[request_id] = posted
+            if segment is not None:
+                segment.close()
+            raise TransportLostError(self.lost_because)
+        message = self._session.keep(body, segment)
+        self._awaited[request_id] = awaited
         self._write(message)
-        return True
 
-    def close(self) -> None:
-        """End the connection."""
+    def close(self, reason: str = "") -> None:
+        """End the session; ``reason`` is for the errors of requests that are not answered. Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
-        self._loop.remove_reader(self._socket)
-        self._loop.remove_writer(self._socket)
-        self._socket.close()
-        lost = list(self._posted.values())
-        self._posted.clear()
-        self._on_lost(lost)
+        self.lost_because = reason
+        self._detach()
+        for task in self._tasks:
+            task.cancel()
+        self._session.close()
+        while self._awaited:
+            self._awaited.popitem()[1].failed(TransportLostError(reason))
+
+    # --- the connection ---------------------------------------------------------------------------------------------
+
+    async def _greet(self, num_received: int) -> tuple[socket.socket, int]:
+        """Connect; returns the number of messages that the worker has received, too. Raises OSError, ProtocolError."""
+        stream = Stream(await self._connect())
+        try:
+            async with asyncio.timeout(_GREET_S):
+                stream.write(pack_length(HELLO.size) + HELLO.pack(self._token, num_received))
+                welcome = await stream.read(unpack_length(await stream.read(LENGTH_BYTES)))
+            if len(welcome) != WELCOME.size:
+                raise ProtocolError(f"the worker's first message has {len(welcome)} bytes, expected {WELCOME.size}")
+        except EOFError as error:
+            stream.close()
+            raise ConnectionResetError("the worker closed the connection at once") from error
+        except BaseException:
+            stream.close()
+            raise
+        return stream.detach(), WELCOME.unpack(welcome)[0]
+
+    def _attach(self, sock: socket.socket) -> None:
+        self._socket, self._reader = sock, FrameReader()
+        self._loop.add_reader(sock, self._read)
+
+    def _detach(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._socket = None
+            self._unsent.clear()
+
+    def _drop(self, sock: socket.socket) -> None:
+        """Replace a connection that is lost."""
+        if self._socket is sock:
+            self._detach()
+            self._in_background(self._resume())
+
+    async def _resume(self) -> None:
+        deadline = Deadline(RECONNECT_S)
+        reason = ""
+        while not deadline.passed:
+            try:
+                async with asyncio.timeout(deadline.remaining_s):
+                    sock, num_received = await self._greet(self._session.num_received)
+            except (OSError, ProtocolError) as error:
+                reason = f": {error}"
+                if self.shares_memory and isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                    self.close()  # no process listens there any more
+                    return
+                await asyncio.sleep(_RECONNECT_PAUSE_S)
+                continue
+            if num_received < 0:
+                sock.close()
+                self.close("its connection was lost, and it has ended the session of this controller")
+                return
+            self._attach(sock)
+            try:
+                for message in self._session.resume(num_received):
+                    self._write(message)
+            except ProtocolError as error:
+                self.close(f"its connection was lost and could not be resumed: {error}")
+                return
+            log.warning("%s: its connection was lost and restored after %.2f s", self._worker_id, deadline.elapsed_s)
+            return
+        self.close(f"its connection was lost and could not be restored within {RECONNECT_S:g} s{reason}")
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- messages ---------------------------------------------------------------------------------------------------
 
     def _write(self, message: bytes) -> None:
-        if not self.is_open:
-            return
+        sock = self._socket
+        if sock is None:
+            return  # the next connection begins with it
         if self._unsent:
             self._unsent += message
             return
         try:
-            num_sent = self._socket.send(message)
+            num_sent = sock.send(message)
         except WOULD_BLOCK:
             num_sent = 0
         except OSError:
-            self._loop.call_soon(self.close)  # not at once: who writes does not expect to be told meanwhile
+            self._loop.call_soon(self._drop, sock)
             return
         if num_sent < len(message):
             self._unsent += memoryview(message)[num_sent:]
-            self._loop.add_writer(self._socket, self._write_rest)
+            self._loop.add_writer(sock, self._write_rest, sock)
 
-    def _write_rest(self) -> None:
+    def _write_rest(self, sock: socket.socket) -> None:
         try:
-            num_sent = self._socket.send(self._unsent)
+            num_sent = sock.send(self._unsent)
         except WOULD_BLOCK:
             return
         except OSError:
-            self.close()
+            self._drop(sock)
             return
         del self._unsent[:num_sent]
         if not self._unsent:
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_writer(sock)
 
     def _read(self) -> None:
+        sock = self._socket
+        assert sock is not None
         try:
-            data = self._socket.recv(_READ_BYTES)
+            data = sock.recv(_READ_BYTES)
         except WOULD_BLOCK:
             return
         except OSError:
             data = b""
         if not data:
-            self.close()
+            self._drop(sock)
             return
         try:
             for message in self._reader.feed(data):
-                self._take(decode_reply(message))
+                self._take(message)
         except (ProtocolError, msgspec.MsgspecError) as error:
-            log.warning("closed a connection to a worker that sent nonsense: %s", error)
-            self.close()
+            self.close(f"it sent a message that cannot be understood: {error}")
 
-    def _take(self, frame: ReplyFrame) -> None:
-        posted = self._posted.pop(frame.reply.id, None)
-        if posted is None:
+    def _take(self, message: bytes) -> None:
+        if not self.is_open:  # an earlier message of the same read has ended the session
             return
-        wire = frame.payload
-        if wire is None:
-            self._on_apart(posted)
+        body = self._session.take(message)
+        if not body:
             return
-        posted.settle()
+        frame = decode_reply(body)
+        reply, wire = frame.reply, frame.payload
+        awaited = self._awaited.pop(reply.id, None)
+        payload: Payload | None = None
+        failure: Exception | None = None
+        if awaited is not None and wire is not None:
+            try:
+                payload = from_wire(wire)
+            except Exception as error:  # noqa: BLE001 - no memory is left, or it does not unpickle: the loss of this result alone
+                failure = error
+        if self._session.taken(len(body), wire):
+            self._write(self._session.confirmation())
+        if awaited is None:
+            return
+        if failure is not None:
+            awaited.failed(failure)
+        elif payload is not None:
+            awaited.replied(reply, payload)
+        else:
+            self._in_background(self._fetch(reply, awaited))
+
+    async def _fetch(self, reply: Reply, awaited: Awaited) -> None:
         try:
-            payload = from_wire(wire)
-        except Exception as error:  # noqa: BLE001 - no memory is left, or it is nonsense: this result's loss and no other's
-            self._acknowledge(posted.request_id, at_once=True)
-            posted.awaited.failed(error)
-            return
-        if self._acknowledges or wire.segment is not None:
-            self._acknowledge(posted.request_id, at_once=wire.segment is not None)
-        posted.awaited.replied(frame.reply, payload)
+            if self._side_path is None:
+                raise ProtocolError(f"{self._worker_id}: a reply came without its result")
+            payload = await self._side_path.fetch(reply.id)
+        except asyncio.CancelledError:
+            awaited.failed(TransportLostError(self.lost_because))
+            raise
+        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
+            awaited.failed(error)
+        else:
+            awaited.replied(reply, payload)
 
-    def _acknowledge(self, request_id: int, *, at_once: bool) -> None:
-        self._received.append(request_id)
-        if at_once or len(self._received) >= _ACKNOWLEDGE_EACH:
-            ids = WirePayload(msgspec.msgpack.encode(self._received))
-            self._received.clear()
-            self._write(framed_request(0, encode_frame(RequestFrame(Request(0, Verb.RECEIVED), ids))))
+
+class WorkerProcess(Protocol):
+    """The process behind a channel."""
+
+    async def ending(self, lost_because: str) -> Ending:
+        """As Transport's; a process that lives though its channel was given up is ended, and ``lost_because`` is the cause."""
+
+    async def observe(self, limit_s: float) -> bytes:
+        """As Transport's."""
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """As Transport's."""
+
+    async def kill(self) -> None:
+        """As Transport's."""
 
 
 class ChannelTransport(Transport):
-    """A transport whose requests go by a channel, as long as there is one that can carry them."""
+    """Sends requests by a channel.
 
-    def __init__(self) -> None:
-        self._channel: Channel | None = None
+    Args:
+        channel: is open; the transport closes it.
+        process: the worker's.
+        side_path: the channel's.
+    """
+
+    def __init__(self, channel: Channel, process: WorkerProcess, side_path: SidePath | None = None) -> None:
+        self.channel = channel
+        self.process = process
+        self._side_path = side_path
         self._turn = Turn()
         """Of engine work that is packed and sent."""
-        self._num_sent = 0
-        """Engine work sent."""
         self._sending: set[asyncio.Task[None]] = set()
         """The event loop itself holds tasks only weakly."""
 
-    @abc.abstractmethod
-    async def _send_otherwise(self, outgoing: Outgoing, number: int) -> Awaitable[tuple[Reply, Payload]]:
-        """Send what the channel cannot carry; returns what awaits the answer. Raises TransportLostError where there is no other
-        way."""
-
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        channel = self._channel
         in_order = outgoing.in_order
         if (
-            channel is not None
-            and channel.is_open
-            and outgoing.is_small
+            outgoing.is_small
             and (not in_order or not self._turn.num_claims)
-            and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=channel.shares_memory))
+            and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.channel.shares_memory))
         ):
-            body = outgoing.body()  # may raise, so the number is taken after it: the worker waits for every number
-            number = 0
-            if in_order:
-                number = self._num_sent
-                self._num_sent += 1
-            channel.write(outgoing.request.id, number, body, awaited)
+            self.channel.write(outgoing.request.id, outgoing.body(), awaited)
             return
         turn = self._turn.claim() if in_order else contextlib.nullcontext()
         task = asyncio.ensure_future(self._send(outgoing, awaited, turn))
@@ -229,25 +339,29 @@ class ChannelTransport(Transport):
     async def _send(self, outgoing: Outgoing, awaited: Awaited, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
         try:
             async with turn:
-                number = self._num_sent if outgoing.in_order else 0
-                by_channel = await self._sent_by_channel(outgoing, number, awaited)
-                answer = None if by_channel else await self._send_otherwise(outgoing, number)
-                if outgoing.in_order:
-                    self._num_sent += 1  # not before: the worker waits for every number
-            if answer is None:
-                return
-            reply, payload = await answer
-        except Exception as error:  # noqa: BLE001 - handed to whoever awaits the answer
+                body, segment = await self._packed(outgoing)
+                self.channel.write(outgoing.request.id, body, awaited, segment)
+        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
             awaited.failed(error)
-        else:
-            awaited.replied(reply, payload)
 
-    async def _sent_by_channel(self, outgoing: Outgoing, number: int, awaited: Awaited) -> bool:
-        channel = self._channel
-        if channel is None or not channel.is_open or not can_carry(outgoing.payload, shares_memory=channel.shares_memory):
-            return False
+    async def _packed(self, outgoing: Outgoing) -> tuple[bytes, ShmSegment | None]:
+        shares_memory = self.channel.shares_memory
+        if self._side_path is not None and not can_carry(outgoing.payload, shares_memory=shares_memory):
+            await self._side_path.bring(outgoing.request.id, outgoing.payload)
+            return encode_frame(RequestFrame(outgoing.request)), None
         if outgoing.num_bytes >= _PACK_IN_THREAD_BYTES:
-            body, segment = await in_thread(functools.partial(outgoing.packed, shares_memory=channel.shares_memory))
-        else:
-            body, segment = outgoing.packed(shares_memory=channel.shares_memory)
-        return channel.write(outgoing.request.id, number, body, awaited, segment)
+            return await in_thread(functools.partial(outgoing.packed, shares_memory=shares_memory))
+        return outgoing.packed(shares_memory=shares_memory)
+
+    async def ending(self) -> Ending:
+        return await self.process.ending(self.channel.lost_because)
+
+    async def observe(self, limit_s: float) -> bytes:
+        return await self.process.observe(limit_s)
+
+    async def wait_ended(self, limit_s: float) -> None:
+        await self.process.wait_ended(limit_s)
+
+    async def kill(self) -> None:
+        self.channel.close()
+        await self.process.kill()

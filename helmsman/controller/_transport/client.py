@@ -1,26 +1,32 @@
-"""The controller's view of one worker, and the meaning of its errors. What carries requests is a Transport, and what awaits one
-an Exchange."""
+"""The controller's view of one worker: its pending calls, and the meaning of its errors. A Transport carries the requests."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import signal
+import threading
 import time
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.api.scheduler import Leaving, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
 from helmsman.controller._placement.place import Place
-from helmsman.controller._transport.base import Ending, Outgoing, Transport
-from helmsman.controller._transport.pending_call import Exchange, FutureExchange
+from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
+from helmsman.rpc_server._wire.wire import Outgoing
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +56,12 @@ class WorkerClient:
         self.advice: Mapping[str, str] = {}
         """Role -> what to do about the death of one of its workers, where a controller knows better than the scheduler."""
         self._timeouts = timeouts
-        self.in_flight: dict[int, Exchange] = {}
+        self.in_flight: dict[int, PendingCall] = {}
         """Engine work that is not answered, by request id."""
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
         self.unanswered: set[int] = set()
-        """Requests for its health that an observation has replaced; they do not make the worker MARKED."""
+        """Requests for its health that an observation has replaced; they do not make the worker OVERDUE."""
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
         """The question about all of ``_to_locate``, until it is sent."""
@@ -79,7 +85,7 @@ class WorkerClient:
     async def create_engine(self, engine_name: str, payload: Payload, limit_s: float) -> None:
         """Build an engine; ``payload`` is (path or class, args, kwargs)."""
         request = Request(next(request_ids), Verb.CREATE_ENGINE, engine_name)
-        await FutureExchange.begun(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
+        await await_reply(self, Outgoing(request, payload), limit_s, "Timeouts.create_engine_s")
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -87,7 +93,7 @@ class WorkerClient:
         """Ask a control verb and return its answer; ``Timeouts.health_s`` is the limit when none is given."""
         outgoing = Outgoing(Request(next(request_ids), verb), encode(arguments))
         source = "Timeouts.health_s" if limit_s is None else "the operation's deadline"
-        return decode(await FutureExchange.begun(self, outgoing, limit_s or self._timeouts.health_s, source))
+        return decode(await await_reply(self, outgoing, limit_s or self._timeouts.health_s, source))
 
     @property
     def is_there(self) -> bool:
@@ -118,12 +124,12 @@ class WorkerClient:
 
     @property
     def state(self) -> WorkerState:
-        """READY, MARKED, FAILED or STOPPED."""
+        """READY, OVERDUE, FAILED or STOPPED."""
         if self._stopped:
             return WorkerState.STOPPED
         if self._ending is not None:
             return WorkerState.FAILED
-        return WorkerState.MARKED if self.overdue else WorkerState.READY
+        return WorkerState.OVERDUE if self.overdue else WorkerState.READY
 
     async def shut_down(self, limit_s: float) -> None:
         """Ask the process to end and give it time to; whether it did is for ``transport.kill`` to make sure."""
@@ -152,14 +158,15 @@ class WorkerClient:
             self.in_background(self._release(kept))
 
     def engine_of(self, request: Request) -> str | None:
-        """The name of the engine that a request is for."""
+        """Name of a request's engine."""
         return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run what no caller waits for."""
+    def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run work for which no caller has to wait."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def _release(self, handle: ResultHandle) -> None:
         with contextlib.suppress(errors.CallError):  # of a worker that has ended, or hangs
@@ -204,14 +211,12 @@ class WorkerClient:
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):
             if seen is None:
                 state = "it did not say in time where the call is; the log has it once it does"
-            withdrawal = asyncio.ensure_future(self._withdraw(request, elapsed_s, is_seen=seen is not None))
-            self._background.add(withdrawal)
-            withdrawal.add_done_callback(self._background.discard)
+            withdrawal = self.in_background(self._withdraw(request, elapsed_s, is_seen=seen is not None))
             if seen is not None and seen.state != "running":
                 await asyncio.wait([withdrawal], timeout=_WITHDRAWAL_S)
                 seen = withdrawal.result() or seen if withdrawal.done() else seen
         if seen is not None:
-            state, stack = _place_of(seen), seen.stack
+            state, stack = seen.describe(), seen.stack
         return errors.CallTimeoutError(
             worker_id=self.worker_id,
             engine_name=self.engine_of(request),
@@ -235,7 +240,7 @@ class WorkerClient:
             self.overdue.discard(request.id)
         if not is_seen:
             name = dotted(self.engine_of(request), request.method or request.verb.value)
-            place = _place_of(call) + (f"; its engine thread is at:\n{call.stack}" if call.stack else "")
+            place = call.describe() + (f"; its engine thread is at:\n{call.stack}" if call.stack else "")
             log.warning("%s: %s timed out after %.2f s: %s", self.worker_id, name, elapsed_s, place)
         return call
 
@@ -268,36 +273,226 @@ class WorkerClient:
         )
 
 
-def _place_of(call: CallState) -> str:
-    """Where a late call is, for people."""
-    running = f"{call.running} (for {call.running_s or 0.0:.1f} s)" if call.running else "nothing"
-    return {
-        "running": f"the call still runs there: {running}",
-        "waiting": f"the call had not begun behind {running}, and will be withdrawn if it still has not",
-        "withdrawn": f"the call had not begun behind {running} and was withdrawn",
-        "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and will "
-        "not be begun",
-    }[call.state]
+class PendingCall(abc.ABC):
+    """One request to one worker, from its sending to its answer; used on the event loop. No task waits for it, callbacks do."""
+
+    __slots__ = ("_client", "_given_up", "_is_lost", "_outgoing", "_seen", "started")
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, started: float | None = None) -> None:
+        self._client = client
+        self._outgoing = outgoing
+        self._given_up = False
+        self._is_lost = False
+        """Whether the worker has ended while its exit status is still being looked up."""
+        self._seen: CallState | None = None
+        """State of the call as the worker reported it shortly before the limit."""
+        self.started = time.monotonic() if started is None else started
+
+    def begin(self) -> None:
+        """Send the request. One that cannot be encoded fails as if the worker had refused it."""
+        if self._outgoing.is_call:
+            self._client.in_flight[self._outgoing.request.id] = self
+        try:
+            self._client.transport.post(self._outgoing, self)
+        except Exception as error:  # noqa: BLE001 - it is the answer of this request
+            self.failed(error)
+
+    @property
+    def name(self) -> str:
+        """'engine.method'."""
+        request = self._outgoing.request
+        return dotted(self._client.engine_of(request), request.method or request.verb.value)
+
+    @abc.abstractmethod
+    def _succeeded(self, payload: Payload) -> bool:
+        """Take the result; False when no caller waits for it any more."""
+
+    @abc.abstractmethod
+    def _fail(self, error: Exception) -> None:
+        """Take the error."""
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        """As Awaited's."""
+        client, request = self._client, self._outgoing.request
+        client.in_flight.pop(request.id, None)
+        if self._given_up:
+            client.answered_late(request, reply, payload)
+        elif not reply.ok:
+            self._fail(error_in(payload))
+        elif not self._succeeded(payload):
+            client.forget_result(request, payload)
+
+    def failed(self, error: Exception) -> None:
+        """As Awaited's."""
+        if self._given_up:
+            self._client.in_flight.pop(self._outgoing.request.id, None)
+            self._client.overdue.discard(self._outgoing.request.id)
+            self._client.unanswered.discard(self._outgoing.request.id)
+        elif isinstance(error, TransportLostError):
+            self._is_lost = True
+            self._client.in_background(self._lost(error))
+        else:
+            self._client.in_flight.pop(self._outgoing.request.id, None)
+            self._fail(error)
+
+    def inquire(self, lead_s: float) -> None:
+        """The limit is ``lead_s`` seconds away: ask the worker where the call is, for the error that may follow."""
+        if self._outgoing.request.id in self._client.in_flight and not self._is_lost:
+            self._client.in_background(self._inquire(lead_s))
+
+    async def _inquire(self, lead_s: float) -> None:
+        self._seen = await self._client.locate(self._outgoing.request.id, max(lead_s, 0.001))
+
+    def give_up(self, limit_s: float, source: str) -> None:
+        """Fail a late call. Its request stays with the transport, since the reply still has to be taken and its
+        memory freed, and the worker is OVERDUE until then. A worker that has ended raises another error, which is pending."""
+        if self._is_lost:
+            return
+        self._given_up = True
+        self._client.overdue.add(self._outgoing.request.id)
+        self._client.in_background(self._on_timeout(limit_s, source))
+
+    def withdraw(self) -> None:
+        """Drop a request for health whose worker was observed instead."""
+        self._given_up = True
+        self._client.unanswered.add(self._outgoing.request.id)
+
+    async def _lost(self, error: TransportLostError) -> None:
+        failure = await self._client.failed(self._outgoing.request)
+        failure.__cause__ = error
+        self._end(failure)
+
+    async def _on_timeout(self, limit_s: float, source: str) -> None:
+        elapsed_s = time.monotonic() - self.started
+        self._end(await self._client.timed_out(self._outgoing.request, elapsed_s, limit_s, source, self._seen))
+
+    def _end(self, error: errors.CallError) -> None:
+        self._client.in_flight.pop(self._outgoing.request.id, None)
+        self._fail(error)
 
 
-def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
-    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that is to blame."""
+class _AwaitedCall(PendingCall):
+    """For a caller in a thread or coroutine, which is woken once its answer is there, and has a clock of its own."""
+
+    __slots__ = ("_on_filled", "error", "is_abandoned", "payload")
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, on_filled: Callable[[], None]) -> None:
+        self._on_filled = on_filled
+        self.is_abandoned = False
+        """Whether the caller no longer waits."""
+        self.payload: Payload | None = None
+        self.error: Exception | None = None
+        super().__init__(client, outgoing)
+
+    def begin(self) -> None:
+        """Send the request; on the event loop."""
+        if not self.is_abandoned:
+            super().begin()
+
+    def late(self, limit_s: float, source: str) -> None:
+        """End the call at its limit; on the event loop."""
+        if self.payload is None and self.error is None and not self.is_abandoned:
+            self.give_up(limit_s, source)
+
+    def result(self) -> Payload:
+        """What the worker answered. Raises the error."""
+        if self.payload is None:
+            assert self.error is not None
+            try:
+                raise self.error
+            finally:
+                self.error = None  # or it would keep itself alive, by its traceback and this frame
+        return self.payload
+
+    def _succeeded(self, payload: Payload) -> bool:
+        if self.is_abandoned:
+            return False
+        self.payload = payload
+        self._on_filled()
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        if not self.is_abandoned:
+            self.error = error
+            self._on_filled()
+
+
+class GroupPendingCall(PendingCall):
+    """A request that is one of many; their deadline is the group's."""
+
+    __slots__ = ("_group", "_worker_id")
+
+    def __init__(self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str) -> None:
+        self._group = group
+        self._worker_id = worker_id  # with colocation the client may go by another role's name
+        group.pending[worker_id] = self
+        super().__init__(client, outgoing, group.started)
+
+    def cancel(self) -> None:
+        """No caller waits any more; a request that was sent goes on."""
+
+    def _succeeded(self, payload: Payload) -> bool:
+        try:
+            value = decode(payload)
+        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
+            self._group.failed(self._worker_id, error)
+        else:
+            self._group.succeeded(self._worker_id, value)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._group.failed(self._worker_id, error)
+
+
+def wait_for_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
+    """Send a request and block for its answer; an interrupt of the waiting thread leaves the call to its worker."""
+    forbid_blocking()
+    waiting = threading.Lock()
+    waiting.acquire()
+    call = _AwaitedCall(client, outgoing, waiting.release)
     try:
-        return encode(arguments, root="arguments")
-    except errors.CodecError as error:
-        raise errors.ArgumentNotSerializableError(
-            worker_id=worker_id,
-            engine_name=engine_name,
-            method=method,
-            path=_argument_path(error.path, len(arguments)),
-            value_type=error.value_type,
-            reason=error.reason,
-        ) from error
+        run_on_loop(call.begin)
+        if not waiting.acquire(timeout=min(max(limit_s - lead_of(limit_s), 0.0), threading.TIMEOUT_MAX)):
+            left_s = max(limit_s - (time.monotonic() - call.started), 0.0)
+            run_on_loop(functools.partial(call.inquire, left_s))
+            if not waiting.acquire(timeout=left_s):
+                run_on_loop(functools.partial(call.late, limit_s, source))
+                waiting.acquire()
+    except BaseException:
+        call.is_abandoned = True
+        raise
+    return call.result()
 
 
-def _argument_path(path: str, num_parts: int) -> str:
-    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
-    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
-    for index, name in enumerate(names):
-        path = path.replace(f"arguments[{index}]", name, 1)
-    return path
+async def await_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, source: str) -> Payload:
+    """Send a request and await its answer, on any event loop."""
+    loop = asyncio.get_running_loop()
+    is_background = loop is background_loop()
+    filled: asyncio.Future[None] = loop.create_future()
+
+    def settle() -> None:
+        if not filled.done():
+            filled.set_result(None)
+
+    call = _AwaitedCall(client, outgoing, settle if is_background else functools.partial(mailbox_of(loop).post, settle))
+    if is_background:
+        call.begin()
+    else:
+        run_on_loop(call.begin)
+    lead_s = lead_of(limit_s)
+    timer: asyncio.TimerHandle
+
+    def almost_late() -> None:
+        nonlocal timer
+        timer = loop.call_later(lead_s, run_on_loop, functools.partial(call.late, limit_s, source))
+        run_on_loop(functools.partial(call.inquire, lead_s))
+
+    timer = loop.call_later(limit_s - lead_s, almost_late)
+    try:
+        await filled
+    except BaseException:
+        call.is_abandoned = True
+        raise
+    finally:
+        timer.cancel()
+    return call.result()

@@ -8,15 +8,14 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from helmsman.api import errors
+from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import ProcessState, Scheduler, WorkerHealth
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._transport.base import Outgoing
-from helmsman.controller._transport.client import WorkerClient, request_ids
-from helmsman.controller._transport.fan_out import Fanout
-from helmsman.controller._transport.pending_call import GroupExchange
+from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
 from helmsman.rpc_server._process.pulse import Seen, read
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
 _PATIENCE_S = 0.5
 """A worker that has not answered for so long is observed from outside."""
@@ -46,24 +45,24 @@ async def ask_health(
     """
     asked = Fanout(limit_s, source)
     question = Outgoing(Request(next(request_ids), Verb.HEALTH), encode(()))
-    exchanges: dict[str, GroupExchange] = {}
+    calls: dict[str, GroupPendingCall] = {}
 
     def ask(worker_ids: Iterable[str]) -> None:
         for worker_id in worker_ids:
-            exchanges[worker_id] = GroupExchange(clients[worker_id], question, asked, worker_id)
-            exchanges[worker_id].begin()
+            calls[worker_id] = GroupPendingCall(clients[worker_id], question, asked, worker_id)
+            calls[worker_id].begin()
 
     ask(worker_id for worker_id, client in clients.items() if not client.unanswered)
     observed = await _observe({worker_id: client for worker_id, client in clients.items() if client.unanswered})
     found = {worker_id: health for worker_id, health in observed.items() if _is_still_stuck(clients[worker_id], health)}
-    ask([worker_id for worker_id in clients if worker_id not in found and worker_id not in exchanges])
+    ask([worker_id for worker_id in clients if worker_id not in found and worker_id not in calls])
     patience_s, deadline = min(_PATIENCE_S, limit_s / 2), Deadline(limit_s)
     while asked.pending and deadline.remaining_s > patience_s:  # again, since an observer may be starting
         await asked.wait(timeout_s=patience_s)
         observed = await _observe({worker_id: clients[worker_id] for worker_id in asked.pending})
         for worker_id, health in observed.items():
             if asked.pending.pop(worker_id, None) is not None:
-                exchanges[worker_id].withdraw()
+                calls[worker_id].withdraw()
                 found[worker_id] = health
     await asked.wait()
     found |= {worker_id: _decode_health(answer) for worker_id, answer in asked.results.items()}

@@ -1,4 +1,4 @@
-"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of three ways."""
+"""WeightSync: brings a trainer's weights to the instances of a rollout, one call to each, in one of several ways."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from helmsman.api.errors import EngineCallError, GroupCallError, WorkerFailedError
+from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle
+from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights, WeightSink, WeightSource
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.call_all import is_communication_error, release
-from helmsman.controller._rollout.request_api import InFlight
-from helmsman.controller._schedulers.inline import InlineScheduler
 from helmsman.controller._validation.argument_types import checked
-
-if TYPE_CHECKING:
-    from helmsman.controller._rollout.rollout_controller import RolloutController
-    from helmsman.controller._training.train_controller import TrainController
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,20 +49,20 @@ class WeightSync:
 
     def __init__(
         self,
-        trainer: TrainController,
-        rollout: RolloutController,
+        trainer: SendsWeights,
+        rollout: ReceivesWeights,
         way: Way | None = None,
         *,
         form: WeightFormat | None = None,
         in_flight: InFlight = "continue",
     ) -> None:
-        if trainer.scheduler is not rollout.scheduler:
+        self._source, self._sink = source, sink = trainer.weight_source, rollout.weight_sink
+        if source.scheduler is not sink.scheduler:
             raise ValueError(
-                f"role {trainer.role!r} and role {rollout.role!r} run on two schedulers, and weights go between workers of one"
+                f"role {source.role!r} and role {sink.role!r} run on two schedulers, and weights go between workers of one"
             )
-        self._trainer, self._rollout = trainer, rollout
         self._way, self._form, self._in_flight = way or ViaMemory(), form or WeightFormat(), in_flight
-        self._way.check(trainer, rollout)
+        self._way.check(source, sink)
 
     @checked
     def push(self, timeout: float | None = None) -> SyncReport:
@@ -87,11 +83,11 @@ class WeightSync:
 
     async def _push(self, timeout: float | None) -> SyncReport:
         started = time.monotonic()
-        deadline = started + (self._trainer.scheduler.timeouts.call_s if timeout is None else timeout)
-        async with self._rollout._held(self._in_flight, deadline - time.monotonic()):
-            version = await self._trainer._get_version(deadline - time.monotonic())
-            num_bytes, failures = await self._way.carry(self._trainer, self._rollout, self._form, version, deadline)
-            updated, failed = self._rollout._served_by(failures)
+        deadline = started + (self._source.scheduler.timeouts.call_s if timeout is None else timeout)
+        async with self._sink.hold(self._in_flight, deadline - time.monotonic()):
+            version = await self._source.version(deadline - time.monotonic())
+            num_bytes, failures = await self._way.carry(self._source, self._sink, self._form, version, deadline)
+            updated, failed = self._sink.served_by(failures)
         return SyncReport(
             version=version, num_bytes=num_bytes, seconds=time.monotonic() - started, updated=updated, failed=failed
         )
@@ -100,11 +96,11 @@ class WeightSync:
 class Way(Protocol):
     """How weights travel."""
 
-    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+    def check(self, source: WeightSource, sink: WeightSink) -> None:
         """Raise ValueError where it cannot be."""
 
     async def carry(
-        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """Bring the weights; returns how many bytes left the trainer, and why they have not reached which instance.
 
@@ -117,21 +113,32 @@ class ViaMemory:
     """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from which each instance reads
     them; instances of one other node read one copy of it. Rank 0 holds all of them on its host."""
 
-    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+    def check(self, source: WeightSource, sink: WeightSink) -> None:
         """See Way."""
 
     async def carry(
-        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """See Way."""
-        handle = await trainer._publish(IntoMemory(version=version), form, deadline - time.monotonic())
-        assert isinstance(handle, ResultHandle)
+        handle = await self._gather(source, form, version, deadline - time.monotonic())
         try:
-            weights = dict.fromkeys(rollout._living_ids(), handle)
-            return handle.nbytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=handle)
+            weights = dict.fromkeys(sink.living_ids(), handle)
+            return handle.nbytes, await sink.update(weights, version, deadline - time.monotonic(), kept=handle)
         finally:
-            if not rollout.keeps(handle):
-                await asyncio.to_thread(release, trainer.scheduler, handle)
+            if not sink.keeps(handle):
+                await asyncio.to_thread(release, source.scheduler, handle)
+
+    async def _gather(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+        handle = await source.publish(IntoMemory(version=version), form, timeout)
+        assert isinstance(handle, ResultHandle)
+        return handle
+
+
+class ViaExport(ViaMemory):
+    """As ViaMemory, for trainers without publish_weights: all parameters as they are, by ``export_weights``."""
+
+    async def _gather(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+        return await source.export(version, timeout)
 
 
 class ViaDisk:
@@ -148,26 +155,26 @@ class ViaDisk:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
-    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+    def check(self, source: WeightSource, sink: WeightSink) -> None:
         """See Way."""
 
     async def carry(
-        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """See Way."""
         target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
-        written = await trainer._publish(target, form, deadline - time.monotonic())
+        written = await source.publish(target, form, deadline - time.monotonic())
         assert isinstance(written, WeightsOnDisk)
-        weights = dict.fromkeys(rollout._living_ids(), written)
-        return written.num_bytes, await rollout._update_each(weights, version, deadline - time.monotonic(), kept=written)
+        weights = dict.fromkeys(sink.living_ids(), written)
+        return written.num_bytes, await sink.update(weights, version, deadline - time.monotonic(), kept=written)
 
 
 class ViaCollective:
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
 
-    Nothing is decoded while they last. The group is made at the first sync, and anew when its members have changed, one of them
-    has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are sent
-    once more to those that can. What is built anew between two syncs serves after the next one.
+    Nothing is decoded while they last. The group is made at the first sync, and again when its members have changed, one of
+    them has been in another since, or something went wrong. When a member dies, is late or cannot take part, the weights are
+    sent once more to those that can. An instance that is rebuilt between two syncs serves after the next one.
 
     Args:
         timeout_s: how long members wait for each other.
@@ -176,19 +183,20 @@ class ViaCollective:
     def __init__(self, timeout_s: float = 120.0) -> None:
         self._timeout_s = timeout_s
         self._group_id = ""
-        self._members: tuple[tuple[str, int], ...] = ()
+        self._members: tuple[str, ...] = ()
         self._port = 0
 
-    def check(self, trainer: TrainController, rollout: RolloutController) -> None:
+    def check(self, source: WeightSource, sink: WeightSink) -> None:
         """See Way."""
-        if isinstance(trainer.scheduler, InlineScheduler):
+        if source.scheduler.shares_process:
             raise ValueError(
-                "ViaCollective needs workers in processes of their own, which InlineScheduler has not; use ViaMemory"
+                f"ViaCollective needs workers in processes of their own, which {type(source.scheduler).__name__} has not; "
+                "use ViaMemory"
             )
-        sender = trainer.workers[0]
+        sender = source.workers[0]
         shared = [
             each.id
-            for each in rollout.workers
+            for each in sink.workers
             if each.node_id == sender.node_id and set(map(str, each.devices)) & set(map(str, sender.devices))
         ]
         if shared:
@@ -197,55 +205,54 @@ class ViaCollective:
             )
 
     async def carry(
-        self, trainer: TrainController, rollout: RolloutController, form: WeightFormat, version: int, deadline: float
+        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
         """See Way."""
-        reachable = rollout._reachable_ids()
+        reachable = sink.living_ids(with_suspects=False)
         if not reachable:
-            return 0, await rollout._update_each({}, version, deadline - time.monotonic(), kept=None)
-        outcome = await self._carry(trainer, rollout, reachable, form, version, deadline)
+            return 0, await sink.update({}, version, deadline - time.monotonic(), kept=None)
+        outcome = await self._carry(source, sink, reachable, form, version, deadline)
         if any(map(_is_broken, outcome.errors)) and not outcome.has_lost_trainer:
-            left = [id_ for id_ in await rollout._answering_ids() if id_ not in outcome.unable]
+            left = [id_ for id_ in await sink.answering_ids() if id_ not in outcome.unable]
             if left:
-                outcome = await self._carry(trainer, rollout, left, form, version, deadline)
+                outcome = await self._carry(source, sink, left, form, version, deadline)
         if outcome.errors and (outcome.num_bytes is None or outcome.failures is None):
             raise outcome.errors[0]
         return outcome.num_bytes or 0, outcome.failures or {}
 
     async def _carry(
         self,
-        trainer: TrainController,
-        rollout: RolloutController,
+        source: WeightSource,
+        sink: WeightSink,
         ids: Sequence[str],
         form: WeightFormat,
         version: int,
         deadline: float,
     ) -> _Outcome:
-        members = ((trainer.role, trainer.num_recoveries), *rollout._processes(ids))
-        if members != self._members or not (trainer.weight_group == rollout.weight_group == self._group_id):
-            self._port = await trainer._open_weight_store(deadline - time.monotonic())
+        if tuple(ids) != self._members or not (source.group_id == sink.group_id == self._group_id):
+            self._port = await source.open_store(deadline - time.monotonic())
             self._group_id = uuid.uuid4().hex
-        trainer.weight_group = rollout.weight_group = self._group_id
+        source.group_id = sink.group_id = self._group_id
         self._members = ()  # after an error or an interrupt it is not known where in the group's broadcasts each of them is
         place = ByCollective(
             version=version,
             group_id=self._group_id,
-            address=trainer.workers[0].ip,
+            address=source.workers[0].ip,
             port=self._port,
             rank=0,
             world_size=1 + len(ids),
             timeout_s=max(0.1, min(self._timeout_s, deadline - time.monotonic())),
         )
         weights = {id_: msgspec.structs.replace(place, rank=rank) for rank, id_ in enumerate(ids, 1)}
-        sending = asyncio.ensure_future(trainer._publish(place, form, deadline - time.monotonic()))
+        sending = asyncio.ensure_future(source.publish(place, form, deadline - time.monotonic()))
         sides: tuple[Any, Any] = await asyncio.gather(
             sending,
-            rollout._update_each(weights, version, deadline - time.monotonic(), kept=None, sending=sending),
+            sink.update(weights, version, deadline - time.monotonic(), kept=None, sending=sending),
             return_exceptions=True,
         )
         outcome = _Outcome(*sides)
         if not outcome.errors:
-            self._members = members
+            self._members = tuple(ids)
         return outcome
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import operator
@@ -11,18 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from helmsman.api.batch import Batch
 from helmsman.api.cluster_config import ClusterConfig
-from helmsman.api.dispatch import Collect, CustomDispatch, MethodSpec, RegisteredMethod
+from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import (
-    CallTimeoutError,
     DispatchError,
-    HelmsmanError,
     InvalidSpecError,
-    TopologyMismatchError,
     WorkerFailedError,
 )
-from helmsman.api.remote_batch import Piece, RemoteBatch, join_remote
 from helmsman.api.scheduler import (
     EngineSpec,
     ResultHandle,
@@ -31,19 +25,19 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.api.topology import RankInfo
-from helmsman.api.worker_group import GroupFuture, Options, WorkerGroup
+from helmsman.api.worker_group import GroupFuture, Options, RegisteredMethod, WorkerGroup
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
 from helmsman.controller._roles.rank_environment import rank_environment
 from helmsman.controller._roles.role_controller import RoleController
-from helmsman.controller._schedulers.base import Call, SchedulerBase
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
+from helmsman.controller._worker_groups.call_order import CallOrder
 from helmsman.controller._worker_groups.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.packed_arguments import PackedArguments
 from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
-from helmsman.controller._worker_groups.topology_check import difference, is_missing_method
+from helmsman.controller._worker_groups.topology_check import compare_coordinates
 
 W_co = TypeVar("W_co", covariant=True)
 
@@ -116,11 +110,12 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
         )
         self._kwargs = dict(kwargs or {})
-        self._verified = False
-        self._order = asyncio.Lock()
-        """Held while the coordinates of the ranks are checked, so that later calls wait behind the call that checks them."""
+        self._order = CallOrder(
+            name,
+            worker_config.max_concurrency,
+            functools.partial(compare_coordinates, name, engine, self.topology, self._call_workers),
+        )
         self._restarting = threading.Lock()
-        self._gate = asyncio.Semaphore(worker_config.max_concurrency) if worker_config.max_concurrency else None
         try:
             job = job_of(name, resource_manager, worker_config, self._allocation)
             super().__init__(resource_manager.scheduler, engine, job, args)
@@ -130,31 +125,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             raise
 
     # --- what it is -------------------------------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.topology.world_size
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.topology.dp_size
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.topology.tp_size
-
-    @property
-    def pp_size(self) -> int:
-        """Pipeline stages."""
-        return self.topology.pp_size
-
-    @property
-    def cp_size(self) -> int:
-        """Context-parallel ranks."""
-        return self.topology.cp_size
 
     @checked
     def get_rank_info(self, rank: int) -> RankInfo:
@@ -289,7 +259,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             if not options.keep:
                 return dispatch.collect(self.topology, spec, dispatched.cut, results)
             try:
-                return self._collect_kept(spec, dispatched, results)
+                return dispatch.collect_kept(self.scheduler, self.topology, spec, dispatched.cut, results)
             except BaseException:
                 for handle in results:  # nobody else knows them
                     if isinstance(handle, ResultHandle):
@@ -298,19 +268,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
         sent = self._send(spec.name, dispatched, answering, options, is_cut=spec.sharding is not None)
         return GroupFuture(sent, collect, forbid_blocking)
-
-    def _collect_kept(self, spec: MethodSpec, dispatched: Dispatched, handles: list[Any]) -> Any:
-        """Batches that are joined as one whose rows stay; other results as their handles."""
-        if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
-            batches = [self._remote(handle) for handle in handles]
-            join = functools.partial(dispatch.join_rows, concat=functools.partial(join_remote, self.scheduler))
-            return dispatch.collect(self.topology, spec, dispatched.cut, batches, join)
-        return dispatch.collect(self.topology, spec, None, handles, lambda _, parts: list(parts))
-
-    def _remote(self, result: Any) -> Any:
-        if not _is_remote_batch(result):
-            return result
-        return RemoteBatch(self.scheduler, [Piece(result, 0, result.length or 0)], result.num_padding)
 
     def _send(
         self, method: str, dispatched: Dispatched, answering: Sequence[int], options: Options, *, is_cut: bool = False
@@ -321,42 +278,21 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         workers' coordinates, on Helmsman's event loop.
         """
         require_seconds(f"{self.name}.{method}", options.timeout)
-        deadline = self._deadline(options.timeout)
+        deadline = time.monotonic() + (self.scheduler.timeouts.call_s if options.timeout is None else options.timeout)
         packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
         wanted = set(answering)
         ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
         answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
-        if isinstance(self.scheduler, SchedulerBase):
-            calls = {
-                worker_id: Call(rpc_meta=answers if rank in wanted else rest, payload=packed.payload_of(rank))
-                for rank, worker_id in ids.items()
-            }
-        else:
-            calls = {
-                worker_id: Call(
-                    packed.args_of(rank),
-                    # A method's own 'timeout' is not the call's.
-                    rpc_meta={**(answers if rank in wanted else rest), "kwargs": packed.kwargs_of(rank)},
-                )
-                for rank, worker_id in ids.items()
-            }
+        calls = {worker_id: packed.call_of(rank, answers if rank in wanted else rest) for rank, worker_id in ids.items()}
 
         async def run() -> list[Any]:
             async with packed:
-                limit_s = await self._in_order(method, options.timeout, deadline, is_cut=is_cut)
-                results = dict(zip(ids, await self._through_gate(method, calls, limit_s, deadline), strict=True))
+                limit_s = await self._order.enter(method, options.timeout, deadline, is_cut=is_cut)
+                async with self._order.slot(limit_s, deadline) as left_s:
+                    results = dict(zip(ids, await self._call_workers(method, calls, left_s), strict=True))
             return [results[rank] for rank in answering]
 
         return submit(run())
-
-    def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
-
-    async def _through_gate(self, method: str, calls: Mapping[str, Call], limit_s: float | None, deadline: float) -> list[Any]:
-        if self._gate is None:
-            return await self._call_workers(method, calls, limit_s)
-        async with self._gate:
-            return await self._call_workers(method, calls, max(0.0, deadline - time.monotonic()))
 
     # --- topology ---------------------------------------------------------------------------------------------------
 
@@ -372,60 +308,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
             timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
         Raises: TopologyMismatchError; GroupCallError where workers do not answer.
         """
-        if not self._verified:
-            run_sync(self._in_order("verify_topology", timeout, self._deadline(timeout), is_cut=True))
-
-    async def _in_order(self, method: str, limit_s: float | None, deadline: float, *, is_cut: bool) -> float | None:
-        """Wait for earlier calls whose check of the coordinates is pending, and check them for the first call that is cut.
-
-        The lock serves waiting calls in their order, and nothing is awaited between its release and the sending of a call, so
-        calls reach the workers in the order in which they were made.
-
-        Returns: seconds that the call itself may take. Raises: CallTimeoutError at the deadline; as verify_topology.
-        """
-        waits = self._order.locked() or (is_cut and not self._verified)
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(deadline - began):
-                await self._order.acquire()
-        except TimeoutError as error:
-            raise CallTimeoutError(
-                worker_id=f"{self.name}/0",
-                engine_name=None,
-                method=method,
-                elapsed_s=time.monotonic() - began,
-                limit_s=deadline - began,
-                limit_source="Timeouts.call_s" if limit_s is None else "the call's timeout argument",
-                worker_alive=True,
-                state="the call was not sent, since an earlier call still waits for the coordinates of the ranks",
-                stack="",
-            ) from error
-        try:
-            if is_cut and not self._verified:
-                await self._compare_coordinates(max(0.0, deadline - time.monotonic()))
-                self._verified = True
-        finally:
-            self._order.release()
-        return max(0.0, deadline - time.monotonic()) if waits else limit_s
-
-    async def _compare_coordinates(self, limit_s: float) -> None:
-        engine = self._engine
-        if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
-            return
-        calls = {worker.id: Call(rpc_meta=_EXACTLY) for worker in self.workers}
-        try:
-            told = await self._call_workers("get_rank_info", calls, limit_s)
-        except HelmsmanError as error:
-            if not is_missing_method(error):
-                raise
-            return
-        differences = {
-            worker.id: told_apart
-            for worker, ours, theirs in zip(self.workers, self.topology.ranks, told, strict=False)
-            if (told_apart := difference(ours, theirs)) is not None
-        }
-        if differences:
-            raise TopologyMismatchError(cluster=self.name, num_ranks=self.world_size, differences=differences)
+        if not self._order.is_checked:
+            deadline = time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
+            run_sync(self._order.enter("verify_topology", timeout, deadline, is_cut=True))
 
     def _after_death(self) -> str:
         return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
@@ -448,19 +333,21 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         Raises: IndexError; StartError and EngineCreationError, after which it may be tried again.
         """
         self.get_rank_info(rank)
+        scheduler = self.scheduler
+
+        async def rebuild(workers: Sequence[Worker]) -> None:
+            await scheduler.create_engine(
+                workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args
+            )
+            if rank == 0 and not scheduler.shares_process:
+                for worker_id, environment in rank_environment(self.role, workers).items():
+                    with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted
+                        await scheduler.set_worker_env(worker_id, environment)
+
         with self._restarting:
             self.scheduler.restart_worker(self.workers[rank].id)
             self._workers = tuple(self.scheduler.get_workers(self.role, timeout=0))
-            run_sync(self._rebuild(rank, self._workers))
-
-    async def _rebuild(self, rank: int, workers: Sequence[Worker]) -> None:
-        await self.scheduler.create_engine(
-            workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args
-        )
-        if rank == 0 and not self.scheduler.shares_process:
-            for worker_id, environment in rank_environment(self.role, workers).items():
-                with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted
-                    await self.scheduler.set_worker_env(worker_id, environment)
+            run_sync(rebuild(self._workers))
 
     def shutdown(self) -> None:
         """As close."""
@@ -485,7 +372,3 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 def _deleted(worker: Worker) -> WorkerStatus:
     """Of a worker that the scheduler has no longer."""
     return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
-
-
-def _is_remote_batch(result: Any) -> bool:
-    return isinstance(result, ResultHandle) and result.type_name == Batch.__name__

@@ -6,6 +6,7 @@ object, which is packed once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.batch import Batch, Remainder, part_sizes
-from helmsman.api.columns import Ragged, concat_columns, kind_of, slice_of
+from helmsman.api.columns import Ragged, concat_columns, kind_of
 from helmsman.api.dispatch import (
     AxisSharding,
     Collect,
@@ -26,7 +27,8 @@ from helmsman.api.dispatch import (
     Shard,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
-from helmsman.api.scheduler import ResultHandle
+from helmsman.api.remote_batch import Piece, RemoteBatch
+from helmsman.api.scheduler import ResultHandle, Scheduler
 from helmsman.api.topology import AXES, Axis, Topology
 
 
@@ -197,6 +199,22 @@ def join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Ba
         ) from error
 
 
+def collect_kept(scheduler: Scheduler, topology: Topology, spec: MethodSpec, cut: Cut | None, handles: list[Any]) -> Any:
+    """Join batches that stay in the workers as one whose rows stay; other results as their handles."""
+    if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
+        batches = [
+            RemoteBatch(scheduler, [Piece(each, 0, each.length or 0)], each.num_padding) if _is_remote_batch(each) else each
+            for each in handles
+        ]
+        join = functools.partial(join_rows, concat=RemoteBatch.join)
+        return collect(topology, spec, cut, batches, join)
+    return collect(topology, spec, None, handles, lambda _, parts: list(parts))
+
+
+def _is_remote_batch(result: Any) -> bool:
+    return isinstance(result, ResultHandle) and result.type_name == Batch.__name__
+
+
 def is_joinable(value: Any) -> bool:
     """Whether values of its kind can be joined by rows, and cut."""
     return isinstance(value, Batch) or bool(kind_of(value))
@@ -362,7 +380,7 @@ def _parts(rows: Any, num_parts: int, remainder: Remainder) -> Sequence[Any]:
         return rows.chunk(num_parts, remainder)
     sizes = part_sizes(len(rows), num_parts, remainder)
     ends = itertools.accumulate(sizes)
-    return [slice_of(rows, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
@@ -378,7 +396,7 @@ def _unpadded(method: str, result: Any, num_rows: int, padding: int) -> Any:
             "are padding",
             step="With remainder='pad', return a row for each row, or declare remainder='uneven'",
         )
-    return result[:kept] if isinstance(result, Batch) else slice_of(result, 0, kept)
+    return result[:kept]
 
 
 def _kind_shown(value: Any) -> str:

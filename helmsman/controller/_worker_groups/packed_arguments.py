@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from helmsman.api.errors import ArgumentNotSerializableError, NotSerializableError
-from helmsman.api.scheduler import ResultHandle, Scheduler
+from helmsman.api.scheduler import Call, ResultHandle, Scheduler
 from helmsman.controller._worker_groups.dispatch import Argument, Dispatched
-from helmsman.rpc_server._wire.codec import Packed, Payload, encode
+from helmsman.rpc_server._wire.codec import Packed, encode
 
 _PUT_FROM_BYTES = 64 * 1024
 """What several ranks get and is at least so large is put where each node fetches it once; the rest travels in messages."""
@@ -31,8 +31,8 @@ class PackedArguments:
         self._scheduler = scheduler
         self._cut = [argument for argument in (*args, *kwargs.values()) if len(argument.parts) > 1 or None in argument.of_rank]
         """Those of which ranks get different parts."""
-        self._payloads: dict[tuple[int | None, ...], Payload] = {}
-        """By the numbers of their parts of what is cut."""
+        self._calls: dict[tuple[int | None, ...], Call] = {}
+        """Arguments by the numbers of their parts of what is cut."""
 
     @classmethod
     def pack(cls, scheduler: Scheduler, method: str, dispatched: Dispatched) -> PackedArguments:
@@ -60,21 +60,15 @@ class PackedArguments:
             raise
         return cls(args, kwargs, put, scheduler)
 
-    def args_of(self, rank: int) -> tuple[Any, ...]:
-        """Positional arguments of a rank."""
-        return tuple(argument.for_rank(rank) for argument in self._args)
-
-    def kwargs_of(self, rank: int) -> dict[str, Any]:
-        """Named arguments of a rank."""
-        return {name: argument.for_rank(rank) for name, argument in self._kwargs.items()}
-
-    def payload_of(self, rank: int) -> Payload:
-        """All arguments of a rank, as they are sent; one for all ranks that get the same."""
+    def call_of(self, rank: int, rpc_meta: Mapping[str, Any]) -> Call:
+        """The call of a rank; ranks with the same arguments share one payload."""
         numbers = tuple([argument.of_rank[rank] for argument in self._cut])
-        payload = self._payloads.get(numbers)
-        if payload is None:
-            payload = self._payloads[numbers] = encode((self.args_of(rank), self.kwargs_of(rank)))
-        return payload
+        call = self._calls.get(numbers)
+        if call is None:
+            args = tuple(argument.for_rank(rank) for argument in self._args)
+            kwargs = {name: argument.for_rank(rank) for name, argument in self._kwargs.items()}
+            call = self._calls[numbers] = Call(args, kwargs, payload=encode((args, kwargs)))
+        return call._replace(rpc_meta=rpc_meta)
 
     async def __aenter__(self) -> Self:
         return self

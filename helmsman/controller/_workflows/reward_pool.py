@@ -23,11 +23,10 @@ from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
 from helmsman.controller._aio.event_loop import in_own_thread, run_async, run_sync
 from helmsman.controller._roles.role_controller import RoleController
 from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.controller._transport.client import encode_arguments
 from helmsman.controller._transport.health import require_answer
 from helmsman.controller._workflows.reward_workers import Process, RewardWorkers
 from helmsman.rpc_server._host.reward import Overtime
-from helmsman.rpc_server._wire.codec import Packed
+from helmsman.rpc_server._wire.codec import Packed, encode_arguments
 
 _ENGINE = "helmsman.rpc_server._host.reward.RewardEngine"
 _GRACE_S = 5.0

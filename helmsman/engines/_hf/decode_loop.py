@@ -19,6 +19,7 @@ from torch import nn
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
 from helmsman.api.platforms import current_platform
+from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.engines._hf.decode_batch import DecodeBatch
 from helmsman.engines._weights.group import WeightGroup
@@ -79,12 +80,8 @@ class DecodeLoop:
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
         self._version = version
-        self._is_torn = False
-        """Whether an update ended half-way, or sleep has dropped the weights: nothing is decoded until an update is completed,
-        and requests wait or are aborted."""
-        self._is_asleep = False
-        """Whether there is no cache; no request is accepted then."""
-        self._has_weight_memory = True
+        self.state = WeightState.AWAKE
+        """Without whole weights nothing is decoded, and requests wait or are aborted."""
         self._parking = Parking()
         """Weights of an engine that sleeps."""
         self._weight_group = WeightGroup(next(model.parameters()).device)
@@ -133,7 +130,7 @@ class DecodeLoop:
         ids: set[str] = set()
         with self._changed:
             self._check_open()
-            if self._is_asleep:
+            if not self.state.has_cache:
                 raise RuntimeError("the rollout engine is asleep, and accepts no request; call wake() first")
             for id_ in (request.request_id for request in requests):
                 if id_ in self._ids or id_ in ids:
@@ -223,7 +220,7 @@ class DecodeLoop:
 
     @property
     def _has_work(self) -> bool:
-        return not self._is_torn and bool(self._waiting or self._running)
+        return self.state.is_whole and bool(self._waiting or self._running)
 
     def _admit(self) -> None:
         """Prefill waiting requests, as many as slots and the prefill budget allow, first come first served."""
@@ -307,10 +304,8 @@ class DecodeLoop:
                 raise RuntimeError(
                     f"{len(self._ids)} request(s) are in flight, and the engine stays awake; wait for their end or abort them"
                 )
-            self._is_asleep = True
-        self._has_weight_memory = False
+            self.state = self.state.after(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
         if level == 2:
-            self._is_torn = True
             self._parking.drop(self._model.parameters())
         self._parking.park([*self._model.parameters(), *self._model.buffers()])
         self._batch.cache.release()
@@ -320,25 +315,25 @@ class DecodeLoop:
     def _wake(self, weights_only: bool) -> int:
         try:
             self._parking.bring_back()
-            self._has_weight_memory = True
+            self.state = self.state.after(WeightEvent.WOKE_WEIGHTS)
             if not weights_only:
                 self._batch.cache.allocate()
-                self._is_asleep = False
+                self.state = self.state.after(WeightEvent.WOKE)
         except BaseException:
             current_platform.empty_cache()
             raise
         return self._version
 
     def _update_weights(self, weights: Weights, version: int) -> int:
-        if not self._has_weight_memory:
+        if not self.state.has_weight_memory:
             raise RuntimeError("the rollout engine is asleep, and has no room for weights; call wake(weights_only=True) first")
         try:
             with incoming(weights, self._weight_group) as arriving:
                 apply_weights(self._model, arriving)
         except PartialWeightUpdateError:
-            self._is_torn = True
+            self.state = self.state.after(WeightEvent.TORN)
             raise
-        self._version, self._is_torn = version, False
+        self._version, self.state = version, self.state.after(WeightEvent.UPDATED)
         return version
 
     def _fail(self, error: Exception) -> None:

@@ -40,7 +40,7 @@ from helmsman.engines._models.checkpoint_files import (
 from helmsman.engines._models.distributed import failing_together, gather_objects
 from helmsman.engines._models.files import replace_folder
 from helmsman.engines._models.heads import check_saved_head, head_of
-from helmsman.engines._models.model import named_tensors
+from helmsman.engines._models.tensors import named_tensors
 
 logger = logging.getLogger(__name__)
 

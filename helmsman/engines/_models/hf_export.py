@@ -22,7 +22,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from helmsman.engines._models.distributed import failing_together
 from helmsman.engines._models.files import check_replaceable, copy_tokenizer, replace_folder, save_tensors
 from helmsman.engines._models.heads import plain_config, skeleton
-from helmsman.engines._models.model import full_tensor, named_tensors, resolve_dtype
+from helmsman.engines._models.model import resolve_dtype
+from helmsman.engines._models.tensors import full_tensor, named_tensors
 
 MAX_SHARD_BYTES = 5 << 30
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from helmsman.api.engines import Head
 from helmsman.api.platforms import current_platform
+from helmsman.engines._models.checkpoint import read_parameters
 from helmsman.engines._models.checkpoint_files import is_checkpoint
 from helmsman.engines._models.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_saved_head, give_values
 
@@ -80,8 +80,6 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
             raise ValueError(
                 f"there is no model folder {model!r} on this worker; give a local folder, or a mapping with 'model_type'"
             )
-        from helmsman.engines._models.checkpoint import read_parameters  # which reads models by this module
-
         check_saved_head(model, head, exact=is_checkpoint(model))
         with without_progress_bars(), _seeded(seed):
             if is_checkpoint(model):
@@ -128,20 +126,6 @@ def max_positions(config: Any) -> int | None:
         if isinstance(each, Mapping) and each.get("factor") and each.get("rope_type", each.get("type")) not in _LENGTH_INCLUDED:
             most = max(most, int((each.get("original_max_position_embeddings") or positions) * each["factor"]))
     return most
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, or shards of them; one with several names (tied embeddings) by its first name only."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a shard."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

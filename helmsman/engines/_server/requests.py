@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.engines._admission import check_request
-from helmsman.engines._server.dialects import Chunk, Dialect
 from helmsman.engines._server.http import ServerClient
+from helmsman.engines._server.protocol import Chunk, Dialect
 from helmsman.engines._server.sequences import Part, ServedSequence
 
 _ENDING_S = 10.0

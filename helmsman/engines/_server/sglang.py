@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._server.dialects import Call, Chunk, ServerConfig, Stats, problem_in, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, ServerConfig, Stats, problem_in, require_logprobs
 
 
 class _Finish(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from helmsman.api.platforms import current_platform
-from helmsman.engines._models.model import full_tensor
+from helmsman.engines._models.tensors import full_tensor
 from helmsman.engines._train.parallel import reshard
 from helmsman.engines._weights.host_swap import Parking, storage_of
 from helmsman.engines.train_config import Offload

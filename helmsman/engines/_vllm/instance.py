@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.engines._vllm import versions
 from helmsman.engines._vllm.request import Flight, seed_of
@@ -48,10 +49,7 @@ class VLLMInstance:
         self._transfer = VLLMTransfer(config.model, config.bucket_bytes)
         self._num_updates = 0
         self._is_frozen = False
-        self._needs_update = ""
-        """Why nothing can be served before an update."""
-        self._asleep: int = 0
-        self._has_weights_back = False
+        self.state = WeightState.AWAKE
         self._adapters: dict[str, Any] = {}
         self._adapter = config.adapter
         self._watch: asyncio.Task[None] | None = None
@@ -143,7 +141,7 @@ class VLLMInstance:
         if request.request_id in self._flights:
             raise ValueError(f"the request id {request.request_id!r} is already in flight; ids are unique among those")
         self._require_life()
-        if self._asleep:
+        if not self.state.has_cache:
             raise RuntimeError(f"request {request.request_id!r} came while the engine sleeps; wake it first")
         flight = self._flights[request.request_id] = Flight(request, self._adapters.get(self._adapter))
         try:
@@ -249,7 +247,7 @@ class VLLMInstance:
         """Exchange the weights while nothing is decoded."""
         async with self._turn:
             self._require_life()
-            if self._asleep and not self._has_weights_back:
+            if not self.state.has_weight_memory:
                 raise RuntimeError(
                     "the engine sleeps; wake it, with weights_only=True at least, before its weights are updated"
                 )
@@ -257,11 +255,12 @@ class VLLMInstance:
             try:
                 await self._stop_decoding()
                 await self._transfer.carry(weights, self._on_all_ranks)
-            except PartialWeightUpdateError as error:
-                self._needs_update = str(error)
+            except PartialWeightUpdateError:
+                self._on(WeightEvent.TORN)
                 raise
             else:
-                self.version, self._needs_update = version, ""
+                self.version = version
+                self._on(WeightEvent.UPDATED)
                 self._num_updates += 1
             finally:
                 await self._go_on()
@@ -279,7 +278,7 @@ class VLLMInstance:
 
     async def _go_on(self) -> None:
         """Decode again, where there is something to decode by."""
-        if self.failure is not None or self._needs_update or self._asleep:
+        if self.failure is not None or not self.state.serves:
             return
         if self._is_frozen:
             await self._call(versions.thaw(self._llm))
@@ -300,21 +299,21 @@ class VLLMInstance:
                 raise RuntimeError(
                     f"{len(self._flights)} requests are in flight; abort them, or let them end, before it sleeps"
                 )
-            if not self._asleep or self._has_weights_back:
+            if self.state.has_weight_memory:
                 await self._fall_asleep(level)
             if level == 2:
-                self._needs_update = "the engine has slept at level 2, which drops the weights; update them"
+                self._on(WeightEvent.DROPPED)
 
     async def _fall_asleep(self, level: int) -> None:
         if not versions.is_on_host() and not self.config.enable_sleep_mode:
             raise RuntimeError("sleep needs enable_sleep_mode=True, with which vLLM allocates so that it can")
-        before = self._asleep, self._has_weights_back
+        before = self.state
         self._gate.clear()
-        self._asleep, self._has_weights_back = level, False  # from here on requests are refused
+        self._on(WeightEvent.SLEPT)  # from here on requests are refused
         try:
             await self._call(self._llm.reset_prefix_cache() if versions.is_on_host() else self._llm.sleep(level))
         except BaseException:
-            self._asleep, self._has_weights_back = before
+            self.state = before
             await self._go_on()
             raise
         self._num_updates += 1  # the cache is gone
@@ -323,15 +322,16 @@ class VLLMInstance:
         """See VLLMEngine.wake."""
         async with self._turn:
             self._require_life()
-            if not self._asleep or (weights_only and self._has_weights_back):
+            if self.state.has_cache or (weights_only and self.state.has_weight_memory):
                 return
             if not versions.is_on_host():
-                tags = ["weights"] if weights_only else ["kv_cache"] if self._has_weights_back else None
+                tags = ["weights"] if weights_only else ["kv_cache"] if self.state.has_weight_memory else None
                 await self._call(self._llm.wake_up(tags))
-            self._has_weights_back = True
-            if not weights_only:
-                self._asleep = 0
-                await self._go_on()
+            self._on(WeightEvent.WOKE_WEIGHTS if weights_only else WeightEvent.WOKE)
+            await self._go_on()
+
+    def _on(self, event: WeightEvent) -> None:
+        self.state = self.state.after(event)
 
     # --- adapters ---------------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ def process_table() -> dict[int, Process]:
     """All processes that can be seen; empty where there is no /proc."""
     table = {}
     for entry in _list("/proc"):
-        if entry.isdigit() and (row := _process(int(entry))) is not None:
+        if entry.isdigit() and (row := process_of(int(entry))) is not None:
             table[row.pid] = row
     return table
 
@@ -113,11 +113,19 @@ def _list(path: str) -> list[str]:
         return []
 
 
-def _process(pid: int) -> Process | None:
+def stat_fields(pid: int) -> list[bytes]:
+    """The fields of /proc/<pid>/stat from the state on, which is its third; none where the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except OSError:
+        return []
+
+
+def process_of(pid: int) -> Process | None:
+    """The row of one process; None where it does not exist."""
+    fields = stat_fields(pid)
+    if not fields:
         return None
     return Process(pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
@@ -262,12 +270,8 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return int(fields[49]) if fields[0] == b"Z" else None
+    fields = stat_fields(pid)
+    return int(fields[49]) if fields[:1] == [b"Z"] else None
 
 
 def split_status(status: int) -> tuple[int | None, int | None]:

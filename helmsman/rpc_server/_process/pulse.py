@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from helmsman.rpc_server._process.guardian import stat_fields
+
 BEAT_S = 0.2
 """Seconds between two beats: short enough to distinguish an interpreter that is stuck for a second from a slow one."""
 
@@ -159,14 +161,10 @@ def map_page(fd: int) -> mmap.mmap:
 
 def observe(page: mmap.mmap, pid: int) -> bytes:
     """Look at a process on this machine, for some 20 ms; b'' when it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
+    fields = stat_fields(pid)
+    if not fields or fields[0] in b"ZX":
         return b""
     state = fields[0]
-    if state in b"ZX":
-        return b""
     cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     rss_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
     if state in b"SR":  # of the main thread alone

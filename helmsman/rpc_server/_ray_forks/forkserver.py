@@ -36,7 +36,8 @@ from types import ModuleType
 from typing import Any
 
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
-from helmsman.rpc_server._ray_forks.worker import Order, become_worker, follow_omp_threads, read_order
+from helmsman.rpc_server._ray_forks.ray_patches import follow_omp_threads
+from helmsman.rpc_server._ray_forks.worker import Order, become_worker, read_order
 
 _REQUEST_BYTES = 1 << 20
 _REAP_AFTER_S = 0.2

@@ -1,7 +1,6 @@
 """The driver's end of the fork server of an embedded Ray: starts it, and has the raylet start its workers through it.
 
-How a raylet starts workers is private to Ray. It is changed here alone, in the raylet's command; where that does not look as
-expected, it stays as it is, and every worker starts by itself.
+``forked_workers`` is the one entry point, and its argument ``preload`` the switch. The changes to Ray are in ray_patches.py.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 from helmsman.rpc_server._process.safe_files import open_log
 from helmsman.rpc_server._ray_forks import client as ray_fork_client
+from helmsman.rpc_server._ray_forks.ray_patches import replaced, through_client
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ _BOOTSTRAP = (
     "watch_driver(int(args[2]), run_id, channel=int(args[1])); "
     "from helmsman.rpc_server._ray_forks.forkserver import main; main(more, args)"
 )
-_COMMAND_OPTION = "--python_worker_command="
 _END_S = 2.0
 
 
@@ -84,33 +82,24 @@ class RayForks:
                 process_group=0,
             )
 
-    @contextlib.contextmanager
-    def serving_the_raylet(self) -> Iterator[None]:
+    def serving_the_raylet(self) -> contextlib.AbstractContextManager[None]:
         """A raylet that this thread starts within the block has its Python workers forked."""
         from ray._private import services
 
-        start: Any = services.start_ray_process
-        thread = threading.get_ident()
+        return replaced(services, start_ray_process=self._start_process)
 
-        def start_ray_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
-            if process_type != "raylet" or threading.get_ident() != thread:
-                return start(command, process_type, *args, **kwargs)
-            changed = _through_client(command, self._workers)
+    def _start_process(self, start: Any, command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+        changed = through_client(command, self._workers) if process_type == "raylet" else list(command)
+        if process_type != "raylet" or changed is None:
             if changed is None:
                 log.info("this Ray starts its workers in a way that is not known here; they are not forked")
                 self._control.close()
-                return start(command, process_type, *args, **kwargs)
-            address = {ray_fork_client.ADDRESS_VARIABLE.decode(): f"{self._key}:{self._name}"}
-            updates = kwargs.pop("env_updates", None) or {}
-            process = start(changed, process_type, *args, env_updates={**updates, **address}, **kwargs)
-            self._begin({**os.environ, **updates}, process.process.pid)
-            return process
-
-        services.start_ray_process = start_ray_process
-        try:
-            yield
-        finally:
-            services.start_ray_process = start
+            return start(command, process_type, *args, **kwargs)
+        address = {ray_fork_client.ADDRESS_VARIABLE.decode(): f"{self._key}:{self._name}"}
+        updates = kwargs.pop("env_updates", None) or {}
+        process = start(changed, process_type, *args, env_updates={**updates, **address}, **kwargs)
+        self._begin({**os.environ, **updates}, process.process.pid)
+        return process
 
     def _begin(self, environment: dict[str, str], raylet: int) -> None:
         """Let it import Ray, as the workers of this raylet would."""
@@ -130,14 +119,30 @@ class RayForks:
             self._process.wait()
 
 
-def _through_client(command: Sequence[str], workers: Path) -> list[str] | None:
-    """A raylet's command whose Python workers are started through our client; None where it is not as expected.
+_running: list[RayForks] = []
+"""The fork server of the embedded Ray of this process, which has one at most."""
+
+
+def forked_workers(run_id: str, log_path: Path, preload: Sequence[str] | None) -> contextlib.AbstractContextManager[None]:
+    """Within it, this thread starts a Ray whose Python workers are forked, until end_forks().
 
     Args:
-        workers: folder of Ray's programs for workers.
+        run_id: of the run.
+        log_path: for the output of the fork server.
+        preload: modules that workers are forked with. None switches forking off, and so does a system other than Linux.
     """
-    programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
-    expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
-    ours = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, "-I", "-S", ray_fork_client.__file__, *programs]) + " "
-    changed = [ours + word.removeprefix(expected) if word.startswith(expected) else word for word in command]
-    return changed if changed != list(command) else None
+    if preload is None or sys.platform != "linux":
+        return contextlib.nullcontext()
+    try:
+        forks = RayForks(run_id, log_path, preload)
+    except OSError as error:
+        log.info("Ray starts its workers by itself, as no fork server could be started: %s", error)
+        return contextlib.nullcontext()
+    _running.append(forks)
+    return forks.serving_the_raylet()
+
+
+def end_forks() -> None:
+    """End the fork server and its workers. Idempotent."""
+    while _running:
+        _running.pop().stop()

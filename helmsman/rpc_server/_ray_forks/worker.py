@@ -14,8 +14,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
-from helmsman.rpc_server._process.environment import follow_thread_count
-
 _READ_AT_START = (
     "RAY_",
     "PYTHON",
@@ -140,21 +138,3 @@ def _take_after(client: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [number for number in signal.valid_signals() if mask >> (number - 1) & 1])
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{client}/oom_score_adj").read_text())
-
-
-def follow_omp_threads() -> None:
-    """Let libraries that are loaded already heed the number of threads that Ray sets for a task or an actor.
-
-    Ray sets OMP_NUM_THREADS just before the first one runs; in a worker of its own they would be loaded after that.
-    """
-    from ray._private import utils
-
-    set_variable = utils.set_omp_num_threads_if_unset
-
-    def set_and_follow() -> bool:
-        has_set = set_variable()
-        if has_set:
-            follow_thread_count()
-        return has_set
-
-    utils.set_omp_num_threads_if_unset = set_and_follow

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._host.threads import start_loop
 from helmsman.rpc_server._wire.auth import HANDSHAKE_LIMIT_S, authenticate_connector
-from helmsman.rpc_server._wire.frames import FrameReader, pack_length
-from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
+from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream, tune_tcp
 from helmsman.rpc_server._wire.tls import ServerTls
+from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 BACKLOG = 1024
 """Connections that the kernel keeps for a listener until it accepts them."""
@@ -149,7 +149,7 @@ class Door:
         host = "this machine"
         if peer.family != socket.AF_UNIX:
             host = address[0]
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune_tcp(peer)
         if not _is_allowed(peer):
             self._refuse("belongs to another user", host)
             peer.close()
@@ -271,9 +271,17 @@ class Connection:
 
     def send(self, message: bytes) -> None:
         """Send a message whole. Raises OSError, ProtocolError."""
-        data = pack_length(len(message)) + message
+        self.send_framed(pack_length(len(message)) + message)
+
+    def send_framed(self, data: bytes) -> None:
+        """Send messages whole, with their lengths. Raises OSError."""
         with self._sending:
             (self._tls or self._socket).sendall(data)
+
+    def abort(self) -> None:
+        """Have the threads that read and write fail; ``close`` is for the reading one."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # SSLSocket's own would drop its TLS state under their feet
 
     def close(self) -> None:
         """End the connection."""

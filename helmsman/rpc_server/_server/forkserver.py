@@ -29,8 +29,8 @@ from helmsman.rpc_server._process.driver_watch import NO_PIDFD
 from helmsman.rpc_server._process.environment import extend_search_path
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._server.local_server import listen, serve_worker
-from helmsman.rpc_server._wire.frames import FrameReader, pack_length
 from helmsman.rpc_server._wire.messages import WorkerIdentity
+from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

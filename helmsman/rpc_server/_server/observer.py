@@ -18,9 +18,9 @@ import sys
 from helmsman.rpc_server._process.pulse import Pulse, map_page, observe
 from helmsman.rpc_server._server.authenticated_server import AuthenticatedServer, Connection
 from helmsman.rpc_server._wire.auth import connect
-from helmsman.rpc_server._wire.frames import LENGTH_BYTES, unpack_length
 from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.tls import ServerTls, server_tls
+from helmsman.rpc_server._wire.wire import LENGTH_BYTES, unpack_length
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

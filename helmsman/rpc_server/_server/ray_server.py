@@ -1,15 +1,15 @@
-"""The Ray adapter: an EngineHost inside a Ray actor. Ray carries the bytes; large buffers reach its object store directly."""
+"""The Ray adapter: an EngineHost inside a Ray actor."""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
-import functools
+import itertools
 import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import ray
 
 from helmsman.api.errors import HandleLostError
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.api.scheduler import ResultHandle
+from helmsman.api.scheduler import ResultHandle, WorkerHealth
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.threads import share_interpreter
@@ -28,12 +28,11 @@ from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._server.observer import start_observer
-from helmsman.rpc_server._wire.codec import Payload
-from helmsman.rpc_server._wire.frames import ReplyFrame, decode_request, encode_frame
-from helmsman.rpc_server._wire.messages import Reply, WorkerIdentity
-from helmsman.rpc_server._wire.payload import INLINE_BYTES, to_wire
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb, WorkerConfig, WorkerIdentity
 from helmsman.rpc_server._wire.segments import SegmentLocation, can_attach
 from helmsman.rpc_server._wire.tls import server_tls
+from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 
 class RayHandleStore:
@@ -82,10 +81,6 @@ class RayHandleStore:
 
 _PUT_FROM_BYTES = 1 << 20
 
-RayReply = bytes | tuple[Reply, "Payload | ray.ObjectRef[Payload]"]
-"""A reply by way of Ray: an encoded ReplyFrame, which costs Ray least, or its parts, with a reference where the payload is
-large."""
-
 
 def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
     """The same payload without the engine's own memory, which the engine may write to as soon as it has replied."""
@@ -94,14 +89,24 @@ def _frozen(payload: Payload) -> Payload | ray.ObjectRef[Payload]:
     return Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
 
 
-def _packed(reply: Reply, payload: Payload) -> RayReply:
-    if payload.handles or payload.nbytes >= INLINE_BYTES:
-        return reply, _frozen(payload)
-    return encode_frame(ReplyFrame(reply, to_wire(payload, segments=False)[0]))
+class RaySidePath:
+    """Arguments and results that Ray's object store carries beside the channel, by request id."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[int, Payload] = {}
+        self.results: dict[int, Payload | ray.ObjectRef[Payload]] = {}
+
+    def take(self, request_id: int) -> Payload:
+        """As SidePath's."""
+        return self.arguments.pop(request_id)
+
+    def keep(self, request_id: int, payload: Payload) -> None:
+        """As SidePath's."""
+        self.results[request_id] = _frozen(payload)
 
 
 class ChannelAddress(msgspec.Struct, frozen=True):
-    """Where a worker listens for the direct connection."""
+    """Where a worker listens for its controller."""
 
     where: str | tuple[str, int]
     """A Unix socket's path, or address and port."""
@@ -147,13 +152,35 @@ def _masks_of_raylet() -> dict[str, str]:
     return {name: value for name, value in pairs if name in variables}
 
 
+def _channel_ports() -> range | None:
+    """The ports at which this worker may listen: of HELMSMAN_PORT_RANGE, else of Ray's worker ports; None for any."""
+    if os.environ.get(RANGE_VARIABLE, "").strip():
+        first, last = port_range(os.environ)
+        return range(first, last + 1)
+    try:
+        with open(f"/proc/{os.environ['RAY_RAYLET_PID']}/cmdline", "rb") as file:
+            return worker_ports_of(file.read().split(b"\0"))
+    except (OSError, KeyError):
+        return None
+
+
+def worker_ports_of(command: Sequence[bytes]) -> range | None:
+    """Ray's range of worker ports in a raylet's command line; None where it leaves them to the operating system."""
+    options = dict(part.lstrip(b"-").split(b"=", 1) for part in command if b"=" in part)
+    try:
+        first, last = int(options[b"min_worker_port"]), int(options[b"max_worker_port"])
+    except (KeyError, ValueError):
+        return None
+    return range(first, last + 1) if 0 < first <= last else None
+
+
 def _control(method: Any) -> Any:
     return ray.method(concurrency_group="control")(method)
 
 
 class RayRPCServer:
-    """A worker. Control verbs have a concurrency group of their own; engine work waits here for the host's threads, so a
-    running call delays neither.
+    """A worker. Its controller starts and watches it as an actor, and calls it by its channel; ``health``, ``configure``,
+    ``set_env``, ``create_engine`` and ``call`` are for tools and other actors.
 
     Args:
         search_path: the driver's ``sys.path``.
@@ -161,11 +188,10 @@ class RayRPCServer:
 
     def __init__(self, search_path: Sequence[str] = ()) -> None:
         extend_search_path(search_path)
-        self._turn = threading.Lock()
-        self._num_begun = 0
         self._channel: channel.ChannelServer | None = None
-        self._early: dict[int, Callable[[], None]] = {}
-        """Engine work that arrived before its turn, by number."""
+        self._side_path = RaySidePath()
+        self._request_ids = itertools.count(-1, -1)
+        """Of the actor methods; the controller's are positive."""
 
     @_control
     async def greet(self) -> Greeting:
@@ -195,8 +221,7 @@ class RayRPCServer:
 
     @_control
     async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
-        """Listen for the controller's direct connection: on a Unix socket where they share a machine, else on this node's own
-        address.
+        """Listen for the controller's connection: on a Unix socket where they share a machine, else on this node's own address.
 
         Args:
             key: for connections to this worker alone.
@@ -213,9 +238,9 @@ class RayRPCServer:
             listener, certificate = channel.listen_abstract(), None
         else:
             certificate = await asyncio.to_thread(server_tls) if tls else None
-            listener = channel.listen_tcp(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+            listener = channel.listen_tcp(ray.util.get_node_ip_address(), _channel_ports())  # type: ignore[no-untyped-call]
         self._channel = channel.ChannelServer(
-            listener, key, self._host, shares_memory=shares_memory, tls=certificate, in_turn=self._in_turn, keep_apart=_frozen
+            listener, key, self._host, shares_memory=shares_memory, tls=certificate, side_path=self._side_path
         )
         name = listener.getsockname()
         self._channel.start()
@@ -225,24 +250,19 @@ class RayRPCServer:
 
     def _start_observer(self, host: str, key: bytes, tls: bool) -> int:
         """Start an observer of this worker for a controller on another machine; returns its port."""
-        with channel.listen_tcp(host) as listener:
+        with channel.listen_tcp(host, _channel_ports()) as listener:
             start_observer(listener, key, self._pulse, tls=tls)
             return int(listener.getsockname()[1])
 
     @_control
-    async def collect(self, request_id: int) -> tuple[Reply, Any] | None:
-        """The reply to a request that came by the channel; None when it has not come, and now never will."""
-        assert self._channel is not None
-        outcome = self._channel.collect(request_id)
-        if outcome is None:
-            return None
-        return await asyncio.wrap_future(outcome)
+    async def bring(self, request_id: int, arguments: Payload) -> None:
+        """Take the arguments of a request that follows by the channel."""
+        self._side_path.arguments[request_id] = arguments
 
     @_control
-    async def forget(self, request_ids: list[int]) -> None:
-        """The controller has the replies that it collected."""
-        assert self._channel is not None
-        self._channel.forget(request_ids)
+    async def fetch(self, request_id: int) -> list[Payload | ray.ObjectRef[Payload]]:
+        """The result that did not fit into a reply by the channel, in a list, since Ray would resolve a bare reference."""
+        return [self._side_path.results.pop(request_id)]
 
     @_control
     async def publish(self, handle: ResultHandle) -> list[ray.ObjectRef[Payload]]:
@@ -254,108 +274,45 @@ class RayRPCServer:
         """Never answered, so that its failure tells the controller at once that this process has ended."""
         await asyncio.get_running_loop().create_future()
 
-    async def _ask(self, message: bytes, payload: Payload | None) -> RayReply:
-        try:
-            arrival = channel.understood(self._host, *decode_request(message), payload)
-        except channel.UNDECODABLE as error:
-            arrival = channel.refused(message, error)
+    # --- for tools and other actors ---------------------------------------------------------------------------------
+
+    @_control
+    async def health(self) -> WorkerHealth:
+        """What the worker is doing now."""
+        return self._host.health()
+
+    @_control
+    async def configure(self, config: WorkerConfig) -> None:
+        """Set the environment, and seed from (seed, role, rank)."""
+        await self._handle(Verb.CONFIGURE, config)
+
+    @_control
+    async def set_env(self, env: Mapping[str, str]) -> None:
+        """Set environment variables of the worker."""
+        await self._handle(Verb.SET_ENV, dict(env))
+
+    async def create_engine(self, engine: Any, engine_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Create an engine, by its import path or class; its name is the worker's id when None."""
+        name = engine_name or self._host.identity.worker_id
+        await self._handle(Verb.CREATE_ENGINE, engine, args, kwargs, engine_name=name)
+
+    async def call(self, method: str, engine_name: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of an engine in its turn among the controller's calls, and return its result."""
+        return await self._handle(Verb.CALL, args, kwargs, engine_name=engine_name, method=method)
+
+    async def _handle(self, verb: Verb, *arguments: Any, engine_name: str | None = None, method: str = "") -> Any:
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[RayReply] = loop.create_future()
+        answered: asyncio.Future[tuple[bool, Payload]] = loop.create_future()
 
         def reply(answer: Reply, result: Payload) -> None:
-            loop.call_soon_threadsafe(answered.set_result, _packed(answer, result))
+            frozen = Payload(result.data, [bytearray(buffer) for buffer in result.buffers], result.handles)
+            loop.call_soon_threadsafe(answered.set_result, (answer.ok, frozen))
 
-        begin = functools.partial(arrival.answer, reply)
-        if arrival.in_order:
-            self._in_turn(arrival.number, begin)
-        else:
-            begin()
-        return await answered
-
-    def _in_turn(self, number: int, begin: Callable[[], None]) -> None:
-        """Begin engine work in the order in which it was sent, whichever way it came."""
-        with self._turn:
-            self._early[number] = begin
-            while (first := self._early.pop(self._num_begun, None)) is not None:
-                self._num_begun += 1
-                first()
-
-    async def create_engine(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.CREATE_ENGINE."""
-        return await self._ask(message, payload)
-
-    async def call(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.CALL."""
-        return await self._ask(message, payload)
-
-    async def destroy(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.DESTROY."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def health(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.HEALTH."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def stacks(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.STACKS."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def configure(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.CONFIGURE."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def set_env(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.SET_ENV."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def environment(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.ENVIRONMENT."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def listen(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.LISTEN."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def reach(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.REACH."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def lease_ports(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.LEASE_PORTS."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def inspect(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.INSPECT."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def cancel(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.CANCEL."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def release(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.RELEASE."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def fault(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.FAULT."""
-        return await self._ask(message, payload)
-
-    @_control
-    async def shutdown(self, message: bytes, payload: Payload | None = None) -> RayReply:
-        """Verb.SHUTDOWN; the process itself is ended by the controller through Ray, which then knows that it was meant."""
-        return await self._ask(message, payload)
+        self._host.handle(Request(next(self._request_ids), verb, engine_name, method), encode(arguments), reply)
+        ok, payload = await answered
+        if not ok:
+            raise decode(payload)
+        return decode(payload)
 
 
 def _redirect_output(log: int) -> int:

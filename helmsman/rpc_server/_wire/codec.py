@@ -22,7 +22,7 @@ import msgspec
 
 from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged
-from helmsman.api.errors import NotLoadableError, NotSerializableError
+from helmsman.api.errors import ArgumentNotSerializableError, CodecError, NotLoadableError, NotSerializableError
 from helmsman.api.scheduler import ResultHandle
 from helmsman.rpc_server._wire.memory import own_copy, without_write_check
 from helmsman.rpc_server._wire.pickle_diagnostics import find_culprit
@@ -233,3 +233,26 @@ class _HandleUnpickler(pickle.Unpickler):
         if name == _handle_at.__name__ and module == __name__:
             return self._values.__getitem__
         return super().find_class(module, name)
+
+
+def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: tuple[Any, ...]) -> Payload:
+    """Pack a call's arguments. Raises ArgumentNotSerializableError with the path to the part that is to blame."""
+    try:
+        return encode(arguments, root="arguments")
+    except CodecError as error:
+        raise ArgumentNotSerializableError(
+            worker_id=worker_id,
+            engine_name=engine_name,
+            method=method,
+            path=_argument_path(error.path, len(arguments)),
+            value_type=error.value_type,
+            reason=error.reason,
+        ) from error
+
+
+def _argument_path(path: str, num_parts: int) -> str:
+    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
+    names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
+    for index, name in enumerate(names):
+        path = path.replace(f"arguments[{index}]", name, 1)
+    return path

@@ -44,8 +44,6 @@ class Verb(StrEnum):
     """(handle id) -> None."""
     FAULT = "fault"
     """(FaultCommand) -> str, what it has ended that lasted. The worker does this to itself once it has answered."""
-    RECEIVED = "received"
-    """Without a reply, from transport to transport: the replies to these requests have arrived, and may be forgotten."""
     DESTROY = "destroy"
     """(names or None) -> list[str]. Destroys these engines (None: all) on the engine thread; returns what went wrong."""
     SHUTDOWN = "shutdown"
@@ -91,6 +89,17 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     running: str | None = None
     """'engine.method' that occupies the engine thread."""
     running_s: float | None = None
+
+    def describe(self) -> str:
+        """Where a late call is, for people."""
+        running = f"{self.running} (for {self.running_s or 0.0:.1f} s)" if self.running else "nothing"
+        return {
+            "running": f"the call still runs there: {running}",
+            "waiting": f"the call had not begun behind {running}, and will be withdrawn if it still has not",
+            "withdrawn": f"the call had not begun behind {running} and was withdrawn",
+            "ended": "the call does not run there: it ended just now and its result was dropped, or it had not arrived and "
+            "will not be begun",
+        }[self.state]
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Bytes over a non-blocking socket on an event loop, plain or TLS.
 
-asyncio's own streams do not give their socket back, which the direct channel needs once its peer is authenticated.
+asyncio's own streams do not give their socket back, which a channel needs once its peer is authenticated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 _BACKLOG_FULL_PAUSE_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
 """Longest path in a socket address on every system (104 bytes with the final zero on macOS, 108 on Linux)."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Raised by a non-blocking socket, plain or TLS, that has to wait for its peer."""
@@ -176,12 +178,21 @@ async def open_unix(path: str, limit_s: float) -> Stream:
         raise
 
 
+def tune_tcp(sock: socket.socket) -> None:
+    """Send small messages at once, and find out within two minutes that an idle connection is lost."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 async def open_tcp(address: tuple[Any, ...], limit_s: float) -> Stream:
     """Connect to a numeric address and port, as getaddrinfo returns them, within ``limit_s`` seconds. Raises: OSError."""
     raw = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     try:
         raw.setblocking(False)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune_tcp(raw)
         async with asyncio.timeout(limit_s):
             await asyncio.get_running_loop().sock_connect(raw, address)
     except TimeoutError as error:

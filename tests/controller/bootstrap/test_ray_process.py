@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import BootstrapError
-from helmsman.controller._bootstrap import ray_patience
 from helmsman.controller._bootstrap.async_utils import Tell
 from helmsman.controller._bootstrap.ray_process import RayProcess
+from helmsman.controller._ray_backend import start_limits
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 from tests.contract.helpers import processes_with
 
@@ -52,7 +52,7 @@ async def test_a_life(make_ray: MakeRay, tag: str) -> None:
     (pid,) = processes_with(TAG_VARIABLE, tag).values()
     ended = asyncio.ensure_future(ray.ended())
     os.kill(pid, signal.SIGTERM)
-    assert await ended == "ray start has ended by SIGTERM"
+    assert await ended == "ray start was ended by SIGTERM"
     assert await ray.ended() == await ended, "which is told as often as it is asked"
     await ray.stop()
     await ray.stop()
@@ -63,10 +63,10 @@ async def test_a_life(make_ray: MakeRay, tag: str) -> None:
     [
         (
             "import sys; print('no room'); sys.exit(3)",
-            "ray start has ended with exit code 3; the end of what it printed:\nno room",
+            "ray start exited with code 3; the end of what it printed:\nno room",
         ),
-        ("import os; os.kill(os.getpid(), 9)", "ray start has ended by SIGKILL"),
-        ("print('odd \\udcff'.encode(errors='surrogateescape'), end='', flush=True)", "ray start has ended with exit code 0"),
+        ("import os; os.kill(os.getpid(), 9)", "ray start was ended by SIGKILL"),
+        ("print('odd \\udcff'.encode(errors='surrogateescape'), end='', flush=True)", "ray start exited with code 0"),
     ],
 )
 async def test_an_end_before_it_was_up(make_ray: MakeRay, source: str, said: str) -> None:
@@ -88,7 +88,7 @@ async def test_start_fails_and_is_tried_once_more(make_ray: MakeRay, tmp_path: P
     ray = make_ray(f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", tell=told.append)
     await ray.start()
     assert len(told) == 1
-    for fact in ("exit code 1", "no luck", "Ray is started once more (after ", "of at most 30 s"):
+    for fact in ("exited with code 1", "no luck", "Ray is started once more (after ", "of at most 30 s"):
         assert fact in told[0]
     ended = asyncio.ensure_future(ray.ended())
     await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_start_detects_a_process_of_ray_that_ends(make_ray: MakeRay, tmp_p
     assert "all is well" not in str(caught.value)
 
 
-def test_patient_ray_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_start_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     services, scripts = pytest.importorskip("ray._private.services"), pytest.importorskip("ray.scripts.scripts")
     asked: list[str] = []
 
@@ -130,9 +130,9 @@ def test_patient_ray_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.
     for limit, calls in (("0", 1), ("30", 3)):
         asked.clear()
         monkeypatch.setattr(services, "get_node", get_node)
-        monkeypatch.setenv(ray_patience.LIMIT_VARIABLE, limit)
-        with pytest.raises(RuntimeError) if limit == "0" else contextlib.nullcontext():
-            ray_patience.main()
+        monkeypatch.setenv(start_limits.LIMIT_VARIABLE, limit)
+        with pytest.raises(TimeoutError) if limit == "0" else contextlib.nullcontext():
+            start_limits.main()
         assert len(asked) == calls
     assert found == ["node at here"]
 

@@ -21,7 +21,7 @@ def test_ray_that_does_not_start_on_a_member(make_nodes: MakeNodes) -> None:
     head, other = nodes.start(0), nodes.start(2)
     other.said("joined the cluster")
     member = nodes.start(1)
-    member.ends(93, "RAY_DIED: Ray did not start on this node: ray start has ended with exit code 1", "no room for an object")
+    member.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
     head.ends(91, "rank 1 (", "left before the run began: Ray did not start on this node", "no room for an object store")
     other.ends(91, "the run did not begin: rank 1 (")
 
@@ -33,7 +33,7 @@ def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     member.said("knows this node")
     assert head.ray["pid"], "so that it knows what it is to do"
     nodes.behaviour(0, "fails")
-    head.ends(93, "RAY_DIED: Ray did not start on this node: ray start has ended with exit code 1", "no room for an object")
+    head.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
     member.ends(91, "NOT_JOINED: the run did not begin: Ray did not start on this node")
 
 
@@ -56,7 +56,7 @@ def test_rays_death_on_a_member_is_its_own_and_the_run_goes_on(make_nodes: MakeN
     head, member = nodes.start_all()
     nodes.wait_running()
     os.kill(member.ray[which], KILL)
-    how = {"pid": "ray start has ended by SIGKILL", "raylet": "raylet has ended"}[which]
+    how = {"pid": "ray start was ended by SIGKILL", "raylet": "raylet has ended"}[which]
     member.ends(93, f"RAY_DIED: Ray has died on this node: {how}")
     head.said(f"leaves: Ray has died on this node: {how}")
     nodes.release()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from helmsman.api.errors import LogDirectoryError
+from helmsman.api.scheduler import Job
 from helmsman.controller._node.cleanup import KEPT_RUNS, KEPT_S, leftovers
 from helmsman.controller._node.run_registry import RunLock, default_log_dir, make_log_dir, read_runs, refused_places, user_dir
 from helmsman.controller._schedulers.inline import InlineScheduler
+from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller.cli import main
 
 
@@ -59,6 +65,27 @@ def test_records_and_logs_lie_in_the_directories_of_the_desktop_standard(
     assert not user_dir().exists()
     lock.release()
     assert os.listdir(runtime / "helmsman" / "runs") == []
+
+
+def test_lock_that_cannot_be_written_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(fd: int, operation: int) -> NoReturn:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="no locks"):
+        RunLock("0123456789", "Test", tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not list(temporary.rglob("*.json"))
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/none"])
+def test_log_directory_that_cannot_be_made_is_an_error_with_a_next_step(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", path)
+    with LocalScheduler(preload=()) as scheduler, pytest.raises(LogDirectoryError) as caught:
+        scheduler.create_workers(Job(role="a"))
+    assert f"cannot be kept in {path}/helmsman/" in str(caught.value)
+    assert "Name a directory that can be written to by log_dir" in str(caught.value)
 
 
 def test_a_record_is_found_by_a_shell_with_a_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

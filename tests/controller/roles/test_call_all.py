@@ -21,10 +21,9 @@ from helmsman.api.errors import (
     PeerNotReadyError,
     WorkerFailedError,
 )
-from helmsman.api.scheduler import Job
+from helmsman.api.scheduler import Call, Job
 from helmsman.controller._aio.event_loop import background_loop, run_async
 from helmsman.controller._roles.call_all import call_all, gather_all, group_error, is_communication_error
-from helmsman.controller._schedulers.base import Call
 from tests.controller.fakes import FakeScheduler
 
 
@@ -183,7 +182,7 @@ class Records(logging.Handler):
 async def test_calls_left_alone_after_the_grace_are_still_observed_to_their_end() -> None:
     group = Group(3)
     await group.start()
-    logger = logging.getLogger("helmsman.controller._transport.fan_out")
+    logger = logging.getLogger("helmsman.api.fan_out")
     level, handler = logger.level, Records()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

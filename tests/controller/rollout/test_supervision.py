@@ -380,7 +380,7 @@ def test_a_cancelled_shrink_leaves_all_serving(scheduler: Scheduler) -> None:
         shrinking = asyncio.run_coroutine_threadsafe(rollout.ascale(1), background_loop())
         wait_until(lambda: len(scheduler.call_engine("rollout/1", "figures")[2]) == 4, "they run")
         shrinking.cancel()
-        wait_until(lambda: not any(each.is_draining for each in rollout._queue().instances.values()), "it serves again")
+        wait_until(lambda: not any(each.is_draining for each in rollout.load().instances.values()), "it serves again")
         for index in range(2):
             scheduler.call_engine(f"rollout/{index}", "finish")
         futures += [rollout.submit([i + 100]) for i in range(8)]

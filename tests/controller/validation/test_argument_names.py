@@ -126,11 +126,10 @@ def test_decorated_names_are_the_decorators() -> None:
 
 @pytest.mark.parametrize("engine", [lambda name: None, functools.partial(RecordingTrainer), None])
 def test_engine_of_another_type(engine: Any) -> None:
-    with (
-        FakeScheduler() as scheduler,
-        pytest.raises(TypeError, match="TrainController: the argument engine is .*, expected str"),
-    ):
-        TrainController(scheduler, engine, Job(role="actor"), engine_kwargs={"name": "n"})
+    with FakeScheduler() as scheduler:
+        for controller in (TrainController, RolloutController):
+            with pytest.raises(TypeError, match=f"{controller.__name__}: the argument engine is .*, expected str"):
+                controller(scheduler, engine, Job(role="actor"), engine_kwargs={"name": "n"})
 
 
 def test_loss_setting_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from helmsman.api.dispatch import (
     MethodSpec,
     Replicate,
     Shard,
-    register,
 )
 from helmsman.api.errors import DispatchError, UnevenBatchError
+from helmsman.api.register import register
 from helmsman.api.topology import AXES, Axis, RankInfo, Topology
 from helmsman.controller._worker_groups.dispatch import answering_ranks, collect, collecting_ranks, dispatch, dispatch_ad_hoc
 

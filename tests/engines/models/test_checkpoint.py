@@ -23,7 +23,8 @@ from helmsman.api.weights import OntoDisk, WeightFormat
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
-from helmsman.engines._models.model import build_model, decoder_layers, full_tensor
+from helmsman.engines._models.model import build_model, decoder_layers
+from helmsman.engines._models.tensors import full_tensor
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import free_port, processes, run_ranks

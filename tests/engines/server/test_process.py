@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import ServerStartError
-from helmsman.engines._server.dialects import ServerConfig
 from helmsman.engines._server.process import ServerProcess
+from helmsman.engines._server.protocol import ServerConfig
 from helmsman.engines._server.weights import make_exchange
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.rpc_server.ports import PortLeases

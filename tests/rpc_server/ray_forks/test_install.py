@@ -26,7 +26,7 @@ from helmsman.rpc_server._ray_forks.worker import read_order
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
 
-from helmsman.rpc_server._ray_forks import install  # noqa: E402 - imports of Ray come after the check for it
+from helmsman.rpc_server._ray_forks import ray_patches  # noqa: E402 - imports of Ray come after the check for it
 
 PLAIN = {"runtime_env": {"env_vars": {"TORCH_OF_ITS_OWN": "1"}}}
 """Options of an actor or task whose worker is not forked: a library that is loaded already may have wanted this variable."""
@@ -275,12 +275,12 @@ def test_other_workers_are_left_to_ray(asked: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("option", ["--other=", "--python_worker_command=/usr/bin/env python /x/setup_worker.py "])
 def test_a_raylet_that_starts_workers_in_another_way_is_left_alone(option: str) -> None:
-    assert install._through_client(["raylet", option], Path("/x")) is None
+    assert ray_patches.through_client(["raylet", option], Path("/x")) is None
 
 
 def test_only_the_command_for_python_workers_is_changed() -> None:
     words = [sys.executable, "/a folder/setup_worker.py", "/a folder/default_worker.py", "--webui="]
     command = ["raylet", f"--python_worker_command={subprocess.list2cmdline(words)}", "--java_worker_command="]
-    changed = install._through_client(command, Path("/a folder"))
+    changed = ray_patches.through_client(command, Path("/a folder"))
     words[1:1] = ["-I", "-S", ray_fork_client.__file__]
     assert changed == [command[0], f"--python_worker_command={subprocess.list2cmdline(words)}", command[2]]

@@ -23,11 +23,12 @@ import pytest
 from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST, Connection
-from helmsman.rpc_server._wire import auth, frames
+from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
+from helmsman.rpc_server._server.channel import ChannelServer
+from helmsman.rpc_server._wire import auth, wire
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.payload import WirePayload, to_wire
+from helmsman.rpc_server._wire.wire import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
@@ -49,8 +50,7 @@ def engine(scheduler: LocalScheduler) -> Engine:
 @pytest.fixture
 def path(scheduler: LocalScheduler) -> str:
     """The worker's socket. Only a process that may read the run's folder can know it."""
-    assert scheduler._run_dir is not None
-    (socket_path,) = scheduler._run_dir.glob("*.sock")
+    (socket_path,) = scheduler._backend._run_dir.glob("*.sock")  # type: ignore[attr-defined]
     return str(socket_path)
 
 
@@ -69,8 +69,8 @@ def _frames(target: str) -> list[bytes]:
     payload = to_wire(encode(((Bomb(target),), {})))[0]
     handles = WirePayload(pickle.dumps(()), [], [], pickle.dumps([Bomb(target)]), None)
     requests = [Request(1, Verb.CALL, "target/0", "add"), Request(2, Verb.SHUTDOWN), Request(3, Verb.HEALTH)]
-    asked = [frames.RequestFrame(request, each) for request in requests for each in (payload, handles)]
-    messages = [frames.numbered_request(0, frames.encode_frame(frame)) for frame in asked]
+    asked = [wire.RequestFrame(request, each) for request in requests for each in (payload, handles)]
+    messages = [struct.pack("!q", 0) + wire.encode_frame(frame) for frame in asked]
     welcome = b"#WELCOME#"
     digests = [os.urandom(64), b"helmsman plain\n" + os.urandom(64), pickle.dumps(Bomb(target)), welcome]
     return [struct.pack("!i", len(each)) + each for each in messages + digests]
@@ -185,7 +185,7 @@ def test_where_many_wait_to_be_accepted_one_waits_with_them(tmp_path: Path) -> N
 
 def test_a_peer_of_this_run_that_talks_nonsense(scheduler: LocalScheduler, engine: Engine, path: str) -> None:
     """It proved itself, so it could do anything; an accident of its own still costs only its connection."""
-    proved = connect(path, scheduler._key, 5.0)
+    proved = connect(path, scheduler._backend._key, 5.0)
     with proved:
         proved.sendall(struct.pack("!i", 5) + b"\xc1\xc1\xc1\xc1\xc1")
         proved.settimeout(LIMIT_S)
@@ -232,8 +232,9 @@ class Liar(Counter):
 
     def answer_for(self, request_id: int, payload: WirePayload) -> None:
         """Reply to another request that its worker has not answered yet."""
-        (connection,) = (each for each in gc.get_objects() if type(each) is Connection)
-        connection.send(frames.encode_frame(frames.ReplyFrame(Reply(request_id, False), payload)))
+        (server,) = (each for each in gc.get_objects() if type(each) is ChannelServer)
+        (peer,) = server._peers.values()
+        peer.send(wire.encode_frame(wire.ReplyFrame(Reply(request_id, False), payload)), None)
 
 
 @pytest.mark.parametrize("payload", [WirePayload(b"nonsense"), WirePayload(b"nonsense", handles=b"nonsense")])
@@ -244,7 +245,7 @@ def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
     try:
         engine = Engine.create(scheduler, worker, Liar)
         with held(engine, Gate(tmp_path), "async_wait") as answered_falsely:
-            (request_id,) = scheduler._client(worker).transport._channel._posted  # type: ignore[attr-defined]
+            (request_id,) = scheduler._roles.client(worker).transport.channel._awaited  # type: ignore[attr-defined]
             engine.call("answer_for", request_id, payload)
             with pytest.raises((CodecError, pickle.UnpicklingError)):
                 answered_falsely.result(LIMIT_S)

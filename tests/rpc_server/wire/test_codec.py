@@ -477,7 +477,7 @@ def test_classes_of_the_users_script_arrive_in_another_process(tmp_path: Path) -
 
 def test_the_codec_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys; from helmsman.rpc_server import codec, wire_payload; codec.decode(codec.encode([{1, 2}]));"
+        "import sys; from helmsman.rpc_server._wire import codec, wire; codec.decode(codec.encode([{1, 2}]));"
         "assert not {'torch', 'numpy', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=True)

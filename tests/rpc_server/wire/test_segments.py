@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._wire import payload as wire_payload
 from helmsman.rpc_server._wire import segments
+from helmsman.rpc_server._wire import wire as wire_module
 from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
-from helmsman.rpc_server._wire.payload import WirePayload, from_wire, to_wire
 from helmsman.rpc_server._wire.segments import SegmentLocation, ShmSegment, attach, can_reuse, drop_spares, pack
+from helmsman.rpc_server._wire.wire import WirePayload, from_wire, to_wire
 
 pytestmark = pytest.mark.skipif(not segments.HAS_SEGMENTS, reason="no memfd on this system")
 
@@ -36,7 +36,7 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 OWNER = """
 import sys, msgspec, torch
 from helmsman.rpc_server._wire.codec import encode
-from helmsman.rpc_server._wire.payload import to_wire
+from helmsman.rpc_server._wire.wire import to_wire
 payload = encode(eval(sys.argv[1]))
 wire, segment = to_wire(payload)
 message = msgspec.msgpack.encode(wire)
@@ -49,7 +49,7 @@ sys.stdin.readline()
 RECEIVER = """
 import sys, msgspec
 from helmsman.rpc_server._wire.codec import decode
-from helmsman.rpc_server._wire.payload import WirePayload, from_wire
+from helmsman.rpc_server._wire.wire import WirePayload, from_wire
 tensor = decode(from_wire(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=WirePayload)))
 tensor.add_(1)
 print(int(tensor.sum()))
@@ -427,7 +427,7 @@ def test_payloads_that_were_views_can_be_sent_on() -> None:
 
 
 def test_without_segments_everything_goes_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_payload, "HAS_SEGMENTS", False)
+    monkeypatch.setattr(wire_module, "HAS_SEGMENTS", False)
     value = [torch.arange(100_000), "x" * 100_000]
     wire, segment = to_wire(encode(value))
     assert segment is None

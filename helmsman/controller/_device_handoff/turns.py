@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from helmsman.api.errors import (
     CallError,
@@ -33,11 +33,9 @@ from helmsman.api.errors import (
 )
 from helmsman.api.memory import MemoryFigures
 from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._rollout.rollout_controller import RolloutController
+from helmsman.controller._training.train_controller import TrainController
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
-
-if TYPE_CHECKING:
-    from helmsman.controller._rollout.rollout_controller import RolloutController
-    from helmsman.controller._training.train_controller import TrainController
 
 _PROBE = "helmsman.engines.memory.MemoryProbe"
 _PROBE_NAME = "helmsman-memory"
@@ -144,7 +142,7 @@ class Turns:
             if self.owner is Owner.TRAINER:
                 return
             await self._have_rollout_sleep(left_s())
-            await self._trainer._replicated("wake", timeout=left_s())
+            await self._trainer.awake(left_s())
             self.owner = Owner.TRAINER
 
     async def _to_rollout(self) -> SyncReport | None:
@@ -152,10 +150,10 @@ class Turns:
             if self.owner is Owner.ROLLOUT:
                 return None
             self.owner = Owner.NOBODY
-            await self._trainer._replicated("sleep", timeout=left_s())
-            await self._rollout._wake(True, left_s())
-            report = await self._sync._push(left_s())
-            await self._rollout._wake(False, left_s())
+            await self._trainer.asleep(left_s())
+            await self._rollout.awake(weights_only=True, timeout=left_s())
+            report = await self._sync.apush(left_s())
+            await self._rollout.awake(timeout=left_s())
             self.owner = Owner.ROLLOUT
             return report
 
@@ -216,7 +214,7 @@ class Turns:
         """The devices are nobody's then; they are still whose they were when requests have not ended, as it stays awake."""
         before, self.owner = self.owner, Owner.NOBODY
         try:
-            await self._rollout._sleep(self._level, self._in_flight, limit_s)
+            await self._rollout.asleep(self._level, self._in_flight, limit_s)
         except RequestsInFlightError:
             self.owner = before
             raise

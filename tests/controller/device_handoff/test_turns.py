@@ -30,8 +30,8 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.memory import MemoryFigures
+from helmsman.controller._device_handoff.turns import Owner, Turns
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.device_handoff import Owner, Turns
 from tests.contract.helpers import wait_until
 from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens

@@ -1,0 +1,94 @@
+"""The memory and the weights of a rollout instance as one state machine, for the rollout controller and for engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+
+class WeightEvent(Enum):
+    """What changes the memory or the weights of an instance."""
+
+    SLEPT = "slept"
+    """Sleep at level 1: all memory is given back, and the weights wait on the host."""
+    DROPPED = "dropped"
+    """Sleep at level 2: all memory is given back, and the weights are gone."""
+    WOKE_WEIGHTS = "woke for weights"
+    """The weights have their memory again."""
+    WOKE = "woke"
+    """Weights and cache have their memory again."""
+    UPDATED = "updated"
+    """A weight update is complete."""
+    TORN = "torn"
+    """A weight update has changed the weights in part."""
+
+
+class WeightState(Enum):
+    """States of an instance: which memory it has, and whether its weights are whole.
+
+                       SLEPT                  WOKE_WEIGHTS                   WOKE
+        AWAKE ----------------> ASLEEP ----------------> WARM ----------------> AWAKE
+          |  ^                    |                      |  ^                     (ASLEEP goes there by WOKE, too;
+     TORN |  | UPDATED            | DROPPED         TORN |  | UPDATED              AWAKE and WARM by SLEPT to ASLEEP)
+          v  |                    v                      v  |
+        AWAKE_EMPTY ----------> ASLEEP_EMPTY ----------> WARM_EMPTY ----------> AWAKE_EMPTY
+                       SLEPT                  WOKE_WEIGHTS                   WOKE
+
+    DROPPED leads to ASLEEP_EMPTY from everywhere. An instance that sleeps cannot be updated.
+    """
+
+    AWAKE = "awake"
+    """It serves."""
+    AWAKE_EMPTY = "awake without whole weights"
+    """It accepts requests, and serves them once an update is complete."""
+    ASLEEP = "asleep"
+    ASLEEP_EMPTY = "asleep without weights"
+    WARM = "awake for its weights alone"
+    """It has no cache, accepts no request, and can be updated."""
+    WARM_EMPTY = "awake for its weights alone, which it lacks"
+
+    @property
+    def serves(self) -> bool:
+        """Whether it can generate."""
+        return self is WeightState.AWAKE
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it accepts requests."""
+        return self in (WeightState.AWAKE, WeightState.AWAKE_EMPTY)
+
+    @property
+    def has_weight_memory(self) -> bool:
+        """Whether it can be updated."""
+        return self not in (WeightState.ASLEEP, WeightState.ASLEEP_EMPTY)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it needs no update before it serves."""
+        return self in (WeightState.AWAKE, WeightState.ASLEEP, WeightState.WARM)
+
+    def after(self, event: WeightEvent) -> WeightState:
+        """Return the state that follows an event. Raises: AssertionError for an event that cannot happen now."""
+        following = TRANSITIONS.get((self, event))
+        assert following is not None, f"{self} cannot be followed by {event}"
+        return following
+
+
+def _table() -> Mapping[tuple[WeightState, WeightEvent], WeightState]:
+    awake, awake_empty, asleep, asleep_empty, warm, warm_empty = WeightState
+    rows: dict[WeightState, tuple[WeightState | None, ...]] = {
+        # by SLEPT, DROPPED, WOKE_WEIGHTS, WOKE, UPDATED, TORN
+        awake: (asleep, asleep_empty, awake, awake, awake, awake_empty),
+        awake_empty: (asleep_empty, asleep_empty, awake_empty, awake_empty, awake, awake_empty),
+        asleep: (asleep, asleep_empty, warm, awake, None, None),
+        asleep_empty: (asleep_empty, asleep_empty, warm_empty, awake_empty, None, None),
+        warm: (asleep, asleep_empty, warm, awake, warm, warm_empty),
+        warm_empty: (asleep_empty, asleep_empty, warm_empty, awake_empty, warm, warm_empty),
+    }
+    cells = ((state, *cell) for state, row in rows.items() for cell in zip(WeightEvent, row, strict=True))
+    return MappingProxyType({(state, event): following for state, event, following in cells if following is not None})
+
+
+TRANSITIONS = _table()
+"""The state that follows each event; an event that is not listed for a state cannot happen in it."""

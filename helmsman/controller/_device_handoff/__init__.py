@@ -1,0 +1,1 @@
+"""Devices that a trainer and a rollout share, one after the other."""

@@ -1,0 +1,93 @@
+"""The contract of the part of a backend that plans, takes and frees places for workers."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from helmsman.api.plan import Plan, PlannedRole, Reservation
+from helmsman.api.scheduler import Job, Leaving
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._placement.admission import busy, require_feasible
+from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.snapshot import ClusterSnapshot
+
+
+class Allocator(abc.ABC):
+    """Takes places on a machine or a cluster. ``snapshot`` and ``reserve`` have to be filled; the rest has defaults."""
+
+    @abc.abstractmethod
+    def snapshot(self) -> ClusterSnapshot:
+        """The nodes and what of them is free. Blocks for one look at a cluster at most."""
+
+    @abc.abstractmethod
+    async def reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        """Take the resources of all of these jobs, or nothing; returns the place of each replica in rank order, by role.
+
+        The release of a job's resources is pushed on its role's stack as soon as they are taken. Raises:
+        PlacementInfeasibleError, PlacementTimeoutError.
+        """
+
+    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> list[tuple[Place, Reservation]]:
+        """Take the resources of a job, as reserve, and describe those of each replica."""
+        places = (await self.reserve([job], deadline, {job.role: resources}))[job.role]
+        return [(place, Reservation(node_id=place.node_id, node=place.node, devices=place.devices)) for place in places]
+
+    async def give_back(  # noqa: B027 - where nothing is counted, there is nothing to free
+        self, worker_id: str, place: Place, kept: Sequence[Place]
+    ) -> None:
+        """Free the resources of a worker that has ended, of a job whose other workers are at ``kept``. Idempotent."""
+
+    async def place_again(
+        self,
+        single: Job,
+        worker_id: str,
+        place: Place,
+        kept: Sequence[Place],
+        deadline: Deadline,
+        resources: contextlib.AsyncExitStack,
+    ) -> Place:
+        """The place at which a worker that has ended starts again: its own, unless that is lost.
+
+        Args:
+            single: its resources as a job of one replica.
+            worker_id, place, kept: as for give_back.
+            resources: stack for the release of a new place.
+        Raises: as reserve.
+        """
+        return place
+
+    async def leaving(self, places: Mapping[str, Place]) -> dict[str, Leaving]:
+        """Of these workers, by id, those whose nodes are about to go."""
+        return {}
+
+    def why_node_stays(self, place: Place) -> str:
+        """Why a node cannot be dropped itself; '' when it can. Blocks for one look at a cluster at most."""
+        return "the script runs on it"
+
+    def holders(self, jobs: Sequence[Job]) -> str:
+        """Who holds the resources that the jobs ask for, for people."""
+        return "others"
+
+    def without_uncounted(self, job: Job) -> Job:
+        """The job without what this allocator does not count."""
+        return job
+
+    def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
+        """A place for every rank in the resources that are free now.
+
+        Args:
+            running: roles that the jobs may be colocated with.
+        Raises: PlacementInfeasibleError; PlacementTimeoutError when the jobs would fit if others held less.
+        """
+        snapshot = self.snapshot()
+        asked = [self.without_uncounted(job) for job in jobs]
+        outcome = plan_jobs(snapshot, asked, running=running)
+        if isinstance(outcome, Plan):
+            return outcome
+        require_feasible(snapshot, asked, running)
+        raise busy(asked, snapshot, self.holders(asked), Deadline(0.0))

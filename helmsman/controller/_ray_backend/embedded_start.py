@@ -1,0 +1,262 @@
+"""Start of an embedded Ray, within one deadline and apart from the terminal; and joining another cluster."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helmsman.api.errors import ClusterMismatchError, RayStartError
+from helmsman.api.scheduler import Timeouts
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
+from helmsman.controller._ray_backend.embedded import current, end_embedded_ray, remember
+from helmsman.controller._ray_backend.process_watch import EmbeddedRay
+from helmsman.controller._ray_backend.ray_logs import newest_log, newest_session_logs, tail_without_dumps
+from helmsman.controller._ray_backend.start_limits import CORE, RayStart
+from helmsman.rpc_server._process import ray_exec
+from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, guard, process_table
+from helmsman.rpc_server._ray_forks.install import end_forks, forked_workers
+from helmsman.rpc_server._ray_forks.ray_patches import replaced
+
+log = logging.getLogger(__name__)
+
+_INTERRUPTED_START_S = 15.0
+"""How long a start that an interrupt has made pointless may still come to its own end. Ray cannot be broken off midway: without
+its head, it waits for that half a minute, and the script for it."""
+_END_S = 3.0
+"""How long Ray may then take to shut down."""
+_NEVER_S = 365 * 86_400
+_ATTEMPTS = 2
+"""Most attempts to start Ray. On a busy machine its processes may miss limits that cannot be changed."""
+
+
+def connect(
+    address: str,
+    run_id: str,
+    sizes: dict[str, Any],
+    log_dir: Path,
+    preload: Sequence[str] | None,
+    start_s: float = Timeouts().start_s,
+) -> EmbeddedRay | None:
+    """Join the cluster at ``address``, or start one of our own for 'local'.
+
+    Args:
+        address: of the cluster.
+        run_id: of the run, in the names of what is started.
+        sizes: what our own counts as its logical resources.
+        log_dir: of the run.
+        preload: modules that the workers of our own are forked with; None lets Ray start each by itself.
+        start_s: seconds that our own may take to start.
+
+    Returns: The embedded Ray; None for another cluster.
+
+    Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
+    """
+    remember(None)
+    if address != "local":
+        _connect(address, run_id, sizes, log_dir, None, None)
+        return None
+    deadline = Deadline(start_s)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            started = _connect(address, run_id, sizes, log_dir, preload, deadline)
+        except RayStartError as error:
+            if attempt == _ATTEMPTS or deadline.passed:
+                raise
+            log.warning("Ray did not start and is started once more: %s", error.reason)
+        else:
+            remember(started)
+            break
+    return current()
+
+
+def _connect(
+    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, deadline: Deadline | None
+) -> EmbeddedRay | None:
+    import ray
+
+    start = None if deadline is None else RayStart(deadline)
+    if address == "local":
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the script imported ray before us, which decided that
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # As local workers have it. The default of 15 starves workers, and their guardians, beside anything else that runs.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_task_events_shutdown_flush_timeout_ms", "500")  # of 5 s, all spent when the head has ended
+
+    async def init() -> EmbeddedRay | None:
+        serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        patience: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        settings: dict[str, Any] = {}
+        try:
+            if address == "local":
+                os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+                # A client of Ray's head that waits and cannot reach it for so long ends the process, and one that blocks in a
+                # call cannot be disconnected. The setting is for clients of the core worker, the other for those before it.
+                settings["_system_config"] = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
+                raylet: Any = ray._raylet
+                raylet.Config.initialize(json.dumps({**settings["_system_config"], **RayStart.SETTINGS}).encode())
+                if preload is not None:
+                    with contextlib.suppress(OSError):  # the log of the fork server cannot be opened then, which is handled
+                        make_log_dir(log_dir, run_id)
+                serving = forked_workers(run_id, log_dir / "ray_forkserver.log", preload)
+                if start is not None:
+                    patience = start.watching()
+            with serving, _spawning(), patience:
+                ray.init(
+                    address=address,
+                    namespace=f"helmsman-{run_id}",
+                    include_dashboard=False if address == "local" else None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **sizes,
+                    **settings,
+                )
+            return _watched() if address == "local" else None
+        finally:
+            os.environ.pop(TAG_VARIABLE, None)
+
+    others = descendants(os.getpid(), process_table())
+    # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
+    # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
+    starting = submit(init())
+    try:
+        started = starting.result()
+        _require_own_run(address)
+        if address == "local":
+            _guard_raylet(f"{run_id}/ray")
+        return started
+    except BaseException as error:
+        concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
+        if starting.done() and starting.exception() is None and (unwanted := starting.result()) is not None:
+            submit(unwanted.unwatch()).result()
+        is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
+        failure = _failed_start(error, start, others) if start is not None and is_rays else None
+        _end_half_started(others)
+        end_forks()
+        if failure is not None:
+            raise failure from error
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)) is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray has put its own below Python's, which prints a stack at every SIGTERM
+
+
+def _watched() -> EmbeddedRay:
+    """The Ray that this process has just started, under watch from here on."""
+    from ray._private import worker
+
+    node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
+    processes = {name: each.process for name in CORE for each in node.all_processes.get(name, [])}
+    return EmbeddedRay(processes, Path(node.get_logs_dir_path()), end_embedded_ray)
+
+
+def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
+    """The error of a failed start; called while its processes still exist.
+
+    Args:
+        error: of ray.init.
+        start: whose processes ray.init has started.
+        others: processes below this one that were there before.
+    """
+    from ray._common import utils
+
+    table = process_table()
+    started = sorted(descendants(os.getpid(), table) - others)
+    described = [f"{_name_of(pid)} (pid {pid}, {_STATES.get(table[pid].state, table[pid].state)})" for pid in started]
+    folder = Path(utils.get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
+    logs = newest_session_logs(folder, f"session_*_{os.getpid()}")
+    log_path = newest_log(logs, start.blamed) if logs else ""
+    return RayStartError(
+        reason=f"{type(error).__name__}: {error}",
+        processes=described,
+        log_path=log_path,
+        log_tail=tail_without_dumps(log_path) if log_path else "",
+    )
+
+
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for the disk", "T": "stopped", "Z": "ended"}
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "a process that has ended"
+
+
+def _require_own_run(address: str) -> None:
+    """Under ``helmsman up``: what was joined by RAY_ADDRESS must be the cluster that it has started. An earlier one, or that of
+    another job, may have taken its port."""
+    run_id = os.environ.get(RUN_VARIABLE)
+    if not run_id or address != os.environ.get("RAY_ADDRESS"):
+        return
+    import ray
+
+    runs = {str(node["Labels"].get(RUN_LABEL)) for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+    if run_id not in runs:
+        raise ClusterMismatchError(
+            f"the cluster at {address} is not that of this run: its nodes belong to {', '.join(sorted(runs)) or 'none'}, and "
+            f"this script was started on run {run_id} ({RUN_VARIABLE}). That cluster has most likely ended; start it again"
+        )
+
+
+def _guard_raylet(tag: str) -> None:
+    """See that the raylet's children go with it, as they should when the script is killed.
+
+    Its agents notice by themselves, but first tell the head, and wait for it a minute or more where it has gone too (seen with
+    Ray 2.60, about every second time).
+    """
+    from ray._private import worker
+
+    node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
+    for process in node.all_processes["raylet"]:
+        guard(process.process.pid, tag)
+
+
+def _end_half_started(others: set[int]) -> None:
+    """End what a start has left, apart from the processes that were there before it.
+
+    Ray ends its own, but not the raylet's children, which would stay for a minute or two.
+    """
+    import ray
+
+    started = descendants(os.getpid(), process_table()) - others
+    ending = threading.Thread(target=ray.shutdown, name="helmsman-ray", daemon=True)
+    ending.start()
+    ending.join(_END_S)
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _spawning() -> contextlib.AbstractContextManager[None]:
+    """What this thread starts of Ray within the block is spawned, and on Linux without a fork of the script; see ray_exec.
+
+    Each gets a process group of its own: a signal to the script's group, such as a terminal's Ctrl-C, would otherwise end them
+    under the script, whose clean-up then waits for a cluster that is gone. They still die with the script.
+    """
+    from ray._private import services
+
+    if not hasattr(services, "ConsolePopen"):
+        log.info(
+            "this Ray starts its processes in a way that is not known here; they are forked, in the script's process group"
+        )
+    return replaced(services, ConsolePopen=_spawn)
+
+
+def _spawn(popen: Any, command: list[str], *args: Any, preexec_fn: Any = None, **kwargs: Any) -> Any:
+    if sys.platform != "linux":
+        return popen(command, *args, preexec_fn=preexec_fn, process_group=0, **kwargs)
+    become = [sys.executable, "-I", "-S", ray_exec.__file__, str(os.getpid())]
+    return popen([*become, *command], *args, process_group=0, **kwargs)

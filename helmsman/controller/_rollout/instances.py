@@ -1,0 +1,278 @@
+"""Instances: the workers of a rollout role, what is known of each, and the calls to their engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from helmsman.api.errors import CallError, EngineCallError, EngineDeadError, HelmsmanError, InstanceLostError, WorkerFailedError
+from helmsman.api.generation import GenerationRequest, GenerationResult
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller._aio.event_loop import in_own_thread, run_sync
+from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
+from helmsman.controller._generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
+from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._generation.supervisor import Supervisor
+from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
+from helmsman.controller._roles.handoff_protocol import Turn
+from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._transport.health import require_answer
+
+
+class Instances(RoleController):
+    """Starts and ends the workers of a role together, beside the queue of their requests, whose backend it is, and their
+    supervision. The parts of RolloutController are built on it.
+
+    Args:
+        capacity: requests that a worker has at most.
+        request_timeout_s, retries, supervision: as of RolloutController.
+        make_queue: GenerateScheduler with its options.
+        why_hopeless: as of GenerateScheduler.
+        turn: returns whose devices these are, where a trainer takes turns with the role.
+        rebuild: as of Supervisor.
+        on_closed: called once nothing is served any more, before the workers end.
+    """
+
+    _title = "RolloutController"
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: str | type[Any],
+        job: Job,
+        engine_args: Sequence[Any],
+        engine_kwargs: Mapping[str, Any] | None,
+        engine_name: str | None,
+        capacity: int,
+        request_timeout_s: float | None,
+        retries: RetryPolicy | None,
+        supervision: SupervisionPolicy | None,
+        *,
+        make_queue: Callable[..., GenerateScheduler],
+        why_hopeless: Callable[[], Exception | None],
+        turn: Callable[[], Turn | None],
+        rebuild: Callable[[str], Awaitable[bool]],
+        on_closed: Callable[[], None],
+    ) -> None:
+        super().__init__(scheduler, engine, job, engine_args, engine_kwargs, engine_name)
+        if capacity < 1:
+            raise ValueError(f"max_in_flight_per_worker is {capacity}; expected 1 or more")
+        self.capacity, self.turn, self._on_closed, self._request_timeout_s = capacity, turn, on_closed, request_timeout_s
+        self.is_supervised = supervision is not None
+        supervision = supervision or SupervisionPolicy()
+        self._probe_limit_s = 2.0 * supervision.dead_s  # longer than the supervisor waits, whose limits count
+        self._goes_on_elsewhere = retries is not None and not isinstance(retries, RetryUnbegun)
+        self._requests = make_queue(self, why_hopeless=why_hopeless)
+        self.supervisor = Supervisor(self._requests, supervision, self.probe, rebuild, self.about_to_go)
+        self.num_builds: Counter[str] = Counter()
+        """How often each worker was rebuilt: news of an earlier process says nothing about the present one."""
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Read from the scheduler which workers there are."""
+        self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
+
+    async def build(self, worker_ids: Sequence[str]) -> None:
+        """Build the engines of workers that have just come, and make them ready."""
+        chosen = [worker for worker in self._workers if worker.id in worker_ids]
+        await self._make_ready(chosen, range(len(chosen)))
+
+    def _after_death(self) -> str:
+        supervised = "Its RolloutController starts it again"
+        if not self.is_supervised:
+            supervised = "With supervision=SupervisionPolicy() its RolloutController starts dead instances again"
+        retried = "with retries=RetryGeneration() requests that it had begun go on elsewhere"
+        if self._goes_on_elsewhere:
+            retried = "its retries decide which requests go on elsewhere"
+        return f"{supervised}, and {retried}."
+
+    def _on_started(self) -> None:
+        async def start() -> None:
+            for worker in self.workers:
+                self.supervisor.watch(worker.id)
+                self._requests.add(worker.id, self.capacity)
+            if self.is_supervised:
+                self.supervisor.start()
+
+        run_sync(start())
+
+    def _on_closing(self) -> None:
+        async def close() -> None:
+            self.supervisor.stop()
+            self._requests.close(f"the controller of role {self.role!r} was closed")
+
+        run_sync(close())
+        self._on_closed()
+
+    # --- which of them ----------------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> GenerateScheduler:
+        """The requests of the role. Raises: HelmsmanError unless the controller is started."""
+        self._check_started()
+        return self._requests
+
+    async def load(self) -> RolloutLoad:
+        """Return the figures of this moment."""
+        requests = self.requests
+        return RolloutLoad(
+            num_queued=requests.num_queued,
+            paused=requests.is_suspended,
+            instances={
+                id_: InstanceLoad(
+                    state=each.health,
+                    num_in_flight=each.num_in_flight,
+                    outstanding_tokens=each.outstanding_tokens,
+                    is_draining=each.is_draining,
+                )
+                for id_, each in requests.instances.items()
+            },
+        )
+
+    def some_live(self) -> bool:
+        """Whether an instance has not died, as far as is known."""
+        return any(each.health.lives for each in self._requests.instances.values())
+
+    def living_ids(self, *, with_suspects: bool = True) -> list[str]:
+        """Ids of instances that have not died; none while all are being rebuilt.
+
+        Args:
+            with_suspects: whether those are among them that are late with the answer to a probe.
+        Raises: the reason when none lives or will.
+        """
+        living = [each for each in self.requests.instances.values() if each.health.lives]
+        if not living and (reason := self.why_none_will_serve("any call")) is not None:
+            raise reason
+        return [each.instance_id for each in living if with_suspects or each.health is not Health.SUSPECT]
+
+    def serving_ids(self) -> list[str]:
+        """Ids of instances that may be given requests."""
+        return [id_ for id_, instance in self.requests.instances.items() if instance.serves]
+
+    async def answering_ids(self) -> list[str]:
+        """Ids of living instances that answer now."""
+
+        async def answers(worker_id: str) -> bool:
+            try:
+                await require_answer(self.scheduler, worker_id, self.scheduler.timeouts.health_s, or_busy=False)
+            except CallError:
+                return False
+            return True
+
+        living = self.living_ids()
+        answered = await asyncio.gather(*map(answers, living))
+        return [worker_id for worker_id, has_answered in zip(living, answered, strict=True) if has_answered]
+
+    async def about_to_go(self) -> dict[str, str]:
+        """Return the instances that are about to go, and why."""
+        return {worker_id: notice.reason for worker_id, notice in (await self.scheduler.leaving()).items()}
+
+    def why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
+        """Why no instance serves or will, as the error of ``method``; None while one does, or is being rebuilt."""
+        instances = self._requests.instances
+        if any(each.health.serves or self.supervisor.is_coming_back(id_) for id_, each in instances.items()):
+            return None
+        errors = {id_: each.error or _lacks_weights(each) for id_, each in instances.items()}
+        return group_error(self.role, method, errors, len(instances))
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Call an engine. Every call to an instance goes through here, so that its death is noticed whichever call meets it."""
+        build = self.num_builds[worker_id]
+        try:
+            return await self.scheduler.async_call_engine(worker_id, method, self.engine_name, *args, timeout=timeout, **kwargs)
+        except (WorkerFailedError, EngineCallError) as error:
+            # Not compared with error.worker_id: with colocation the process that died may go by another role's name.
+            if is_death(error) and self.num_builds[worker_id] == build:
+                self.supervisor.note(worker_id, Event.LOST, error)
+            raise
+
+    async def ask_while_it_lives(
+        self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call an engine; raises also when its instance is given up meanwhile, as one that hangs may never answer."""
+        call = asyncio.ensure_future(self.ask(worker_id, method, *args, timeout=timeout, **kwargs))
+        dead = asyncio.ensure_future(self.supervisor.until_dead(worker_id))
+        try:
+            await asyncio.wait([call, dead], return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():  # where it has ended, the call says so soon, and why
+                await asyncio.wait([call], timeout=DEFAULT_GRACE_S)
+            if not call.done():
+                instance = self.requests.instances.get(worker_id)
+                raise (instance and instance.error) or HelmsmanError(f"{worker_id} was given up.", worker_id=worker_id)
+            return call.result()
+        finally:
+            dead.cancel()
+            call.cancel()
+
+    async def ask_all(self, method: str) -> dict[str, Any]:
+        """Call the engines of all living instances. Each call is awaited to its end, as instances are independent."""
+        living = self.living_ids()
+        calls = {worker_id: self.ask(worker_id, method) for worker_id in living}
+        return dict(zip(living, await gather_all(self.role, method, calls, grace_s=None), strict=True))
+
+    async def explain(self, error: Exception) -> None:
+        """Raise DeviceMemoryError from an error of devices without room, where a trainer takes turns with the role."""
+        if (turn := self.turn()) is not None:
+            await turn.explain(error)
+
+    async def probe(self, worker_id: str) -> bool:
+        """Return whether a worker is busy. Raises: InstanceLostError when it or its engine has died."""
+        try:
+            health = await require_answer(self.scheduler, worker_id, self._probe_limit_s)
+        except WorkerFailedError as error:
+            raise _lost(worker_id, str(error)) from error
+        if (reason := health.failure or health.failed_engines.get(self.engine_name or worker_id)) is not None:
+            raise _lost(worker_id, reason)
+        return health.is_busy
+
+    async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
+        """See Backend."""
+        result: GenerationResult = await self._serve(instance_id, "agenerate", request, self._request_timeout_s)
+        return result
+
+    async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
+        """See Backend."""
+        results: Sequence[GenerationResult] = await self._serve(
+            instance_id, "agenerate_samples", list(requests), self._request_timeout_s
+        )
+        return results
+
+    async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
+        """See Backend."""
+        await self._serve(instance_id, "abort", list(request_ids))
+
+    async def _serve(self, instance_id: str, method: str, argument: Any, timeout: float | None = None) -> Any:
+        """Call an engine for the queue, which takes a death as an InstanceLostError."""
+        try:
+            return await self.ask(instance_id, method, argument, timeout=timeout)
+        except WorkerFailedError as error:
+            raise _lost(instance_id, str(error)) from error
+        except EngineCallError as error:
+            if isinstance(error.__cause__, EngineDeadError):
+                raise _lost(instance_id, error.__cause__.reason) from error
+            await self.explain(error)
+            raise
+
+
+def is_death(error: Exception) -> bool:
+    """Whether an instance has died: its worker, or processes of its engine."""
+    return isinstance(error, WorkerFailedError) or isinstance(error.__cause__, EngineDeadError)
+
+
+def _lost(instance_id: str, reason: str) -> InstanceLostError:
+    return InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=True)
+
+
+def _lacks_weights(instance: Instance) -> HelmsmanError:
+    """Why an instance does not serve although nothing has gone wrong with it."""
+    return HelmsmanError(
+        f"{instance.instance_id} is {instance.health.value}: it has not got the weights of the last update, and serves after "
+        "the next one.",
+        worker_id=instance.instance_id,
+    )

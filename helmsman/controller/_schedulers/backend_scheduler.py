@@ -1,0 +1,365 @@
+"""The scheduler of every backend, composed of parts: registry, starter, scaling, calls and values."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from helmsman.api import errors
+from helmsman.api.environment import EnvironmentVariable
+from helmsman.api.fan_out import Fanout
+from helmsman.api.faults import Fault, Injection
+from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.scheduler import (
+    Call,
+    EngineSpec,
+    Job,
+    Leaving,
+    ResultHandle,
+    Scheduler,
+    SchedulingStrategy,
+    Timeouts,
+    Worker,
+    WorkerHealth,
+    WorkerStatus,
+)
+from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
+from helmsman.controller._node.cleanup import remove_old_logs
+from helmsman.controller._node.run_registry import RunLock
+from helmsman.controller._placement.resources import ACCELERATORS
+from helmsman.controller._placement.snapshot import as_node
+from helmsman.controller._schedulers.backend import Backend, Run
+from helmsman.controller._schedulers.calls import CallService
+from helmsman.controller._schedulers.fault_injection import inject
+from helmsman.controller._schedulers.rendezvous import probe
+from helmsman.controller._schedulers.role import Role, rank_of, stop_roles
+from helmsman.controller._schedulers.role_registry import RoleRegistry
+from helmsman.controller._schedulers.scaling import WorkerScaling
+from helmsman.controller._schedulers.starter import RoleStarter
+from helmsman.controller._schedulers.values import ValueStore
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._transport.health import ask_health
+from helmsman.controller._validation.argument_types import checked, refusal
+from helmsman.rpc_server._wire.messages import Verb
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class BackendScheduler(Scheduler):
+    """Runs workers by a backend.
+
+    Args:
+        backend: starts the workers; it belongs to this scheduler alone.
+        seed: seed of the run; each worker seeds from (seed, role, rank).
+        log_dir: folder for a log file per worker; a folder of the run below the system's temporary one when None.
+        timeouts: limits by class of operation.
+    Raises: what ``backend.open`` raises.
+    """
+
+    def __init__(
+        self, backend: Backend, *, seed: int = 0, log_dir: str | Path | None = None, timeouts: Timeouts | None = None
+    ) -> None:
+        self._run = Run(seed, log_dir, timeouts)
+        self._backend = backend
+        self._roles = RoleRegistry()
+        self._values = ValueStore(self._roles, backend)
+        self._calls = CallService(self._run, self._roles, self._values)
+        self._starter = RoleStarter(self._run, self._roles, backend, self._calls)
+        self._scaling = WorkerScaling(self._run, self._roles, backend, self._starter)
+        self._platform_guard = backend.guard_platform()
+        self._record = _open_record(self._run, type(self).__name__)
+        remove_old_logs()
+        atexit.register(self.close)
+        try:
+            backend.open(self._run, self._roles.client)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run, in the names of what it starts."""
+        return self._run.id
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Limits by class of operation."""
+        return self._run.timeouts
+
+    @timeouts.setter
+    def timeouts(self, timeouts: Timeouts) -> None:
+        self._run.timeouts = timeouts
+
+    def close(self) -> None:
+        if not self._roles.is_closed:
+            forbid_blocking()  # before anything counts as closed
+        self._backend.closing()
+        doomed = self._roles.close()
+        if doomed is not None:
+            atexit.unregister(self.close)
+            run_sync(self._close(doomed))
+
+    async def _close(self, doomed: list[Role]) -> None:
+        try:
+            await stop_roles(doomed, True, "close", self.timeouts.shutdown_s)
+        finally:
+            self._values.forget_all()
+            await self._backend.close()
+            self._platform_guard.close()
+            if self._record is not None:
+                self._record.release()
+
+    # --- the cluster ------------------------------------------------------------------------------------------------
+
+    @property
+    def n_gpus_per_node(self) -> int:
+        nodes = self._backend.allocator.snapshot().nodes
+        return int(max((node.total.get(name, 0.0) for node in nodes for name in ACCELERATORS), default=0.0))
+
+    @property
+    def shares_process(self) -> bool:
+        return self._backend.shares_process
+
+    def nodes(self) -> list[Node]:
+        self._roles.require_open("nodes")
+        return [as_node(state) for state in self._backend.allocator.snapshot().nodes]
+
+    @checked
+    def plan(self, jobs: Job | Collection[Job]) -> Plan:
+        valid = _valid(jobs)
+        self._roles.require_open("plan")
+        return self._backend.allocator.plan(valid, [role.as_planned() for role in self._roles])
+
+    # --- roles ------------------------------------------------------------------------------------------------------
+
+    @checked
+    def create_workers(self, job: Job | Collection[Job]) -> list[str]:
+        return self._starter.create(_valid(job))
+
+    @checked
+    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
+        target = self._roles.open_role(target_role, "fork_workers")
+        job = Job(
+            role=role,
+            replicas=len(target.clients),
+            tasks=[
+                msgspec.structs.replace(target.job.spec(rank_of(worker_id)), cmd=command, gpu=0)
+                for worker_id in target.worker_ids
+            ],
+            scheduling_strategy=SchedulingStrategy(type="colocation", target=target_role, fork=True),
+        )
+        return self._starter.create(_valid(job))
+
+    @checked
+    def reserve(self, job: Job) -> list[Reservation]:
+        return self._starter.reserve(*_valid(job))
+
+    @checked
+    def restart_worker(self, worker_id: str) -> None:
+        self._scaling.restart_worker(worker_id)
+
+    @checked
+    def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
+        self._scaling.restart_workers(role, elsewhere=elsewhere)
+
+    @checked
+    def scale(self, role: str, replicas: int) -> list[str]:
+        return self._scaling.scale(role, replicas)
+
+    @checked
+    def add_workers(self, role: str, count: int) -> list[str]:
+        return self._scaling.add(role, count)
+
+    @checked
+    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
+        if isinstance(worker_ids, str):
+            raise refusal("remove_workers", "worker_ids", worker_ids, "Sequence[str]", f"Give a list of ids: [{worker_ids!r}]")
+        entry = self._roles.open_role(role, "remove_workers")
+        run_sync(self._scaling.remove(entry, list(dict.fromkeys(worker_ids))))
+
+    @checked
+    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
+        if role is not None:
+            self._roles.open_role(role, "delete_workers")
+        self._starter.delete(role, reverse_order)
+
+    @checked
+    def advise(self, role: str, next_step: str) -> None:
+        self._starter.advice[role] = next_step
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    @checked
+    def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
+        clients = self._roles.open_role(role, "get_workers").clients
+        limit_s = self.timeouts.health_s if timeout is None else timeout
+        if limit_s > 0:
+            _ask_all(clients, lambda client: client.control(Verb.HEALTH, limit_s=limit_s))
+        return [
+            Worker(
+                id=worker_id,
+                ip=client.node,
+                engine_ports=list(client.engine_ports),
+                node_id=client.place.node_id,
+                devices=list(client.place.devices),
+            )
+            for worker_id, client in clients.items()
+        ]
+
+    def status(self) -> list[WorkerStatus]:
+        clients = {client.worker_id: client for client in self._roles.clients()}
+
+        async def ask() -> list[WorkerStatus]:
+            there = {worker_id: client for worker_id, client in clients.items() if client.is_there}
+            found, _ = await ask_health(there, self.timeouts.health_s, "Timeouts.health_s")  # states say what failures mean
+            return [client.status(found.get(worker_id)) for worker_id, client in clients.items()]
+
+        return run_sync(ask())
+
+    @checked
+    def stacks(self, role: str) -> dict[str, str]:
+        async def ask(client: WorkerClient) -> str:
+            try:
+                return str(await client.control(Verb.STACKS))
+            except errors.CallError as error:
+                return str(error)
+
+        return _ask_all(self._roles.open_role(role, "stacks").clients, ask)
+
+    @checked
+    def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
+        clients = self._roles.open_role(role, "environment").clients
+        return _ask_all(clients, lambda client: client.control(Verb.ENVIRONMENT))
+
+    @checked
+    async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
+        given: Mapping[Any, Any] = env
+        wrong = {name: value for name, value in given.items() if not (isinstance(name, str) and isinstance(value, str))}
+        if wrong:
+            raise TypeError(f"environment of {worker_id}: names and values are strings; got {wrong!r}")
+        client = self._roles.client(worker_id)
+        self._backend.require_environment(worker_id, env)
+        await run_async(client.control(Verb.SET_ENV, dict(env)))
+
+    @checked
+    async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
+        client = self._roles.client(worker_id)
+        limit = (self.timeouts.health_s, "Timeouts.health_s") if timeout is None else (timeout, "the operation's deadline")
+        found, failures = await run_async(ask_health({worker_id: client}, *limit))
+        if worker_id in failures:
+            raise failures[worker_id]
+        return found[worker_id]
+
+    async def leaving(self) -> dict[str, Leaving]:
+        self._roles.require_open("leaving")
+        found = {worker_id: client.leaving for role in self._roles for worker_id, client in role.clients.items()}
+        places = {worker_id: place for role in self._roles for worker_id, place in role.places.items()}
+        told = {worker_id: notice for worker_id, notice in found.items() if notice is not None}
+        return told | await self._backend.allocator.leaving(places)
+
+    @checked
+    async def inject(self, fault: Fault) -> list[Injection]:
+        if self.shares_process:
+            raise errors.FaultsUnsupportedError(scheduler=type(self).__name__)
+        target = self._roles.client(fault.worker_id)
+        return await run_async(inject(fault, target, self._roles.clients(), self._backend.allocator.why_node_stays))
+
+    @checked
+    async def kill_worker(self, worker_id: str, cause: str) -> None:
+        await run_async(self._roles.client(worker_id).kill(cause))
+
+    @checked
+    async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
+        await run_async(probe(role, dict(self._roles.role(role).clients), address, port))
+
+    # --- engines and values -----------------------------------------------------------------------------------------
+
+    @checked
+    async def create_engine(
+        self,
+        worker_id: str,
+        engine: str | Callable[..., Any] | EngineSpec,
+        engine_name: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        await self._calls.create_engine(worker_id, engine, engine_name, args, kwargs)
+
+    def call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return self._calls.call(worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout)
+
+    async def async_call_engine(
+        self,
+        worker_id: str,
+        method: str,
+        engine_name: str | None = None,
+        *args: Any,
+        rpc_meta: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return await self._calls.acall(worker_id, method, engine_name, Call(args, kwargs, rpc_meta), timeout)
+
+    @checked
+    def call_many(
+        self, calls: Mapping[str, Call], method: str, engine_name: str | None = None, timeout: float | None = None
+    ) -> Fanout:
+        return self._calls.call_many(calls, method, engine_name, timeout)
+
+    def put(self, value: Any) -> ResultHandle:
+        self._roles.require_open("put")
+        return self._values.put(value)
+
+    @checked
+    def get(self, handle: ResultHandle) -> Any:
+        self._roles.require_open("get")
+        return self._values.get(handle)
+
+    @checked
+    def release(self, handle: ResultHandle) -> None:
+        self._values.release(handle)
+
+
+def _valid(job: Job | Collection[Job]) -> list[Job]:
+    jobs = [job] if isinstance(job, Job) else list(job)
+    for index, each in enumerate(jobs):
+        each.validate()
+        if each.role in {other.role for other in jobs[:index]}:
+            raise errors.InvalidSpecError(
+                role=each.role, field="role", value=each.role, expected="a name of its own among the jobs of one start"
+            )
+    return jobs
+
+
+def _ask_all(clients: Mapping[str, WorkerClient], ask: Callable[[WorkerClient], Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """The answer of each of these workers."""
+
+    async def ask_all() -> dict[str, T]:
+        return dict(zip(clients, await await_all(map(ask, clients.values())), strict=True))
+
+    return run_sync(ask_all())
+
+
+def _open_record(run: Run, scheduler: str) -> RunLock | None:
+    """The record by which ``helmsman clean`` tells this run from one whose controller has died."""
+    try:
+        return RunLock(run.id, scheduler, run.log_dir)
+    except OSError as error:
+        log.warning("run %s has no record, and helmsman clean will not know it: %s", run.id, error)
+        return None

@@ -1,0 +1,74 @@
+"""Changes to functions that are private to Ray, each for calls of one thread within a block.
+
+Where this Ray lacks a function, nothing is changed, and its own behaviour applies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from helmsman.rpc_server._process.environment import follow_thread_count
+from helmsman.rpc_server._ray_forks import client
+
+_COMMAND_OPTION = "--python_worker_command="
+
+
+@contextlib.contextmanager
+def replaced(module: Any, **replacements: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of a module for calls of this thread; a replacement is passed the original function first."""
+    thread = threading.get_ident()
+
+    def route(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        return call
+
+    originals = {name: getattr(module, name) for name in replacements if hasattr(module, name)}
+    for name, original in originals.items():
+        setattr(module, name, route(original, replacements[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+
+
+def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
+    """A raylet's command whose Python workers are started through our client; None where it is not as expected.
+
+    Args:
+        command: as Ray has composed it.
+        workers: folder of Ray's programs for workers.
+    """
+    programs = [str(workers / "setup_worker.py"), str(workers / "default_worker.py")]
+    expected = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, *programs]) + " "
+    ours = _COMMAND_OPTION + subprocess.list2cmdline([sys.executable, "-I", "-S", client.__file__, *programs]) + " "
+    changed = [ours + word.removeprefix(expected) if word.startswith(expected) else word for word in command]
+    return changed if changed != list(command) else None
+
+
+def follow_omp_threads() -> None:
+    """Have libraries that are already loaded follow the number of threads that Ray sets for a task or an actor.
+
+    Ray sets OMP_NUM_THREADS just before the first one runs; in a worker of its own they would be loaded after that.
+    """
+    from ray._private import utils
+
+    set_variable = utils.set_omp_num_threads_if_unset
+
+    def set_and_follow() -> bool:
+        has_set = set_variable()
+        if has_set:
+            follow_thread_count()
+        return has_set
+
+    utils.set_omp_num_threads_if_unset = set_and_follow

@@ -1,0 +1,143 @@
+"""What an author of a scheduler has to write: a backend for Helmsman's own flow, or the contract's abstract methods."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helmsman import Cluster, ClusterConfig, InlineScheduler, ResourceManager, Shard, TrainController
+from helmsman.api import errors
+from helmsman.api.scheduler import Job, Scheduler
+from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._placement.allocator import Allocator
+from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._schedulers.backend import Backend, Launch, Run
+from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
+from helmsman.controller._schedulers.inline import InlineTransport
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.rpc_server._host.handles import SegmentStore
+from helmsman.rpc_server._host.host import EngineHost
+from tests.contract.engines import Counter
+from tests.controller.engines import RecordingTrainer
+
+
+class OneNode(Allocator):
+    """A node that never runs out."""
+
+    def snapshot(self) -> ClusterSnapshot:
+        cpus = {"CPU": 8.0}
+        return ClusterSnapshot(nodes=(NodeState(node_id="n", address="127.0.0.1", total=cpus, available=cpus),))
+
+    async def reserve(
+        self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
+    ) -> Mapping[str, Sequence[Place]]:
+        roles = self.plan(jobs).roles
+        return {role.role: [Place.planned(worker, role.accelerator) for worker in role.workers] for role in roles}
+
+
+class MinimalBackend(Backend):
+    """Workers in this process."""
+
+    shares_process = True
+    allocator = OneNode()
+
+    def __init__(self) -> None:
+        self.store = SegmentStore()
+        self.closed = False
+
+    async def launch(self, start: Launch) -> list[WorkerClient]:
+        clients = []
+        for rank, place in start.pairs:
+            identity = self.run.identity(start.job, rank, place.node)
+            host = EngineHost(identity, self.store, seeding=False)
+            host.engine_thread.start(identity.worker_id)
+            start.resources.callback(host.close)
+            transport = InlineTransport(host)
+            clients.append(WorkerClient(identity.worker_id, place, os.getpid(), "", transport, self.run.timeouts))
+        return clients
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[BackendScheduler]:
+    with BackendScheduler(MinimalBackend(), log_dir=tmp_path) as made:
+        yield made
+
+
+def test_minimal_backend_starts_restarts_scales_and_calls(scheduler: BackendScheduler) -> None:
+    assert scheduler.create_workers([Job(role="a", replicas=2), Job(role="b")]) == ["a/0", "a/1", "b/0"]
+    asyncio.run(scheduler.create_engine("a/0", Counter))
+    assert scheduler.call_engine("a/0", "add", None, 2) == 2
+    handle = scheduler.put([1, 2])
+    assert scheduler.call_engine("a/0", "echo", None, handle) == scheduler.get(handle) == [1, 2]
+    scheduler.restart_worker("a/0")
+    with pytest.raises(errors.EngineNotFoundError):
+        scheduler.call_engine("a/0", "add")
+    assert scheduler.scale("a", 3) == ["a/2"]
+    scheduler.remove_workers("a", ["a/1"])
+    assert [status.worker_id for status in scheduler.status()] == ["a/0", "a/2", "b/0"]
+    assert [reservation.node_id for reservation in scheduler.reserve(Job(role="held"))] == ["n"]
+    assert (scheduler.n_gpus_per_node, asyncio.run(scheduler.leaving())) == (0, {})
+
+
+def test_minimal_backend_serves_controllers(scheduler: BackendScheduler) -> None:
+    with TrainController(scheduler, RecordingTrainer, Job(role="train", replicas=2)) as trainer:
+        trainer.initialize()
+        assert len(trainer.workers) == 2
+
+
+class Failing(MinimalBackend):
+    def open(self, run: Run, find_worker: Any) -> None:
+        raise ConnectionError("no cluster")
+
+
+def test_backend_that_cannot_open_is_closed() -> None:
+    backend = Failing()
+    with pytest.raises(ConnectionError, match="no cluster"):
+        BackendScheduler(backend)
+    assert backend.closed
+
+
+# --- a scheduler without a backend ------------------------------------------------------------------------------------
+
+
+def _delegating(name: str) -> Any:
+    if isinstance(inspect.getattr_static(InlineScheduler, name), property):
+        return property(lambda self: getattr(self.inner, name))
+    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+
+
+Foreign: Any = type("Foreign", (Scheduler,), {name: _delegating(name) for name in Scheduler.__abstractmethods__})
+"""Has the abstract methods of the contract and nothing else."""
+
+
+class Member:
+    """One rank of a group."""
+
+    def doubled(self, values: list[int]) -> list[int]:
+        return [2 * value for value in values]
+
+
+def test_controllers_work_with_any_scheduler(tmp_path: Path) -> None:
+    with InlineScheduler(log_dir=tmp_path) as inner:
+        foreign = Foreign()
+        foreign.inner, foreign.timeouts = inner, inner.timeouts
+        with ResourceManager(0, scheduler=foreign) as resources:
+            cluster = Cluster("group", Member, resources, ClusterConfig(world_size=2))
+            assert cluster.execute_all_sync("doubled", values=[1, 2]) == [[2, 4], [2, 4]]
+            assert cluster.execute_all_sync("doubled", Shard([1, 2])) == [[2], [4]]
+            with pytest.raises(errors.GroupCallError, match="doubled"):
+                cluster.execute_all_sync("doubled", None)
+            cluster.close()
+        with TrainController(foreign, RecordingTrainer, Job(role="train")) as trainer:
+            trainer.initialize()
