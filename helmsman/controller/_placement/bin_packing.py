@@ -111,21 +111,18 @@ class Packing:
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def may_fit(self, demands: Iterable[Demand]) -> bool:
+    def may_fit(self, demands: Sequence[Demand]) -> bool:
         """Return False when counting alone proves that these demands do not fit into the free resources.
 
-        Counted are the places for each kind of bundle, the sum of each resource, and for each size the pieces of that size that
-        all nodes have and all bundles need.
+        Counted are the places for each demand, the sum of each resource, and for each size the pieces of that size that all
+        nodes have and all bundles need.
         """
-        wanted: Counter[tuple[Amounts, frozenset[int], int]] = Counter()
-        for demand in demands:
-            wanted[self.amounts(demand), demand.nodes, demand.job if demand.apart else -1] += len(demand.replicas)
-        if any(self._room(amounts, nodes, apart >= 0) < count for (amounts, nodes, apart), count in wanted.items()):
+        if any(self.room(demand) < len(demand.replicas) for demand in demands):
             return False
         for position in range(len(self.names)):
             needed, there = Counter[int](), Counter[int]()
-            for (amounts, _, _), count in wanted.items():
-                needed[amounts[position]] += count
+            for demand in demands:
+                needed[self.amounts(demand)[position]] += len(demand.replicas)
             for group in self._classes.values():
                 there[max(0, group.free[position])] += len(group.nodes)
             for size in (1, *sorted(needed, reverse=True)[:_MAX_SIZES]):
@@ -135,14 +132,11 @@ class Packing:
 
     def room(self, demand: Demand) -> int:
         """Return how many such bundles, and no others, fit into the free resources."""
-        return self._room(self.amounts(demand), demand.nodes, demand.apart)
-
-    def _room(self, wanted: Amounts, nodes: frozenset[int], apart: bool) -> int:
-        selection, room = self._selection[nodes], 0
+        wanted, selection, room = self.amounts(demand), self._selection[demand.nodes], 0
         for group in self._classes.values():
             if group.selections[selection]:
                 times = times_in(group.free, wanted)
-                room += len(group.nodes) * (min(1, times) if apart else times)
+                room += len(group.nodes) * (min(1, times) if demand.apart else times)
         return room
 
     # --- use --------------------------------------------------------------------------------------------------------
@@ -203,7 +197,9 @@ def orders(jobs: Sequence[Job], split: Split) -> list[tuple[int, ...]]:
     num_cpus = [max(dict(demand.bundle).get("CPU", 0.0) for demand in own) for own in demands]
     measures: list[Callable[[int], tuple[float, ...]]] = [
         lambda job: (not sizes[job][0], num_nodes[job], *sizes[job]),
+        lambda job: (num_nodes[job], *sizes[job]),
         lambda job: tuple(sizes[job]),
+        lambda job: (-sum(len(demand.replicas) * demand.num_devices for demand in demands[job]), num_nodes[job]),
         lambda job: (-num_cpus[job], num_nodes[job]),
     ]
     return list(dict.fromkeys(tuple(sorted(range(len(jobs)), key=measure)) for measure in measures))
@@ -330,18 +326,17 @@ class _Queue:
         self._wanted = packing.amounts(demand)
         self._load = load
         self._spread = spread
-        self._heap = [
-            self._entry(group, index)
-            for group in packing.fitting(demand)
-            for index in group.nodes
-            if not (demand.apart and load[index])
-        ]
+        self._heap: list[tuple[tuple[float, ...], int, Amounts]] = []
+        for group in packing.fitting(demand):
+            tightness = () if spread else packing.tightness(group, demand)  # the same for all nodes of the class
+            nodes = (index for index in group.nodes if not (demand.apart and load[index]))
+            self._heap += [(tightness or self._key(group, index), index, group.free) for index in nodes]
         heapq.heapify(self._heap)
 
-    def _entry(self, group: NodeClass, index: int) -> tuple[tuple[float, ...], int, Amounts]:
+    def _key(self, group: NodeClass, index: int) -> tuple[float, ...]:
         if not self._spread:
-            return self._packing.tightness(group, self._demand), index, group.free
-        return (self._load[index], not self._demand.num_devices and group.capacity > 0), index, group.free
+            return self._packing.tightness(group, self._demand)
+        return self._load[index], not self._demand.num_devices and group.capacity > 0
 
     def pop(self) -> int | None:
         """Remove and return the best node; it stays out until it is pushed again."""
@@ -355,7 +350,8 @@ class _Queue:
         """Add nodes again whose free resources have changed."""
         for index in indexes:
             if times_in(self._packing.free[index], self._wanted):
-                heapq.heappush(self._heap, self._entry(self._packing.class_of(index), index))
+                group = self._packing.class_of(index)
+                heapq.heappush(self._heap, (self._key(group, index), index, group.free))
 
 
 # --- search -------------------------------------------------------------------------------------------------------------

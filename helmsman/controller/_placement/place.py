@@ -1,4 +1,4 @@
-"""Where a worker goes, and has gone."""
+"""The node and devices of a worker."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from helmsman.controller._placement.colocation import DeviceShare
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, and the devices there that a worker may use."""
+    """A node, and the devices on it that a worker may use."""
 
     node_id: str = ""
     node: str
     """Address of the node."""
     num_devices: int = 0
     devices: tuple[str, ...] = ()
-    """Physical ids, in order; known once the worker runs at the latest."""
+    """Physical ids in order; they may be unknown until the worker runs."""
     positions: tuple[int, ...] = ()
-    """Where these stand among the node's devices."""
+    """Positions of these among the node's devices."""
     accelerator: str = ""
-    """Ray's resource of the devices; empty where the worker has none."""
+    """Ray's resource of the devices; empty for a worker without devices."""
     shared: bool = False
-    """Whether the devices are another worker's, beside which this one is forked."""
+    """Whether the devices belong to another worker, beside which this one is forked."""
     instance_devices: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(address of the node, ids of the devices there) for each bundle of a deferred instance; its worker is in the first."""
+    """(address of the node, ids of its devices) for each bundle of a deferred instance; the worker is in the first bundle."""
 
     @staticmethod
     def planned(worker: PlannedWorker, accelerator: str) -> Place:
-        """The place that a plan gives a worker."""
+        """Return the place that a plan assigns to a worker."""
         return Place(
             node_id=worker.node_id,
             node=worker.node,
@@ -44,7 +44,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def beside(share: DeviceShare, targets: Sequence[Place]) -> Place:
-        """The place of a sibling that gets this share of its target's workers, which are at ``targets``."""
+        """Return the place of a sibling that gets this share of its target's workers, which are at ``targets``."""
         first = targets[share.targets[0]]
         whole = len(share.targets) == 1 and share.num_devices == first.num_devices
         return Place(
@@ -59,24 +59,24 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> str:
-        """Key in PLATFORMS of its devices; empty where it has none."""
+        """Key in PLATFORMS of its devices; empty for a worker without devices."""
         return next((info.name for info in PLATFORMS.values() if self.devices and info.ray_resource == self.accelerator), "")
 
     def grant(self, worker_id: str) -> DeviceGrant:
-        """What a worker here verifies."""
+        """Return the devices that a worker in this place must see."""
         return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
 
     def as_planned(self, worker_id: str) -> PlannedWorker:
-        """The place of this worker, as a plan has it."""
+        """Return the place in the form of a plan."""
         return PlannedWorker(
             worker_id=worker_id, node_id=self.node_id, node=self.node, num_devices=self.num_devices, devices=self.devices
         )
 
 
 def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Place]) -> list[int]:
-    """Index of the place that each rank shall have, so that the ranks of a node stand in the order of its devices.
+    """Return the index of the place for each rank, so that the ranks of a node follow the order of its devices.
 
-    Only ranks of one node and with the same spec are exchanged. Ray promises no order of the devices it grants (ray#59547).
+    Only ranks on one node with equal specs are exchanged. Ray promises no order of the devices it grants (ray#59547).
     """
     alike: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     different: list[SchedulingSpec] = []

@@ -1,4 +1,4 @@
-"""Amounts of resources by Ray's names, and how they are shown."""
+"""Amounts of resources by Ray's names, and their text for people."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Resources = dict[str, float]
 """By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""
 
 ACCELERATORS = tuple(info.ray_resource for info in PLATFORMS.values() if info.visibility_env_var)
-"""Ray's names of what SchedulingSpec.gpu counts."""
+"""Ray's names of the accelerators that SchedulingSpec.gpu counts."""
 
 _FIELDS = {**dict.fromkeys(ACCELERATORS, "gpu"), "CPU": "cpu", "memory": "mem"}
 
 
 def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
-    """The sum of resources by name."""
+    """Return the sum of resources by name."""
     total: Resources = {}
     for part in parts:
         for name, amount in part.items():
@@ -25,13 +25,13 @@ def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
 
 
 def missing_of(wanted: Mapping[str, float], available: Mapping[str, float]) -> Resources:
-    """What of the wanted is not available."""
+    """Return the part of the wanted resources that is not available."""
     short = {name: amount - available.get(name, 0.0) for name, amount in wanted.items()}
     return {name: by for name, by in short.items() if by > 1e-6}
 
 
 def show(resources: Mapping[str, float]) -> str:
-    """Resources for people: '8 GPU, 64 CPU, 100 GB memory'."""
+    """Return resources as text: '8 GPU, 64 CPU, 100 GB memory'."""
     order = sorted(resources, key=lambda name: (name not in ACCELERATORS, name == "memory"))
     return ", ".join(
         f"{_digits(resources[name] / 1e9)} GB memory" if name == "memory" else f"{resources[name]:.10g} {name}"
@@ -44,5 +44,5 @@ def _digits(gigabytes: float) -> str:
 
 
 def field_of(resource: str) -> str:
-    """The field of SchedulingSpec that asks for a resource."""
+    """Return the field of SchedulingSpec that requests a resource."""
     return f"SchedulingSpec.{_FIELDS.get(resource, 'resources')}"

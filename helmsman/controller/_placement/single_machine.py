@@ -23,13 +23,13 @@ ADDRESS = "127.0.0.1"
 class OneMachine(Allocator):
     """Places on this machine.
 
-    Accelerators, memory and custom resources belong to the worker that asks for them. CPUs are shared: each worker may ask for
-    as many as the machine has, however many workers there are, so that a laptop runs a job of many ranks.
+    Accelerators, memory and custom resources belong to the worker that requests them. CPUs are shared: each worker may request
+    all CPUs of the machine, so that a laptop can run a job of many ranks.
 
     Args:
-        num_cpus: CPUs; those this process may use when None.
-        num_gpus: accelerators; those this process may use when None, counted without touching a driver.
-        accelerator: 'cuda' or 'npu'; the kind found on the machine when None.
+        num_cpus: number of CPUs; None for those that this process may use.
+        num_gpus: number of accelerators; None for those that this process may use, counted without a driver.
+        accelerator: 'cuda' or 'npu'; None for the kind found on the machine.
         resources: custom resources by name.
     """
 
@@ -97,5 +97,5 @@ class OneMachine(Allocator):
         return f"this script's own workers ({shown}), which delete_workers frees"
 
     def without_uncounted(self, job: Job) -> Job:
-        """The job without a choice of nodes, which one machine does not offer."""
+        """Return the job without a choice of nodes, which one machine does not offer."""
         return change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")

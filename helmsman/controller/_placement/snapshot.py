@@ -1,4 +1,4 @@
-"""What a cluster has and what of it is free, at one moment."""
+"""The total and free resources of a cluster at one moment."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     available: Resources
     labels: dict[str, str] = {}
     free_devices: tuple[str, ...] | None = None
-    """Ids of its free accelerators, in order; None where that is not known."""
+    """Ids of its free accelerators in order; None when unknown."""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All nodes that live, in the order in which neighbours are neighbours."""
+    """All live nodes, ordered so that nodes close to each other are neighbours."""
 
     nodes: tuple[NodeState, ...]
     can_grow: bool = True
     """Whether nodes could be added."""
     shared: frozenset[str] = frozenset()
-    """Resources that workers share: a node must have as much as each of its workers asks for, and not their sum."""
+    """Resources that workers share: a node needs the largest request of its workers, and not the sum."""
 
 
 def as_node(state: NodeState) -> Node:
-    """The node as scripts see it."""
+    """Return the node in the form of the public API."""
     kind = next((name for name in ACCELERATORS if state.total.get(name)), "")
     return Node(
         node_id=state.node_id,

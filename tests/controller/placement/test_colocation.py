@@ -1,4 +1,4 @@
-"""Which devices of its target each replica gets."""
+"""The devices of its target that each replica gets."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def _job(replicas: int, fork: bool = True, **spec: Any) -> Job:
     return Job(role="r", replicas=replicas, tasks=[SchedulingSpec(**spec)], scheduling_strategy=strategy)
 
 
-def test_sixteen_servers_of_four_over_sixty_four_trainers() -> None:
+def test_tile_servers_over_more_trainers() -> None:
     shares = tile(_job(16, gpu=4), _target(64, 1, per_node=8))
     assert [share.targets for share in shares] == [tuple(range(4 * index, 4 * index + 4)) for index in range(16)]
     assert [share.devices for share in shares[:3]] == [("0", "1", "2", "3"), ("4", "5", "6", "7"), ("0", "1", "2", "3")]
     assert [share.node_id for share in shares[::2]] == [f"n{index}" for index in range(8)]
 
 
-def test_sixty_four_trainers_over_sixteen_servers_of_four() -> None:
+def test_tile_trainers_over_fewer_servers() -> None:
     shares = tile(_job(64, gpu=1), _target(16, 4, per_node=2))
     assert [share.devices for share in shares[:8]] == [(str(index),) for index in range(8)]
     assert [share.targets for share in shares[:8]] == [(0,)] * 4 + [(1,)] * 4
 
 
 @given(st.integers(1, 16), st.integers(1, 48), st.integers(0, 8), st.booleans())
-def test_every_device_is_in_just_as_many_shares_as_any_other(targets: int, replicas: int, gpu: int, fork: bool) -> None:
+def test_tile_shares_every_device_equally(targets: int, replicas: int, gpu: int, fork: bool) -> None:
     target = _target(targets, gpu, per_node=16)
     if not (targets % replicas == 0 or (fork and replicas % targets == 0 and gpu % (replicas // targets) == 0)):
         with pytest.raises(InvalidSpecError):
@@ -62,7 +62,7 @@ def test_every_device_is_in_just_as_many_shares_as_any_other(targets: int, repli
         assert sorted(int(device) for share in shares for device in share.devices) == list(range(targets * gpu))
 
 
-def test_devices_that_are_not_known_are_counted() -> None:
+def test_tile_counts_unknown_devices() -> None:
     target = [PlannedWorker(worker_id=f"target/{index}", node_id="n", node="n", num_devices=2) for index in range(2)]
     (share,) = tile(_job(1), target)
     assert (share.num_devices, share.devices) == (4, ())
@@ -83,6 +83,6 @@ def test_devices_that_are_not_known_are_counted() -> None:
         (_job(4, fork=False, gpu=2), _target(4, 1, 4), r"gpu of replica 0 is 2; expected 1"),
     ],
 )
-def test_what_does_not_tile(job: Job, target: list[PlannedWorker], message: str) -> None:
+def test_tile_rejects(job: Job, target: list[PlannedWorker], message: str) -> None:
     with pytest.raises(InvalidSpecError, match=message):
         tile(job, target)

@@ -10,24 +10,19 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.plan import Plan, Shortfall
-from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
+from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._placement.admission import advise, busy, require_feasible
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.snapshot import ClusterSnapshot
-from tests.controller.placement.test_planner import cluster, job, node
+from tests.controller.placement.test_planner import beside, cluster, job, node
 
 SMALL = node("10.0.0.1", cpu=4, gpu=1, labels={"rack": "a"})
 LARGE = node("10.0.0.2", hostname="big", cpu=64, gpu=4, labels={"rack": "b"})
 TWO = cluster(SMALL, LARGE)
 WHOLE = [node(f"n{index}") for index in range(4)]
 RACKS = [node("a", gpu=4, labels={"rack": "a"}), *[node(f"b{index}", labels={"rack": "b"}) for index in range(3)]]
-SERVERS = Job(
-    role="servers",
-    replicas=8,
-    tasks=[SchedulingSpec(gpu=8)],
-    scheduling_strategy=SchedulingStrategy(type="colocation", target="train", fork=True),
-)
+SERVERS = msgspec.structs.replace(beside("servers", 8, "train"), tasks=[SchedulingSpec(gpu=8)])
 MIXED = Job(role="r", replicas=3, tasks=[SchedulingSpec(gpu=9), SchedulingSpec(gpu=1), SchedulingSpec(gpu=10)])
 
 

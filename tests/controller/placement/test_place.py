@@ -12,9 +12,7 @@ from helmsman.controller._placement.place import Place, in_device_order
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
-def test_only_ranks_of_one_node_and_one_spec_are_exchanged(
-    replicas: int, num_nodes: int, alike: bool, rng: random.Random
-) -> None:
+def test_in_device_order(replicas: int, num_nodes: int, alike: bool, rng: random.Random) -> None:
     tasks = [SchedulingSpec(gpu=1, mem=0 if alike else index % 2) for index in range(replicas)]
     ids = [str(index) for index in range(16)]
     rng.shuffle(ids)

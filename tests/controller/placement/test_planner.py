@@ -175,6 +175,9 @@ def test_plan_jobs_finds_plans_in_three_thousand_clusters() -> None:
 # --- packing ------------------------------------------------------------------------------------------------------------
 
 HALVES = [node("a", free={"GPU": 4}), node("b", free={"GPU": 4})]
+MIXED = [node("f", free={"CPU": 0}), node("s", gpu=4), node("h", gpu=0)]
+IN_USE = [node("a"), node("b", free={"GPU": 5}), node("c", free={"GPU": 2})]
+PIECES = [node(f"n{index}", free={"GPU": 5.0}) for index in range(100)]
 PARTLY_HELD = [node("a", free={"GPU": 4}), node("b"), node("c", free={"GPU": 4}), node("d")]
 
 
@@ -185,32 +188,18 @@ PARTLY_HELD = [node("a", free={"GPU": 4}), node("b"), node("c", free={"GPU": 4})
         (PARTLY_HELD, [job("train", 4, gpu=1)], ["a"]),  # no whole node is broken
         (PARTLY_HELD, [job("train", 12, gpu=1)], ["ab"]),
         (PARTLY_HELD, [job("train", 16, gpu=1)], ["bd"]),
-        (
-            [node("a"), node("b", free={"GPU": 5}), node("c", free={"GPU": 2})],
-            [job("small", 2, "separate", gpu=2), job("large", 1, "separate", gpu=8)],
-            ["bc", "a"],  # single instances fill nodes in use before whole ones
-        ),
-        (
-            [node("a", cpu=8), node("h", cpu=16, gpu=0)],
-            [job("reward", 2, cpu=8), job("train", 8, gpu=1)],
-            ["h", "a"],  # workers without accelerators keep away from nodes with some
-        ),
-        (
-            [node("f", free={"CPU": 0}), node("s", gpu=4), node("h", gpu=0)],
-            [job("train", 8, cpu=0, gpu=1), job("server", 1, "separate", cpu=4, gpu=4)],
-            ["f", "s"],
-        ),
+        # single instances fill nodes in use before whole ones
+        (IN_USE, [job("small", 2, "separate", gpu=2), job("large", 1, "separate", gpu=8)], ["bc", "a"]),
+        # workers without accelerators keep away from nodes with some
+        ([node("a", cpu=8), node("h", gpu=0)], [job("reward", 2, cpu=8), job("train", 8, gpu=1)], ["h", "a"]),
+        (MIXED, [job("train", 8, cpu=0, gpu=1), job("server", 1, "separate", cpu=4, gpu=4)], ["f", "s"]),
         *[([node(n) for n in "abc"], [job("r", 5, s, gpu=1, node_packing="spread")], ["abc"]) for s in ("shared", "separate")],
         *[([node(n) for n in "abc"], [job("r", 3, s, gpu=1, node_packing="strict_spread")], ["abc"]) for s in STRATEGIES],
         *[([node(n) for n in "abc"], [job("r", 4, s, gpu=1, node_packing="strict_spread")], None) for s in STRATEGIES],
         *[(HALVES, [job("server", 1, s, gpu=8)], None) for s in ("separate", "deferred")],  # never straddles
         (HALVES, [job("train", 8, gpu=1)], ["ab"]),
         # 60 + 60 bundles that fit in sum but not in pieces: the search ends without a plan
-        (
-            [node(f"n{index}", free={"GPU": 5.0}) for index in range(100)],
-            [job("three", 60, "separate", gpu=3), job("four", 60, "separate", gpu=4)],
-            None,
-        ),
+        (PIECES, [job("three", 60, "separate", gpu=3), job("four", 60, "separate", gpu=4)], None),
         ([node("g", gpu=4), NPU], [job("train", 8, gpu=1), job("server", 1, "separate", gpu=4)], ["n", "g"]),
         ([node("g", gpu=4), NPU], [job("train", 12, gpu=1)], None),  # one job, one kind of accelerator
     ],
@@ -283,6 +272,7 @@ def test_plan_jobs_keeps_specs_of_ranks() -> None:
     for rank, bundle in enumerate(role.instances[0].bundles):
         assert bundle.resources.get("memory", 0) == tasks[rank].mem * 1e9
     assert [worker.bundle for worker in role.workers] == list(range(8))
+    assert [worker.node_id for worker in role.workers] == list("aaaabbbb"), "neighbouring ranks share nodes"
 
 
 def test_plan_jobs_assigns_free_devices() -> None:
@@ -293,14 +283,13 @@ def test_plan_jobs_assigns_free_devices() -> None:
     assert [worker.num_devices for worker in role.workers] == [1] * 5
 
 
-def test_plan_jobs_colocation() -> None:
-    def beside(role: str, replicas: int, target: str, fork: bool = True) -> Job:
-        return Job(
-            role=role,
-            replicas=replicas,
-            scheduling_strategy=SchedulingStrategy(type="colocation", target=target, fork=fork),
-        )
+def beside(role: str, replicas: int, target: str) -> Job:
+    """A job that is forked beside its target."""
+    strategy = SchedulingStrategy(type="colocation", target=target, fork=True)
+    return Job(role=role, replicas=replicas, scheduling_strategy=strategy)
 
+
+def test_plan_jobs_colocation() -> None:
     snapshot = cluster(node("a", gpu=4), node("b", gpu=4))
     jobs = [beside("last", 2, "server"), beside("server", 2, "train"), job("train", 8, gpu=1)]
     roles = planned(snapshot, *jobs)
@@ -327,7 +316,7 @@ def test_plan_table() -> None:
         job("rollout", 1, "separate", gpu=4),
         job("server", 1, "deferred", gpu=16),
         job("reward", 2),
-        Job(role="ref", replicas=12, scheduling_strategy=SchedulingStrategy(type="colocation", target="train", fork=True)),
+        beside("ref", 12, "train"),
     ]
     plan = plan_jobs(snapshot, jobs)
     assert isinstance(plan, Plan)

@@ -1,4 +1,4 @@
-"""What the schedulers of one machine answer to jobs that it cannot hold, and what its workers share."""
+"""Schedulers of one machine: jobs that it cannot hold, and the resources that workers share."""
 
 from __future__ import annotations
 
