@@ -15,14 +15,8 @@ MAX_METHODS = 40
 MAX_DEPTH = 2
 """Classes of ours between a class and its abstract contract (a class in api/, or one of another library)."""
 
-LONG = {"helmsman/rpc_server/_host/host.py"}
-LARGE: set[str] = set()
-DEEP: set[str] = set()
-CYCLIC: set[tuple[str, str]] = set()
-INTIMATE = {
-    "rpc_server._process.guardian",
-}
-"""The five sets above hold what is beyond a limit today. They shrink; nothing is added."""
+NOT_OURS = {"tracker._fd"}
+"""Private members of other libraries whose names occur in ours, too."""
 
 SCHEDULERS = {"BackendScheduler", "LocalScheduler", "RayScheduler", "InlineScheduler"}
 
@@ -74,21 +68,17 @@ def depth(name: str) -> int:
 
 def test_modules_are_short() -> None:
     long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > MAX_LINES}
-    assert set(long) == LONG, long
+    assert not long
 
 
 def test_classes_have_few_methods() -> None:
     large = {name: n for name in CLASSES if not is_contract(name) and (n := len(all_methods(name))) > MAX_METHODS}
-    assert set(large) == LARGE, large
+    assert not large
 
 
 def test_inheritance_is_shallow() -> None:
     deep = {name: n for name in CLASSES if not is_contract(name) and (n := depth(name)) > MAX_DEPTH}
-    assert set(deep) == DEEP, deep
-
-
-def short(module: str) -> str:
-    return module.removeprefix("helmsman.")
+    assert not deep
 
 
 def test_modules_do_not_import_each_other() -> None:
@@ -97,22 +87,19 @@ def test_modules_do_not_import_each_other() -> None:
             yield from (known for known in (name, name.rpartition(".")[0]) if known in TREES)
 
     graph = {module_name(path): set(imported(path)) - {module_name(path)} for path in SOURCES}
-    for one, other in CYCLIC:
-        assert f"helmsman.{other}" in graph[f"helmsman.{one}"], "no longer cyclic"
-        graph[f"helmsman.{one}"].discard(f"helmsman.{other}")
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_controllers_do_not_ask_for_a_kind_of_scheduler() -> None:
-    found = [
-        (short(module), f"{module}:{node.lineno} {ast.unparse(node)}")
+    wrong = [
+        f"{module}:{node.lineno} {ast.unparse(node)}"
         for module, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in {"isinstance", "issubclass"}
         and {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)} & SCHEDULERS
     ]
-    assert not found, "\n".join(line for _, line in found)
+    assert not wrong, "\n".join(wrong)
 
 
 def private_names(tree: ast.Module) -> set[str]:
@@ -137,13 +124,14 @@ OURS = {name: {module for module in PRIVATE if name in PRIVATE[module]} for name
 
 
 def test_private_members_are_used_in_their_module_alone() -> None:
-    found = [
-        (short(module), f"{module}:{node.lineno} {ast.unparse(node)} of {', '.join(sorted(OURS[node.attr]))}")
+    wrong = [
+        f"{module}:{node.lineno} {ast.unparse(node)} of {', '.join(sorted(OURS[node.attr]))}"
         for module, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr in OURS
         and module not in OURS[node.attr]
         and ast.unparse(node.value) not in {"self", "cls", "super()"}
+        and ast.unparse(node) not in NOT_OURS
     ]
-    assert {module for module, _ in found} == INTIMATE, "\n".join(line for _, line in found)
+    assert not wrong, "\n".join(wrong)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import inspect
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,15 +18,13 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.extras import needed_by
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, WorkerHealth
 from helmsman.api.suggestions import nearest
-from helmsman.api.topology import RankInfo
 from helmsman.api.worker_context import WorkerContext, within
-from helmsman.api.worker_group import GroupWorker
 from helmsman.rpc_server._host import connectivity, inspection
 from helmsman.rpc_server._host.broadcast import broadcast_arguments, needs_broadcast
+from helmsman.rpc_server._host.engine_construction import construct, import_engine
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
@@ -35,7 +32,7 @@ from helmsman.rpc_server._process.environment import Environment, follow_thread_
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, WorkerConfig, WorkerIdentity, dotted
-from helmsman.rpc_server._wire.remote_errors import clipped, remote_error, traceback_text
+from helmsman.rpc_server._wire.remote_errors import remote_error
 from helmsman.rpc_server.ports import PortLeases
 
 ReplyFn = Callable[[Reply, Payload], None]
@@ -308,13 +305,15 @@ class EngineHost:
             spec = engine if isinstance(engine, EngineSpec) else EngineSpec(target=engine)
             if spec.env:
                 self.set_environment([EnvironmentVariable(key, value, "EngineSpec.env") for key, value in spec.env.items()])
-            engine_type = self._import(name, spec.target) if isinstance(spec.target, str) else spec.target
+            engine_type: Any = spec.target
+            if isinstance(engine_type, str):
+                engine_type = import_engine(self.identity.worker_id, name, engine_type)
             self._seed_libraries()
             named = {**spec.kwargs, **kwargs}
             me = WorkerContext(worker_id=self.identity.worker_id, node=self.identity.node, ports=self._ports.leased)
             with within(me):
                 self._engines[name] = self._run_engine_code(
-                    request, lambda: _construct(engine_type, spec.rank_info, args, named)
+                    request, lambda: construct(engine_type, spec.rank_info, args, named)
                 )
         finally:
             self._creating.discard(name)
@@ -340,21 +339,6 @@ class EngineHost:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
-
-    def _import(self, name: str, path: str) -> Any:
-        module_name, _, attribute = path.replace(":", ".").rpartition(".")
-        try:
-            if not module_name:
-                raise ImportError("it has no module part")
-            with needed_by(path):
-                return getattr(importlib.import_module(module_name), attribute)
-        except BaseException as error:
-            reason = clipped(f"{type(error).__name__}: {error}")
-            if not isinstance(error, (ImportError, AttributeError)):
-                reason += "\n" + traceback_text(error)
-            raise errors.EngineImportError(
-                worker_id=self.identity.worker_id, engine_name=name, engine_path=path, reason=reason
-            ) from error
 
     def _destroy_engines(self, names: list[str] | None) -> list[str]:
         """Destroy engines, newest first; returns what went wrong, since one failure must not keep the others alive."""
@@ -477,26 +461,6 @@ class EngineHost:
             reply(Reply(request.id, False), encode(failure))
         except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
-
-
-def _construct(engine_type: Any, rank_info: RankInfo | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if rank_info is None or not (isinstance(engine_type, type) and issubclass(engine_type, GroupWorker)):
-        return engine_type(*args, **kwargs)
-    if type(engine_type).__call__ is not type.__call__:  # its metaclass makes instances in a way of its own
-        engine = engine_type(*args, **kwargs)
-        _set_rank_info(engine, rank_info)
-        return engine
-    engine = engine_type.__new__(engine_type, *args, **kwargs)
-    _set_rank_info(engine, rank_info)  # its constructor may already ask for it
-    engine_type.__init__(engine, *args, **kwargs)
-    return engine
-
-
-def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
-    try:
-        engine.rank_info = rank_info
-    except AttributeError:  # a frozen data class
-        object.__setattr__(engine, "rank_info", rank_info)
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:
