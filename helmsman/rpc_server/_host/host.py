@@ -27,7 +27,7 @@ from helmsman.rpc_server._host.broadcast import broadcast_arguments, needs_broad
 from helmsman.rpc_server._host.engine_construction import construct, import_engine
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
+from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, Running
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -244,6 +244,8 @@ class EngineHost:
     def _cancel(self, request_id: object) -> CallState:
         if self.engine_thread.withdraw(request_id):
             return self._on_engine_thread("withdrawn")
+        if self._loop.withdraw(request_id):
+            return self._on_loop("withdrawn")
         seen = self._inspect([request_id])[request_id]
         if seen.state == "ended":
             self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
@@ -252,22 +254,24 @@ class EngineHost:
         return seen
 
     def _on_engine_thread(self, state: Literal["waiting", "running", "withdrawn"]) -> CallState:
-        running = self.engine_thread.running
-        return CallState(
-            state=state,
-            stack=inspection.thread_stack(self.engine_thread.thread),
-            running=running.name if running else None,
-            running_s=time.monotonic() - running.since if running else None,
-        )
+        return _on_thread(state, self.engine_thread.thread, self.engine_thread.running)
+
+    def _on_loop(self, state: Literal["waiting", "withdrawn"]) -> CallState:
+        return _on_thread(state, self._loop.thread, self._loop.occupant)
 
     def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
+        # Before the look at the running calls: a call that begins in between would be on neither side.
+        waiting = {request_id for request_id in request_ids if self.engine_thread.is_waiting(request_id)}
+        waiting_on_loop = {request_id for request_id in request_ids if self._loop.is_waiting(request_id)}
         engine_thread = self._on_engine_thread("running")
         running, now = self.engine_thread.running, time.monotonic()
         tasks = {call.request_id: call for call in list(self._loop.running.values())}
 
         def state_of(request_id: object) -> CallState:
-            if self.engine_thread.is_waiting(request_id):
+            if request_id in waiting:
                 return msgspec.structs.replace(engine_thread, state="waiting")
+            if request_id in waiting_on_loop:
+                return self._on_loop("waiting")
             if running and running.request_id == request_id:
                 return engine_thread
             call = tasks.get(request_id)
@@ -388,10 +392,13 @@ class EngineHost:
         def run_sync() -> None:
             self._answer(request, reply, lambda: self._call(request, payload, engine, method))
 
+        def withdrawn() -> None:
+            self._decline(request, reply)
+
         if inspect.iscoroutinefunction(method):
-            self._loop.submit(request.id, name, run_async)
+            self._loop.submit(request.id, name, run_async, withdrawn)
         else:
-            self.engine_thread.submit(request.id, name, run_sync, lambda: self._decline(request, reply))
+            self.engine_thread.submit(request.id, name, run_sync, withdrawn)
 
     def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
         if needs_broadcast(engine, request.broadcast):
@@ -461,6 +468,17 @@ class EngineHost:
             reply(Reply(request.id, False), encode(failure))
         except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+
+
+def _on_thread(
+    state: Literal["waiting", "running", "withdrawn"], thread: threading.Thread | None, running: Running | None
+) -> CallState:
+    return CallState(
+        state=state,
+        stack=inspection.thread_stack(thread),
+        running=running.name if running else None,
+        running_s=time.monotonic() - running.since if running else None,
+    )
 
 
 async def _await_then(awaitable: Any, done: threading.Event) -> None:

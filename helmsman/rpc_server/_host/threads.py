@@ -174,16 +174,36 @@ class EngineLoop:
         self._name = name
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._ids = itertools.count()
+        self._waiting: dict[object, Callable[[], None]] = {}
+        """Calls that the loop has not begun, for example while a coroutine blocks it."""
         self.running: dict[int, Running] = {}
 
-    def submit(self, request_id: object, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop. Raises RuntimeError when no thread can be started."""
+    def submit(
+        self,
+        request_id: object,
+        name: str,
+        coroutine: Callable[[], Coroutine[Any, Any, None]],
+        withdrawn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start ``coroutine()``, which must not raise, on the loop.
+
+        Args:
+            request_id: of the call.
+            name: 'engine.method'.
+            coroutine: makes the coroutine when the loop begins the call.
+            withdrawn: is called instead when the call is withdrawn before that.
+        Raises:
+            RuntimeError: No thread can be started.
+        """
         key = next(self._ids)
 
         async def tracked() -> None:
-            self.running[key] = running = Running(request_id, name, time.monotonic(), asyncio.current_task())
+            with self._lock:
+                if self._waiting.pop(request_id, None) is None:
+                    return  # withdrawn
+                self.running[key] = running = Running(request_id, name, time.monotonic(), asyncio.current_task())
             if self._record is not None:
                 self._record.begun(name, running.since)
             try:
@@ -192,7 +212,30 @@ class EngineLoop:
                 del self.running[key]
 
         loop = self._ensure()
+        with self._lock:
+            self._waiting[request_id] = withdrawn
         asyncio.run_coroutine_threadsafe(tracked(), loop)
+
+    def withdraw(self, request_id: object) -> bool:
+        """Take back a call that has not begun; False when it has begun, ended or never was."""
+        with self._lock:
+            withdrawn = self._waiting.pop(request_id, None)
+        if withdrawn is None:
+            return False
+        withdrawn()
+        return True
+
+    def is_waiting(self, request_id: object) -> bool:
+        """Whether a call was submitted and has not begun."""
+        with self._lock:  # held while a call goes from waiting to running
+            return request_id in self._waiting
+
+    @property
+    def occupant(self) -> Running | None:
+        """The call whose code the loop executes now; None where there is none, or the code is another task's."""
+        loop = self._loop
+        task = asyncio.current_task(loop) if loop is not None else None
+        return next((call for call in list(self.running.values()) if call.task is task), None)
 
     def counts(self) -> dict[str, int]:
         """Calls in flight by name."""
@@ -210,14 +253,14 @@ class EngineLoop:
 
     def join(self) -> None:
         """Wait for what stop has begun, or until it is late."""
-        if self._thread is not None:
-            self._thread.join(2 * _LAST_TASKS_S)
+        if self.thread is not None:
+            self.thread.join(2 * _LAST_TASKS_S)
 
     def _ensure(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 try:
-                    self._loop, self._thread = start_loop(self._name)
+                    self._loop, self.thread = start_loop(self._name)
                 except RuntimeError as error:
                     self.failure = (
                         f"no thread for async methods can be started ({self._name}): {error}. Raise the limit on processes and "

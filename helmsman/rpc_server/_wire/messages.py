@@ -87,7 +87,7 @@ class CallState(msgspec.Struct, frozen=True, kw_only=True):
     stack: str = ""
     """Innermost frames of the call while it runs, of the call that runs before it while it waits or was withdrawn."""
     running: str | None = None
-    """'engine.method' that occupies the engine thread."""
+    """'engine.method' that occupies the engine thread, or the event loop before a call that waits for that."""
     running_s: float | None = None
 
     def describe(self) -> str:

@@ -1,8 +1,10 @@
-"""EngineHost where what carries its replies fails."""
+"""EngineHost: replies that cannot be carried, and calls that have not begun."""
 
 from __future__ import annotations
 
 import queue
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from helmsman.api.errors import EngineCallError
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import Reply, Request, Verb, WorkerIdentity
+from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, WorkerIdentity
 from tests.contract.engines import Counter
 from tests.controller.engines import CountingRollout
 
@@ -31,6 +33,92 @@ class Unsure(CountingRollout, InferenceEngine):  # type: ignore[misc]
 
     def failure(self) -> str | None:
         raise LookupError("who knows?")
+
+
+class Blocking:
+    """Occupies its thread, or its event loop, until the test releases it."""
+
+    started, released = threading.Event(), threading.Event()
+
+    def __init__(self) -> None:
+        self.started.clear()
+        self.released.clear()
+        self.noted: list[str] = []
+
+    def block(self) -> None:
+        """Occupy the engine thread."""
+        self.started.set()
+        self.released.wait(LIMIT_S)
+
+    async def async_block(self) -> None:
+        """Occupy the event loop."""
+        self.block()
+
+    def note(self, name: str) -> list[str]:
+        """Note that this call ran."""
+        self.noted.append(name)
+        return self.noted
+
+    async def async_note(self, name: str) -> list[str]:
+        """Note that this call ran."""
+        return self.note(name)
+
+
+class Asked:
+    """A host and the answers to what it is asked."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self.host = host
+        self.answers: dict[int, queue.SimpleQueue[tuple[bool, Any]]] = {}
+
+    def begin(self, request_id: int, verb: Verb, arguments: Any, method: str = "") -> None:
+        """Send a request."""
+        answer = self.answers[request_id] = queue.SimpleQueue()
+        request = Request(request_id, verb, "engine", method)
+        self.host.handle(request, encode(arguments), lambda reply, payload: answer.put((reply.ok, decode(payload))))
+
+    def answer(self, request_id: int) -> tuple[bool, Any]:
+        """Wait for the answer to a request."""
+        return self.answers[request_id].get(timeout=LIMIT_S)
+
+    def ask(self, request_id: int, verb: Verb, arguments: Any, method: str = "") -> Any:
+        """The result of a request."""
+        self.begin(request_id, verb, arguments, method)
+        is_ok, result = self.answer(request_id)
+        assert is_ok, result
+        return result
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    """A host with an engine of class Blocking."""
+    identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
+    host = EngineHost(identity, SegmentStore(), seeding=False)
+    host.engine_thread.start("engine")
+    made = Asked(host)
+    made.ask(1, Verb.CREATE_ENGINE, (Blocking, (), {}))
+    try:
+        yield made
+    finally:
+        Blocking.released.set()
+        host.close()
+        host.join()
+
+
+@pytest.mark.parametrize("prefix", ["", "async_"])
+def test_call_that_has_not_begun_is_withdrawn(asked: Asked, prefix: str) -> None:
+    asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
+    assert Blocking.started.wait(LIMIT_S)
+    asked.begin(3, Verb.CALL, (("withdrawn",), {}), f"{prefix}note")
+    (seen,) = asked.ask(4, Verb.INSPECT, ([3],)).values()
+    assert (seen.state, seen.running) == ("waiting", f"engine.{prefix}block")
+    cancelled: CallState = asked.ask(5, Verb.CANCEL, (3,))
+    assert (cancelled.state, cancelled.running) == ("withdrawn", f"engine.{prefix}block")
+    assert "self.released.wait" in cancelled.stack
+    assert not asked.answer(3)[0], "the transport can forget it"
+    Blocking.released.set()
+    assert asked.answer(2) == (True, None)
+    assert asked.ask(6, Verb.CALL, (("later",), {}), f"{prefix}note") == ["later"]
 
 
 def test_health_is_answered_though_an_engine_cannot_say_whether_it_serves() -> None:
