@@ -112,8 +112,12 @@ class EngineHost:
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 
     def close(self) -> None:
-        """Stop the host's threads and give its ports back; engines are not asked, and calls in flight not answered."""
+        """Stop the host's threads and give its ports back.
+
+        Engines are not asked, calls in flight are not answered, and calls that wait do not begin.
+        """
         self._is_closed = True
+        self.engine_thread.withdraw_all()
         self.engine_thread.stop()
         self._loop.stop()
         self._listener.close()

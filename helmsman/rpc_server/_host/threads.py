@@ -110,6 +110,11 @@ class EngineThread:
         """Work not begun."""
         return len(self._waiting)
 
+    def withdraw_all(self) -> None:
+        """Drop all work that has not begun; nothing is called in its place."""
+        with self._lock:
+            self._waiting.clear()
+
     def stop(self) -> None:
         """End the thread after the work that is queued."""
         self._queue.put(None)
@@ -245,8 +250,9 @@ class EngineLoop:
         return counts
 
     def stop(self) -> None:
-        """End the loop; what is in flight is cancelled."""
+        """End the loop; what is in flight is cancelled, and what has not begun is dropped."""
         with self._lock:
+            self._waiting.clear()
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None

@@ -38,17 +38,17 @@ class Unsure(CountingRollout, InferenceEngine):  # type: ignore[misc]
 class Blocking:
     """Occupies its thread, or its event loop, until the test releases it."""
 
-    started, released = threading.Event(), threading.Event()
+    started = threading.Semaphore(0)
+    released = threading.Semaphore(0)
 
     def __init__(self) -> None:
-        self.started.clear()
-        self.released.clear()
+        Blocking.started, Blocking.released = threading.Semaphore(0), threading.Semaphore(0)
         self.noted: list[str] = []
 
     def block(self) -> None:
         """Occupy the engine thread."""
-        self.started.set()
-        self.released.wait(LIMIT_S)
+        self.started.release()
+        self.released.acquire(timeout=LIMIT_S)
 
     async def async_block(self) -> None:
         """Occupy the event loop."""
@@ -100,7 +100,7 @@ def asked() -> Iterator[Asked]:
     try:
         yield made
     finally:
-        Blocking.released.set()
+        Blocking.released.release(2)
         host.close()
         host.join()
 
@@ -108,17 +108,36 @@ def asked() -> Iterator[Asked]:
 @pytest.mark.parametrize("prefix", ["", "async_"])
 def test_call_that_has_not_begun_is_withdrawn(asked: Asked, prefix: str) -> None:
     asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
-    assert Blocking.started.wait(LIMIT_S)
+    assert Blocking.started.acquire(timeout=LIMIT_S)
     asked.begin(3, Verb.CALL, (("withdrawn",), {}), f"{prefix}note")
     (seen,) = asked.ask(4, Verb.INSPECT, ([3],)).values()
     assert (seen.state, seen.running) == ("waiting", f"engine.{prefix}block")
     cancelled: CallState = asked.ask(5, Verb.CANCEL, (3,))
     assert (cancelled.state, cancelled.running) == ("withdrawn", f"engine.{prefix}block")
-    assert "self.released.wait" in cancelled.stack
+    assert "self.released.acquire" in cancelled.stack
     assert not asked.answer(3)[0], "the transport can forget it"
-    Blocking.released.set()
+    Blocking.released.release()
     assert asked.answer(2) == (True, None)
     assert asked.ask(6, Verb.CALL, (("later",), {}), f"{prefix}note") == ["later"]
+
+
+@pytest.mark.parametrize("prefix", ["", "async_"])
+def test_closed_host_begins_no_queued_call(asked: Asked, prefix: str) -> None:
+    asked.begin(2, Verb.CALL, ((), {}), f"{prefix}block")
+    assert Blocking.started.acquire(timeout=LIMIT_S)
+    asked.begin(3, Verb.CALL, ((), {}), f"{prefix}block")
+    asked.begin(4, Verb.CALL, (("too late",), {}), f"{prefix}note")
+    Blocking.released.release()
+    assert Blocking.started.acquire(timeout=LIMIT_S), "the loop has begun a round with both calls"
+    engine = asked.host._engines["engine"]
+    thread = asked.host.engine_thread.thread if not prefix else asked.host._loop.thread
+    asked.host.close()
+    Blocking.released.release()
+    assert thread is not None
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert engine.noted == []
+    assert asked.answers[4].empty(), "its caller learns of the worker's end"
 
 
 def test_health_is_answered_though_an_engine_cannot_say_whether_it_serves() -> None:
