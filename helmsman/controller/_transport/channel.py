@@ -255,7 +255,7 @@ class Channel:
             return
         frame = decode_reply(body)
         reply, wire = frame.reply, frame.payload
-        awaited = self._awaited.pop(reply.id, None)
+        awaited = self._awaited.get(reply.id)
         payload: Payload | None = None
         failure: Exception | None = None
         if awaited is not None and wire is not None:
@@ -267,25 +267,33 @@ class Channel:
             self._write(self._session.confirmation())
         if awaited is None:
             return
+        if failure is None and payload is None:
+            self._in_background(self._fetch(reply))  # awaited until it ends: close may cancel it before its first step
+            return
+        self._hand_over(reply, payload, failure)
+
+    def _hand_over(self, reply: Reply, payload: Payload | None, failure: Exception | None) -> None:
+        awaited = self._awaited.pop(reply.id, None)
+        if awaited is None:
+            return
         if failure is not None:
             awaited.failed(failure)
         elif payload is not None:
             awaited.replied(reply, payload)
-        else:
-            self._in_background(self._fetch(reply, awaited))
 
-    async def _fetch(self, reply: Reply, awaited: Awaited) -> None:
+    async def _fetch(self, reply: Reply) -> None:
+        payload: Payload | None = None
+        failure: Exception | None = None
         try:
             if self._side_path is None:
                 raise ProtocolError(f"{self._worker_id}: a reply came without its result")
             payload = await self._side_path.fetch(reply.id)
         except asyncio.CancelledError:
-            awaited.failed(TransportLostError(self.lost_because))
+            self._hand_over(reply, None, TransportLostError(self.lost_because))
             raise
         except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
-            awaited.failed(error)
-        else:
-            awaited.replied(reply, payload)
+            failure = error
+        self._hand_over(reply, payload, failure)
 
 
 class WorkerProcess(Protocol):

@@ -1,0 +1,90 @@
+"""The controller's end of a channel, against a worker's end of a few bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from helmsman.controller._transport.base import TransportLostError
+from helmsman.controller._transport.channel import Channel
+from helmsman.rpc_server._wire.codec import Payload, encode
+from helmsman.rpc_server._wire.messages import Reply
+from helmsman.rpc_server._wire.wire import WELCOME, ReplyFrame, Session, encode_frame, pack_length, to_wire
+
+LIMIT_S = 5.0
+
+
+class Outcomes:
+    """An Awaited that keeps each outcome."""
+
+    def __init__(self) -> None:
+        self.seen: list[Payload | Exception] = []
+        self.first = asyncio.Event()
+
+    def replied(self, reply: Reply, payload: Payload) -> None:
+        """As Awaited's."""
+        self.seen.append(payload)
+        self.first.set()
+
+    def failed(self, error: Exception) -> None:
+        """As Awaited's."""
+        self.seen.append(error)
+        self.first.set()
+
+
+class Unreachable:
+    """A side path whose fetches do not end."""
+
+    async def bring(self, request_id: int, payload: Payload) -> None:
+        """As SidePath's."""
+
+    async def fetch(self, request_id: int) -> Payload:
+        """As SidePath's."""
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Ends:
+    """A channel and the socket of its worker."""
+
+    def __init__(self, channel: Channel, worker: socket.socket) -> None:
+        self.channel = channel
+        self._worker = worker
+        self._session = Session()
+
+    def send(self, *replies: ReplyFrame, after: bytes = b"") -> None:
+        """Send replies, and other bytes after them, so that the channel reads all at once."""
+        messages = [self._session.keep(encode_frame(reply)) for reply in replies]
+        self._worker.sendall(b"".join(messages) + after)
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    """A channel that is open."""
+    ours, worker = socket.socketpair()
+    worker.sendall(pack_length(WELCOME.size) + WELCOME.pack(0))
+
+    async def connect() -> socket.socket:
+        return ours
+
+    channel = Channel("a/0", connect, shares_memory=True, side_path=Unreachable())
+    await channel.open()
+    with worker:
+        yield Ends(channel, worker)
+        channel.close()
+
+
+def answer(request_id: int, value: object) -> ReplyFrame:
+    """A reply with its result inside."""
+    return ReplyFrame(Reply(request_id, True), to_wire(encode(value))[0])
+
+
+async def test_channel_closed_before_a_fetch_begins_fails_the_call(ends: Ends) -> None:
+    outcomes = Outcomes()
+    ends.channel.write(1, b"request", outcomes)
+    ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))  # the reply, and nonsense for which the channel closes
+    await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
+    assert [type(each) for each in outcomes.seen] == [TransportLostError]
