@@ -41,7 +41,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
     global _loop, _loop_pid
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
-            loop, _ = start_loop("helmsman-loop", run=lambda loop: loop.run_forever())
+            loop, _ = start_loop("helmsman-loop")
             _loop, _loop_pid = loop, os.getpid()
         return _loop
 

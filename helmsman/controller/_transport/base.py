@@ -50,7 +50,7 @@ def error_in(answer: Payload) -> errors.HelmsmanError:
         error.original = None
         try:
             error.__cause__ = pickle.loads(original)
-        except Exception:  # noqa: BLE001 - unpickling runs the exception's own code; its text is in our error already
+        except (Exception, SystemExit):  # noqa: BLE001 - unpickling runs its own code; our error has its text
             error.__cause__ = None
     return error
 

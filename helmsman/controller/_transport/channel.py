@@ -276,10 +276,13 @@ class Channel:
         awaited = self._awaited.pop(reply.id, None)
         if awaited is None:
             return
-        if failure is not None:
-            awaited.failed(failure)
-        elif payload is not None:
-            awaited.replied(reply, payload)
+        try:
+            if failure is not None:
+                awaited.failed(failure)
+            elif payload is not None:
+                awaited.replied(reply, payload)
+        except BaseException:  # taking an answer may unpickle it; the other messages of the same read must not be lost with it
+            log.exception("%s: the answer to request %d could not be taken", self._worker_id, reply.id)
 
     async def _fetch(self, reply: Reply) -> None:
         payload: Payload | None = None

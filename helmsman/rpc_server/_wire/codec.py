@@ -134,7 +134,9 @@ def decode(
         if not values:
             return pickle.loads(payload.data, buffers=buffers)
         return _unpack(payload.data, buffers, values)
-    except Exception as exc:  # unpickling imports modules and runs constructors, which may raise anything
+    # Unpickling imports modules and runs constructors, which may raise anything, and a script parses its arguments at import:
+    # its SystemExit would end the thread, which may be an event loop's.
+    except (Exception, SystemExit) as exc:
         raise NotLoadableError(
             path=root,
             value_type=f"pickle of {len(payload.data)} bytes and {len(buffers)} buffers",

@@ -58,6 +58,15 @@ def test_a_loop_that_was_used_is_let_go_of() -> None:
     assert gone() is None
 
 
+def test_background_loop_goes_on_after_system_exit() -> None:
+    async def leave() -> None:
+        raise SystemExit(2)
+
+    with pytest.raises(SystemExit):
+        run_sync(leave())
+    assert loops.submit(_seven()).result(LIMIT_S) == 7
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_child_has_a_loop_although_another_thread_held_the_lock_when_it_was_forked() -> None:
     with loops._lock:

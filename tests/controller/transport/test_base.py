@@ -1,10 +1,14 @@
-"""How the end of a process is described."""
+"""How the end of a process is described, and errors in replies."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from helmsman.controller._transport.base import describe_exit, split_returncode
+from helmsman.api.errors import EngineCallError
+from helmsman.controller._transport.base import describe_exit, error_in, split_returncode
+from helmsman.rpc_server._wire.codec import encode
 
 
 @pytest.mark.parametrize(
@@ -18,3 +22,23 @@ from helmsman.controller._transport.base import describe_exit, split_returncode
 )
 def test_the_returncode_of_a_subprocess(returncode: int | None, expected: str) -> None:
     assert describe_exit(*split_returncode(returncode)) == expected
+
+
+def test_cause_whose_module_exits_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cause_script.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])")
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = EngineCallError(
+        worker_id="a/0",
+        engine_name="engine",
+        method="run",
+        remote_type="cause_script.Error",
+        remote_message="no",
+        remote_traceback="",
+        node="",
+        log_path="",
+        original=b"ccause_script\nError\n.",
+    )
+    error = error_in(encode(answer))
+    assert isinstance(error, EngineCallError)
+    assert error.remote_type == "cause_script.Error"
+    assert error.__cause__ is None

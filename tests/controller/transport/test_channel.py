@@ -10,7 +10,7 @@ import pytest
 
 from helmsman.controller._transport.base import TransportLostError
 from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._wire.codec import Payload, encode
+from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.wire import WELCOME, ReplyFrame, Session, encode_frame, pack_length, to_wire
 
@@ -88,3 +88,16 @@ async def test_channel_closed_before_a_fetch_begins_fails_the_call(ends: Ends) -
     ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))  # the reply, and nonsense for which the channel closes
     await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
     assert [type(each) for each in outcomes.seen] == [TransportLostError]
+
+
+async def test_answer_that_cannot_be_taken_does_not_cost_the_next(ends: Ends) -> None:
+    class Leaving(Outcomes):
+        def replied(self, reply: Reply, payload: Payload) -> None:
+            raise SystemExit(2)
+
+    outcomes = Outcomes()
+    ends.channel.write(1, b"request", Leaving())
+    ends.channel.write(2, b"request", outcomes)
+    ends.send(answer(1, "lost"), answer(2, "taken"))
+    await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
+    assert [decode(each) for each in outcomes.seen if isinstance(each, Payload)] == ["taken"]

@@ -631,3 +631,10 @@ def test_what_cannot_be_loaded_says_why() -> None:
         decode(Payload(b"\x80\x05garbage", [], []), root="args")
     with pytest.raises(NotLoadableError):
         decode(Payload(encode(torch.zeros(5000)).data, [], []))
+
+
+def test_module_that_exits_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "codec_script.py").write_text("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(NotLoadableError, match="SystemExit: 2"):
+        decode(Payload(b"ccodec_script\nThing\n.", [], []))
