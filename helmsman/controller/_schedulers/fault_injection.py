@@ -66,7 +66,7 @@ async def _tell(client: WorkerClient, command: FaultCommand, more: str = "") -> 
     try:
         ended = await client.control(Verb.FAULT, command)
     except (WorkerFailedError, CallTimeoutError):
-        # It was there just now. By way of Ray, its answer may be lost with it, or wait until it goes on.
+        # It was there just now: its answer may be lost with it, or wait until it goes on.
         return _injection(client, True, what)
     except HelmsmanError as error:
         return _injection(client, False, f"it could not: {error}")

@@ -252,7 +252,7 @@ class EngineHost:
             return self._on_loop("withdrawn")
         seen = self._inspect([request_id])[request_id]
         if seen.state == "ended":
-            self._cancelled[request_id] = None  # it may not have arrived yet, over a transport that keeps no order
+            self._cancelled[request_id] = None  # it may still be packed or brought: CANCEL does not wait for its turn
             if len(self._cancelled) > _REMEMBERED:
                 del self._cancelled[next(iter(self._cancelled))]
         return seen

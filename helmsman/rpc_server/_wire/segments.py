@@ -8,7 +8,7 @@ promise that nobody cuts a segment off below a receiver, and that nobody but its
     sender                                            receiver
     segment = pack(buffers)
     send segment.location ──────────────────────────> views = attach(location)
-    segment.close()  <──────────── any answer
+    segment.close()  <───────── a confirmation
 
 The sender must keep the segment open until the receiver has attached; sooner, and the receiver gets a ProtocolError.
 
