@@ -28,10 +28,8 @@ from helmsman.rpc_server._wire.wire import (
     WELCOME,
     FrameReader,
     Outgoing,
-    RequestFrame,
     Session,
     decode_reply,
-    encode_frame,
     from_wire,
     pack_length,
     unpack_length,
@@ -358,8 +356,9 @@ class ChannelTransport(Transport):
     async def _packed(self, outgoing: Outgoing) -> tuple[bytes, ShmSegment | None]:
         shares_memory = self.channel.shares_memory
         if self._side_path is not None and not can_carry(outgoing.payload, shares_memory=shares_memory):
+            body = outgoing.framed()  # first: arguments of a request that cannot be sent would stay in the worker
             await self._side_path.bring(outgoing.request.id, outgoing.payload)
-            return encode_frame(RequestFrame(outgoing.request)), None
+            return body, None
         if outgoing.num_bytes >= _PACK_IN_THREAD_BYTES:
             return await in_thread(functools.partial(outgoing.packed, shares_memory=shares_memory))
         return outgoing.packed(shares_memory=shares_memory)

@@ -233,10 +233,17 @@ class Outgoing:
         ProtocolError."""
         wire, segment = to_wire(self.payload, segments=shares_memory)
         try:
-            return encode_frame(RequestFrame(self.request, wire)), segment
-        except (UnicodeEncodeError, TypeError, OverflowError) as error:
+            return self.framed(wire), segment
+        except ProtocolError:
             if segment is not None:
                 segment.close()
+            raise
+
+    def framed(self, wire: WirePayload | None = None) -> bytes:
+        """The encoded RequestFrame; without ``wire`` the payload travels beside it. Raises ProtocolError."""
+        try:
+            return encode_frame(RequestFrame(self.request, wire))
+        except (UnicodeEncodeError, TypeError, OverflowError) as error:
             name = dotted(self.request.engine_name, self.request.method) or self.request.verb.value
             raise ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from helmsman.controller._transport.base import TransportLostError
-from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
-from helmsman.rpc_server._wire.messages import Reply
-from helmsman.rpc_server._wire.wire import WELCOME, ReplyFrame, Session, encode_frame, pack_length, to_wire
+from helmsman.api.errors import ProtocolError
+from helmsman.controller._transport.base import Ending, TransportLostError
+from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
+from helmsman.rpc_server._wire.messages import Reply, Request, Verb
+from helmsman.rpc_server._wire.wire import WELCOME, Outgoing, ReplyFrame, Session, encode_frame, pack_length, to_wire
 
 LIMIT_S = 5.0
 
@@ -38,13 +39,35 @@ class Outcomes:
 class Unreachable:
     """A side path whose fetches do not end."""
 
+    def __init__(self) -> None:
+        self.brought: list[int] = []
+
     async def bring(self, request_id: int, payload: Payload) -> None:
         """As SidePath's."""
+        self.brought.append(request_id)
 
     async def fetch(self, request_id: int) -> Payload:
         """As SidePath's."""
         await asyncio.Event().wait()
         raise AssertionError
+
+
+class Unused:
+    """A worker process with which nothing is done."""
+
+    async def ending(self, lost_because: str) -> Ending:
+        """As WorkerProcess's."""
+        raise AssertionError
+
+    async def observe(self, limit_s: float) -> bytes:
+        """As WorkerProcess's."""
+        raise AssertionError
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """As WorkerProcess's."""
+
+    async def kill(self) -> None:
+        """As WorkerProcess's."""
 
 
 class Ends:
@@ -101,3 +124,15 @@ async def test_answer_that_cannot_be_taken_does_not_cost_the_next(ends: Ends) ->
     ends.send(answer(1, "lost"), answer(2, "taken"))
     await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
     assert [decode(each) for each in outcomes.seen if isinstance(each, Payload)] == ["taken"]
+
+
+async def test_request_that_cannot_be_encoded_leaves_no_arguments_in_the_worker(ends: Ends) -> None:
+    side_path, outcomes = Unreachable(), Outcomes()
+    transport = ChannelTransport(ends.channel, Unused(), side_path)
+    handle = ResultHandle(worker_id="a/0", id="kept", location="elsewhere", nbytes=1, summary="")
+    transport.post(Outgoing(Request(1, Verb.CALL, "engine", "\ud800"), encode(handle)), outcomes)
+    await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
+    (error,) = outcomes.seen
+    assert isinstance(error, ProtocolError)
+    assert "cannot be encoded" in str(error)
+    assert not side_path.brought
