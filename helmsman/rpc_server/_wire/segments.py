@@ -39,11 +39,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from helmsman.api.closing import Closing
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._wire.memory import Span, address_of, advise, copy, libc, map_memory
 
@@ -83,7 +83,7 @@ class SegmentLocation(msgspec.Struct, frozen=True):
     """Length of each buffer, in bytes."""
 
 
-class ShmSegment:
+class ShmSegment(Closing):
     """Buffers packed into shared memory, as their owner holds them. A context manager; ``close`` gives the memory back, or
     keeps it for a segment to come."""
 
@@ -101,12 +101,6 @@ class ShmSegment:
         memory, self._memory = self._memory, None
         if memory is not None:
             _spares.give(memory)
-
-    def __enter__(self) -> ShmSegment:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
 
 def pack(buffers: Sequence[Any]) -> ShmSegment:
