@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._server.protocol import Call, Chunk, Dialect, ServerConfig, Stats, problem_in, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
 from helmsman.engines._server.sglang import SGLangDialect
 from helmsman.engines._vllm import versions as vllm_versions
 
@@ -122,10 +122,6 @@ class VLLMDialect:
         """See Dialect."""
         # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the next.
         return [Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}), Call("/reset_prefix_cache")]
-
-    def problem(self, answer: bytes) -> str | None:
-        """See Dialect."""
-        return problem_in(answer)
 
     def sleep(self, level: int) -> list[Call]:
         """See Dialect."""

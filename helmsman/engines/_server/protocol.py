@@ -141,9 +141,6 @@ class Dialect(Protocol):
     def load(self, path: str) -> list[Call]:
         """Take the weights of a folder, and forget what was computed by the old ones."""
 
-    def problem(self, answer: bytes) -> str | None:
-        """What a control request's answer, of status 200, says has gone wrong."""
-
     def sleep(self, level: int) -> list[Call]:
         """See InferenceEngine.sleep."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._server.protocol import Call, Chunk, ServerConfig, Stats, problem_in, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, ServerConfig, Stats, require_logprobs
 
 
 class _Finish(msgspec.Struct, frozen=True):
@@ -125,10 +125,6 @@ class SGLangDialect:
     def load(self, path: str) -> list[Call]:
         """See Dialect."""
         return [Call("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
-
-    def problem(self, answer: bytes) -> str | None:
-        """See Dialect."""
-        return problem_in(answer)
 
     def sleep(self, level: int) -> list[Call]:
         """See Dialect."""
