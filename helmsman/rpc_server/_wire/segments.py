@@ -100,7 +100,7 @@ class ShmSegment(Closing):
         """Let go of the segment; idempotent. Receivers that have attached keep theirs."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            _spares.give(memory)
+            spares.give(memory)
 
 
 def pack(buffers: Sequence[Any]) -> ShmSegment:
@@ -118,7 +118,7 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
     for each in sizes:
         offsets.append(end)
         end += -(-each // _ALIGNMENT) * _ALIGNMENT
-    memory = _spares.take(end)
+    memory = spares.take(end)
     if memory is None:
         memory = _Memory.holding(views, end)
     else:
@@ -178,11 +178,6 @@ def can_reuse() -> bool:
     """Whether this system lets segments be used again; they are slower where it does not."""
     with pack([b"helmsman"]) as segment:
         return segment._memory is not None and segment._memory.capacity > 0
-
-
-def drop_spares() -> None:
-    """Give back the memory of segments that were closed and kept for the next."""
-    _spares.drop()
 
 
 class _Memory:
@@ -312,9 +307,9 @@ class _Spares:
         self.drop()
 
 
-_spares = _Spares()
+spares = _Spares()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_spares.after_fork)
+    os.register_at_fork(after_in_child=spares.after_fork)
 
 
 @functools.cache
