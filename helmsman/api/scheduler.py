@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from helmsman.api.closing import Closing
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
@@ -34,7 +34,7 @@ from helmsman.api.workers import WorkerState as WorkerState
 from helmsman.api.workers import WorkerStatus as WorkerStatus
 
 
-class Scheduler(abc.ABC):
+class Scheduler(Closing):
     """Starts workers and calls the engines in them.
 
     Use it as a context manager, or call ``close()``. All methods may be called from any thread; the ``async`` ones from any
@@ -305,7 +305,7 @@ class Scheduler(abc.ABC):
         """Let the worker that keeps the value of ``handle`` forget it. Idempotent; nothing happens when that worker, or
         this scheduler, is gone."""
 
-    def advise(self, role: str, next_step: str) -> None:  # noqa: B027 - an error without it has the scheduler's own advice
+    def advise(self, role: str, next_step: str) -> None:
         """Set the next step that WorkerFailedErrors of a role suggest; '' restores the scheduler's own. For controllers."""
 
     @abc.abstractmethod
@@ -330,11 +330,3 @@ class Scheduler(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """End everything this scheduler started. Idempotent; works after a half-failed start and with dead workers."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

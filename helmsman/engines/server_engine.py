@@ -29,7 +29,7 @@ from helmsman.engines._admission import check_samples_of_one
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import dialect_of
 from helmsman.engines._server.process import ServerProcess, get
-from helmsman.engines._server.protocol import Call, ServerConfig
+from helmsman.engines._server.protocol import Call, ServerConfig, problem_in
 from helmsman.engines._server.requests import ServedRequests
 from helmsman.engines._server.weights import as_folder, forms_of, make_exchange, vocab_size_of
 from helmsman.engines._vllm.fit import Expected
@@ -228,7 +228,7 @@ class ServerEngine(InferenceEngine):
             answer = await client.call(
                 "POST", call.route, body=call.body, params=call.params, limit_s=self.config.control_timeout_s
             )
-            if (problem := self._dialect.problem(answer)) is not None:
+            if (problem := problem_in(answer)) is not None:
                 await client.refuse(call.route, 200, problem, "success")
 
     # --- generation -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Call, Job, Scheduler, Timeouts, WorkerState
 from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._roles.call_all import call_all
-from helmsman.rpc_server._wire.segments import drop_spares
+from helmsman.rpc_server._wire.segments import spares
 from tests.contract.engines import Counter, Slow
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, stop, wait_until
 
@@ -36,7 +36,7 @@ def test_a_withdrawn_call_gives_its_arguments_back(engine: Engine, gate: Gate) -
 
 
 def _segments() -> list[str]:
-    drop_spares()
+    spares.drop()
     targets = []
     for name in os.listdir("/proc/self/fd"):
         try:

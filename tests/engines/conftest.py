@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engines.ranks import end_ranks
 
@@ -24,3 +26,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Train engines of one rank in this process, which end with the test."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
+    made: list[Any] = []
+    yield made
+    for engine in made:
+        engine.destroy()
+    assert not dist.is_initialized()

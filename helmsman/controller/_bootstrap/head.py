@@ -167,8 +167,9 @@ class Head:
                     for member in self._members.values():
                         member.link.send(Waiting(news))
                 if deadline.passed:
+                    present = ", ".join(f"rank {rank} ({node.address})" for rank, node in sorted(seen.items())) or "none"
                     raise BootstrapError(
-                        f"{news}, after {deadline.limit_s:g} s. There are: {self._present(seen)}. Look at what the missing "
+                        f"{news}, after {deadline.limit_s:g} s. There are: {present}. Look at what the missing "
                         "nodes have printed; where they only need longer, give more with --timeout",
                         exit_code=BootstrapExit.NOT_JOINED,
                     )
@@ -191,9 +192,6 @@ class Head:
         if member.state == "lost":
             return f"{member}, was here and has gone"
         return f"{member}, its Ray starts" if self._address else f"{member}, waits for the head"
-
-    def _present(self, seen: Mapping[int, NodeSeen]) -> str:
-        return ", ".join(f"rank {rank} ({node.address})" for rank, node in sorted(seen.items())) or "none"
 
     # --- the other nodes --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -43,7 +42,7 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     def __enter__(self) -> RayCluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -116,7 +116,7 @@ class Member:
                 if self._run_id != welcome.run_id:
                     self._run_id = welcome.run_id
                     self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
-                return welcome, await self._await_join(deadline)
+                return welcome, await self._await_join()
             except ProtocolError as error:
                 raise BootstrapError(
                     f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
@@ -175,7 +175,7 @@ class Member:
         self._link = link
         return answer
 
-    async def _await_join(self, deadline: Deadline) -> str:
+    async def _await_join(self) -> str:
         assert self._link is not None
         try:
             async for message in self._link.messages():

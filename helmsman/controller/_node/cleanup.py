@@ -214,7 +214,8 @@ def _marked() -> Iterator[LeftProcess]:
             if run_id:
                 arguments = Path(f"/proc/{row.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 command = masked_command(arguments).strip()
-                yield LeftProcess(row.pid, row.started, run_id, _worker_of(of), command[:120])
+                worker_id = "/".join(of.split("/")[:2])  # of 'role/index/token'
+                yield LeftProcess(row.pid, row.started, run_id, worker_id, command[:120])
 
 
 def _tag_of(pid: int) -> str:
@@ -225,11 +226,6 @@ def _tag_of(pid: int) -> str:
             if entry.startswith(name):
                 return entry[len(name) :].decode(errors="replace")
     return ""
-
-
-def _worker_of(mark: str) -> str:
-    """'role/index' of 'role/index/token'."""
-    return "/".join(mark.split("/")[:2])
 
 
 def _kill(process: LeftProcess) -> None:

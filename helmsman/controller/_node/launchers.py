@@ -92,7 +92,7 @@ def identify_node(
     if all(fact is None for fact in facts.values()):
         return NodeIdentity(launcher=ALONE, rank=0, count=1)
     launcher = " in ".join(said.launcher for said in found) or "flags"
-    return _complete(launcher, facts, found)
+    return _complete(launcher, facts)
 
 
 def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
@@ -117,7 +117,7 @@ def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
     return None
 
 
-def _complete(launcher: str, facts: Mapping[str, Fact | None], found: list[Said]) -> NodeIdentity:
+def _complete(launcher: str, facts: Mapping[str, Fact | None]) -> NodeIdentity:
     rank, count, head = facts["rank"], facts["count"], facts["head"]
     said_by = {field: fact.said_by for field, fact in facts.items() if fact is not None}
     if rank is None and count is not None and count.value == 1:

@@ -30,8 +30,8 @@ def shortfall_of(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Se
     for index, job in enumerate(jobs):
         demands = split.of_job(index)
         if not packing.may_fit(demands):
-            return _together(nodes, free, [job], demands, packing)
-    return _together(nodes, free, jobs, split.demands, packing)
+            return _together(free, [job], demands, packing)
+    return _together(free, jobs, split.demands, packing)
 
 
 def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job]) -> Shortfall | Split:
@@ -150,9 +150,7 @@ def _bundle(
     )
 
 
-def _together(
-    nodes: Sequence[NodeState], free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand], packing: Packing
-) -> Shortfall:
+def _together(free: Sequence[Resources], jobs: Sequence[Job], demands: Sequence[Demand], packing: Packing) -> Shortfall:
     """Explain why bundles that fit one by one do not fit together: in sum, or in the pieces that are free."""
     role = " and ".join(job.role for job in jobs)
     workers = " and ".join(f"{job.replicas} of {job.role!r}" for job in jobs)

@@ -202,10 +202,7 @@ class RayWorker:
 
     async def bring(self, request_id: int, payload: Payload) -> None:
         """As SidePath's."""
-        await self._await(await bounded(self._brought, request_id, payload))
-
-    def _brought(self, request_id: int, payload: Payload) -> Any:
-        return self._actor.bring.remote(request_id, self._store.as_references(payload))  # copies it into the object store
+        await self._await(await bounded(lambda: self._actor.bring.remote(request_id, self._store.as_references(payload))))
 
     async def fetch(self, request_id: int) -> Payload:
         """As SidePath's."""

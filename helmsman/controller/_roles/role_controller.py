@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from helmsman.api.closing import Closing
 from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
 from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
@@ -18,7 +18,7 @@ from helmsman.controller._validation.argument_types import refusal
 logger = logging.getLogger(__name__)
 
 
-class RoleController:
+class RoleController(Closing):
     """Creates the workers of ``job`` with one engine in each, and takes them down again.
 
     Subclasses say what the workers' environment is and which engine methods make an engine ready. A controller is started once.
@@ -120,14 +120,6 @@ class RoleController:
             self._on_closing()
             self._delete_workers(None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _environment(self, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, str]]:
         """Environment variables by worker id, set before the engines are created."""
         return {}
@@ -181,9 +173,5 @@ class RoleController:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    async def _call_workers(
-        self, method: str, calls: Mapping[str, Call], timeout: float | None = None, grace_s: float | None = 2.0
-    ) -> list[Any]:
-        return await call_all(
-            self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout, grace_s=grace_s
-        )
+    async def _call_workers(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
+        return await call_all(self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
+from helmsman.api.closing import Closing
 from helmsman.api.generation import GenerationResult, InFlight, SamplingParams
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import Weights
@@ -28,7 +28,7 @@ from helmsman.controller._rollout.weight_state import RolloutWeights
 from helmsman.controller._validation.argument_types import checked
 
 
-class RolloutController:
+class RolloutController(Closing):
     """The rollout instances of one role.
 
     A request ends exactly once. When its worker dies, it fails with WorkerFailedError or, with
@@ -124,14 +124,6 @@ class RolloutController:
         Raises: ShutdownIncompleteError.
         """
         self._instances.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def load(self) -> RolloutLoad:
         """What waits, what is in flight and which workers serve."""

@@ -24,7 +24,7 @@ async def inject(
         why_node_stays: tells why the node at a place cannot be dropped itself; '' when it can. It may block.
     """
     if not isinstance(fault, DropNode):
-        return [await _inflict(target, _command(fault))]
+        return [await _health(target) or await _tell(target, _command(fault))]
     why = await in_thread(why_node_stays, target.place)
     there = {client: None for client in clients if client.place.node_id == target.place.node_id}
     found = await asyncio.gather(*(_health(client) for client in there))
@@ -42,10 +42,6 @@ def _command(fault: Kill | Hang | Slow) -> FaultCommand:
         return FaultCommand(kind="kill")
     factor = fault.factor if isinstance(fault, Slow) else math.inf
     return FaultCommand(kind="stop", factor=factor, seconds=math.inf if fault.seconds is None else fault.seconds)
-
-
-async def _inflict(client: WorkerClient, command: FaultCommand) -> Injection:
-    return await _health(client) or await _tell(client, command)
 
 
 async def _health(client: WorkerClient) -> Injection | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from types import TracebackType
 from typing import Self
 
 from helmsman.api.errors import CallTimeoutError, HelmsmanError, NotFoundError, SchedulerClosedError, WorkerFailedError
@@ -45,7 +44,7 @@ class RankWatch:
         run_sync(start())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         async def stop() -> None:
             if self._task is not None:
                 self._task.cancel()

@@ -81,14 +81,11 @@ def _is_still_stuck(client: WorkerClient, observed: WorkerHealth) -> bool:
 async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealth]:
     """Observe workers from outside; without those for which that is not possible now."""
     observations = await asyncio.gather(*(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values()))
-    found = {}
-    for (worker_id, client), observation in zip(clients.items(), observations, strict=True):
-        if (seen := read(observation)) is not None:
-            found[worker_id] = _as_health(client, seen)
-    return found
+    seen = {worker_id: read(observation) for worker_id, observation in zip(clients, observations, strict=True)}
+    return {worker_id: _as_health(each) for worker_id, each in seen.items() if each is not None}
 
 
-def _as_health(client: WorkerClient, seen: Seen) -> WorkerHealth:
+def _as_health(seen: Seen) -> WorkerHealth:
     """The worker's last description of itself, with what has changed since."""
     last = _decode_health(seen.description)
     running, running_s = last.running, None if last.running_s is None else last.running_s + seen.stuck_s

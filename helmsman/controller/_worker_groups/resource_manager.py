@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
+from helmsman.api.closing import Closing
 from helmsman.api.errors import (
     HelmsmanError,
     InvalidSpecError,
@@ -82,7 +82,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """In UTC."""
 
 
-class ResourceManager:
+class ResourceManager(Closing):
     """Holds whole nodes' devices for the run and shares them out by number.
 
     Devices are counted node by node, nodes in topology order, devices of a node in its own order. They are held until
@@ -314,14 +314,6 @@ class ResourceManager:
         self.destroy_placement_group()
         if self._owns_scheduler:
             self.scheduler.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _table(nodes: Sequence[Node]) -> str:

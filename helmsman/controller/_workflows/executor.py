@@ -6,9 +6,9 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+from helmsman.api.closing import Closing
 from helmsman.controller._workflows.episode_runner import EpisodeRunner, Workflow, WorkflowFigures, closed_error
 from helmsman.controller._workflows.staleness import Episode, Sampler
 from helmsman.rpc_server._host.threads import start_loop
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _STOP_S = 5.0
 
 
-class WorkflowExecutor:
+class WorkflowExecutor(Closing):
     """Runs episodes on an event loop and in a thread of its own, beside the training step.
 
     An exception in an episode is that episode's failure: it is logged and counted, and another episode takes its place, until
@@ -112,12 +112,6 @@ class WorkflowExecutor:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_S)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.api.generation import SamplingParams
-from helmsman.engines._server.protocol import Call, Chunk, Dialect, ServerConfig, Stats, problem_in, require_logprobs
+from helmsman.engines._server.protocol import Asked, Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
 from helmsman.engines._server.sglang import SGLangDialect
 from helmsman.engines._vllm import versions as vllm_versions
 
@@ -59,36 +58,26 @@ class VLLMDialect:
         unset = {name: value for name, value in vllm_versions.ENVIRONMENT.items() if name not in os.environ}
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
 
-    def generation(
-        self,
-        *,
-        model: str,
-        request_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        seed: int | None,
-        num_samples: int,
-    ) -> Call:
+    def generation(self, asked: Asked) -> Call:
         """See Dialect."""
         body: dict[str, Any] = {
-            "model": model,
-            "prompt": token_ids,
-            "max_tokens": max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "n": num_samples,
+            "model": asked.model,
+            "prompt": asked.token_ids,
+            "max_tokens": asked.max_new_tokens,
+            "temperature": asked.sampling.temperature,
+            "top_p": asked.sampling.top_p,
+            "n": asked.num_samples,
             "ignore_eos": True,  # only stop_token_ids end a sequence
-            "stop_token_ids": sampling.stop_token_ids,
+            "stop_token_ids": asked.sampling.stop_token_ids,
             "logprobs": 0,  # of the generated token alone
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # there is no tokenizer
             "stream": True,
         }
-        if sampling.top_k:
-            body["top_k"] = sampling.top_k
-        if seed is not None:
-            body["seed"] = seed
+        if asked.sampling.top_k:
+            body["top_k"] = asked.sampling.top_k
+        if asked.seed is not None:
+            body["seed"] = asked.seed
         return Call("/v1/completions", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
@@ -122,10 +111,6 @@ class VLLMDialect:
         """See Dialect."""
         # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the next.
         return [Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}), Call("/reset_prefix_cache")]
-
-    def problem(self, answer: bytes) -> str | None:
-        """See Dialect."""
-        return problem_in(answer)
 
     def sleep(self, level: int) -> list[Call]:
         """See Dialect."""

@@ -3,7 +3,7 @@
 A server's children may have changed their group, their session and, by a title of their own, the environment that others can
 read, so that nobody finds them once their parent is gone. This process adopts them (PR_SET_CHILD_SUBREAPER).
 
-Standard library only: this file runs as a script of its own, ``server_guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte
+Standard library only: this file runs as a script of its own, ``guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte
 on its standard input asks for the server's end in order, within LIMIT_S seconds; the end of its input for the end at
 once. It reports the server's process id, and its wait status once nothing of it is left, and removes FOLDER.
 """

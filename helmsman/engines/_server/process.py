@@ -29,7 +29,7 @@ _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 class ServerProcess:
     """A server, running from its construction on.
 
-    It is the child of a guard (server_guard.py), which ends all that it has started with it, and it with the worker, however
+    It is the child of a guard (guard.py), which ends all that it has started with it, and it with the worker, however
     that ends. Its output goes to the worker's; the last of it is kept.
 
     Args:

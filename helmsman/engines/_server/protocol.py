@@ -95,6 +95,18 @@ class Stats(NamedTuple):
     kv_cache_usage: str
 
 
+class Asked(NamedTuple):
+    """Samples of one sequence to generate; ``max_new_tokens`` and ``seed`` count, not ``sampling``'s."""
+
+    model: str
+    request_id: str
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    max_new_tokens: int
+    seed: int | None
+    num_samples: int
+
+
 class Dialect(Protocol):
     """How one kind of server is started and spoken to. It keeps no state."""
 
@@ -110,18 +122,8 @@ class Dialect(Protocol):
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
         """Variables that it needs."""
 
-    def generation(
-        self,
-        *,
-        model: str,
-        request_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        seed: int | None,
-        num_samples: int,
-    ) -> Call:
-        """A request that is answered by a stream of events. ``max_new_tokens`` and ``seed`` count, not ``sampling``'s."""
+    def generation(self, asked: Asked) -> Call:
+        """A request that is answered by a stream of events."""
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
         """What an event says. ``num_tokens``: of each sample, how many this answer has brought before.
@@ -140,9 +142,6 @@ class Dialect(Protocol):
 
     def load(self, path: str) -> list[Call]:
         """Take the weights of a folder, and forget what was computed by the old ones."""
-
-    def problem(self, answer: bytes) -> str | None:
-        """What a control request's answer, of status 200, says has gone wrong."""
 
     def sleep(self, level: int) -> list[Call]:
         """See InferenceEngine.sleep."""

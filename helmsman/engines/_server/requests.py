@@ -10,7 +10,7 @@ from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.engines._admission import check_request
 from helmsman.engines._server.http import ServerClient
-from helmsman.engines._server.protocol import Chunk, Dialect
+from helmsman.engines._server.protocol import Asked, Chunk, Dialect
 from helmsman.engines._server.sequences import Part, ServedSequence
 
 _ENDING_S = 10.0
@@ -159,7 +159,7 @@ class ServedRequests:
 
     async def _read(self, part: Part) -> None:
         first = part.sequences[0]
-        call = self._dialect.generation(
+        asked = Asked(
             model=self._model,
             request_id=part.request_id,
             token_ids=first.token_ids,
@@ -168,6 +168,7 @@ class ServedRequests:
             seed=first.seed,
             num_samples=len(part.sequences),
         )
+        call = self._dialect.generation(asked)
         counts = [0] * len(part.sequences)
         async with contextlib.aclosing(self._client.events(call.route, call.body)) as events:
             async for event in events:

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from helmsman.api.generation import SamplingParams
-from helmsman.engines._server.protocol import Call, Chunk, ServerConfig, Stats, problem_in, require_logprobs
+from helmsman.engines._server.protocol import Asked, Call, Chunk, ServerConfig, Stats, require_logprobs
 
 
 class _Finish(msgspec.Struct, frozen=True):
@@ -61,32 +60,28 @@ class SGLangDialect:
         """See Dialect."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}  # at temperature 1; else they are those of what is drawn from
 
-    def generation(
-        self,
-        *,
-        model: str,
-        request_id: str,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        seed: int | None,
-        num_samples: int,
-    ) -> Call:
+    def generation(self, asked: Asked) -> Call:
         """See Dialect."""
-        assert num_samples == 1
+        assert asked.num_samples == 1
         params: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            "max_new_tokens": asked.max_new_tokens,
+            "temperature": asked.sampling.temperature,
+            "top_p": asked.sampling.top_p,
             "ignore_eos": True,  # only stop_token_ids end a sequence
         }
-        if sampling.top_k:
-            params["top_k"] = sampling.top_k
-        if sampling.stop_token_ids:
-            params["stop_token_ids"] = sampling.stop_token_ids
-        if seed is not None:
-            params["sampling_seed"] = seed
-        body = {"rid": request_id, "input_ids": token_ids, "sampling_params": params, "return_logprob": True, "stream": True}
+        if asked.sampling.top_k:
+            params["top_k"] = asked.sampling.top_k
+        if asked.sampling.stop_token_ids:
+            params["stop_token_ids"] = asked.sampling.stop_token_ids
+        if asked.seed is not None:
+            params["sampling_seed"] = asked.seed
+        body = {
+            "rid": asked.request_id,
+            "input_ids": asked.token_ids,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": True,
+        }
         return Call("/generate", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
@@ -125,10 +120,6 @@ class SGLangDialect:
     def load(self, path: str) -> list[Call]:
         """See Dialect."""
         return [Call("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
-
-    def problem(self, answer: bytes) -> str | None:
-        """See Dialect."""
-        return problem_in(answer)
 
     def sleep(self, level: int) -> list[Call]:
         """See Dialect."""

@@ -66,7 +66,7 @@ class VLLMWorkerExtension:
 
         Args:
             place: a ByCollective, as plain types.
-            forms: of vllm_fit.Expected, as plain types.
+            forms: of Expected, as plain types.
         """
         found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))

@@ -441,14 +441,17 @@ class EngineHost:
         try:
             return decode(payload, resolve=lambda handle: decode(self._store.fetch(handle)))
         except errors.CodecError as error:
-            raise errors.ArgumentNotLoadableError(
-                worker_id=self.identity.worker_id,
-                engine_name=request.engine_name,
-                method=request.method or request.verb.value,
-                path=error.path,
-                value_type=error.value_type,
-                reason=error.reason,
-            ) from error
+            raise self._refusal(errors.ArgumentNotLoadableError, request, error) from error
+
+    def _refusal(self, kind: type[errors.HelmsmanError], request: Request, error: errors.CodecError) -> errors.HelmsmanError:
+        return kind(
+            worker_id=self.identity.worker_id,
+            engine_name=request.engine_name,
+            method=request.method or request.verb.value,
+            path=error.path,
+            value_type=error.value_type,
+            reason=error.reason,
+        )
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
@@ -461,15 +464,7 @@ class EngineHost:
                 payload = encode(keep(self._store, self.identity.worker_id, payload, result))
             reply(Reply(request.id, True), payload)
         except errors.CodecError as error:
-            failure = errors.ResultNotSerializableError(
-                worker_id=self.identity.worker_id,
-                engine_name=request.engine_name,
-                method=request.method or request.verb.value,
-                path=error.path,
-                value_type=error.value_type,
-                reason=error.reason,
-            )
-            reply(Reply(request.id, False), encode(failure))
+            reply(Reply(request.id, False), encode(self._refusal(errors.ResultNotSerializableError, request, error)))
         except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
             reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
 

@@ -39,11 +39,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from helmsman.api.closing import Closing
 from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._wire.memory import Span, address_of, advise, copy, libc, map_memory
 
@@ -83,7 +83,7 @@ class SegmentLocation(msgspec.Struct, frozen=True):
     """Length of each buffer, in bytes."""
 
 
-class ShmSegment:
+class ShmSegment(Closing):
     """Buffers packed into shared memory, as their owner holds them. A context manager; ``close`` gives the memory back, or
     keeps it for a segment to come."""
 
@@ -100,13 +100,7 @@ class ShmSegment:
         """Let go of the segment; idempotent. Receivers that have attached keep theirs."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            _spares.give(memory)
-
-    def __enter__(self) -> ShmSegment:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
+            spares.give(memory)
 
 
 def pack(buffers: Sequence[Any]) -> ShmSegment:
@@ -124,7 +118,7 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
     for each in sizes:
         offsets.append(end)
         end += -(-each // _ALIGNMENT) * _ALIGNMENT
-    memory = _spares.take(end)
+    memory = spares.take(end)
     if memory is None:
         memory = _Memory.holding(views, end)
     else:
@@ -184,11 +178,6 @@ def can_reuse() -> bool:
     """Whether this system lets segments be used again; they are slower where it does not."""
     with pack([b"helmsman"]) as segment:
         return segment._memory is not None and segment._memory.capacity > 0
-
-
-def drop_spares() -> None:
-    """Give back the memory of segments that were closed and kept for the next."""
-    _spares.drop()
 
 
 class _Memory:
@@ -318,9 +307,9 @@ class _Spares:
         self.drop()
 
 
-_spares = _Spares()
+spares = _Spares()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_spares.after_fork)
+    os.register_at_fork(after_in_child=spares.after_fork)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ from helmsman.api.scheduler import Timeouts
 from tests.contract.engines import Counter
 
 LIMIT_S = 8.0
+
+def said(*words):
+    # Not on stdout: Ray's own threads print there, also in the middle of a line.
+    with open(os.environ["SAID"], "a") as file:
+        print(*words, file=file)
 
 def start():
     scheduler = make_scheduler("ray", address="local", num_cpus=2, preload=None, timeouts=Timeouts(shutdown_s=LIMIT_S))
@@ -53,28 +59,28 @@ while not os.path.exists(sys.argv[2]):
 os.kill(pid, signal.SIGKILL)
 killed = time.monotonic()
 caller.join(10.0)
-print("OUT", "call failed:", bool(failures), time.monotonic() - killed < 10.0)
+said("call failed:", bool(failures), time.monotonic() - killed < 10.0)
 (failure,) = failures
-print("OUT", "names it:", f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)" in str(failure))
-print("OUT", "log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
-print("OUT", "blames others:", "OOM" in str(failure), "unharmed" in str(failure))
+said("names it:", f"{name} (pid {pid}) was ended by SIGKILL (by whom is not known)" in str(failure))
+said("log:", os.path.basename(failure.log_path), "worker:", failure.worker_id)
+said("blames others:", "OOM" in str(failure), "unharmed" in str(failure))
 (status,) = scheduler.status()
-print("OUT", "status:", status.state.name)
+said("status:", status.state.name)
 for operation in (scheduler.nodes, lambda: scheduler.create_workers(Job(role="b")), lambda: scheduler.restart_worker(worker)):
     try:
         operation()
     except errors.ClusterLostError as error:
-        print("OUT", "lost:", error.exit_signal == signal.SIGKILL, f"{name} (pid {pid})" in str(error))
+        said("lost:", error.exit_signal == signal.SIGKILL, f"{name} (pid {pid})" in str(error))
 if "close" in sys.argv:
     began = time.monotonic()
     scheduler.close()
-    print("OUT", "closed in time:", time.monotonic() - began < LIMIT_S)
+    said("closed in time:", time.monotonic() - began < LIMIT_S)
 _, alive = psutil.wait_procs(processes, timeout=15.0)
-print("OUT", "left:", [each.name() for each in alive if each.status() != psutil.STATUS_ZOMBIE])
+said("left:", [each.name() for each in alive if each.status() != psutil.STATUS_ZOMBIE])
 again, worker = start()
-print("OUT", "another works:", again.call_engine(worker, "add"))
+said("another works:", again.call_engine(worker, "add"))
 scheduler.close()
-print("OUT", "still works:", again.call_engine(worker, "add"))
+said("still works:", again.call_engine(worker, "add"))
 again.close()
 """
 
@@ -93,14 +99,14 @@ OUTCOME = [
 
 
 def _run(script: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script; its ``stdout`` is what it passed to ``said``."""
     command = [*launcher, sys.executable, "-c", PREPARE + script, *arguments]
-    environ = os.environ | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, start_new_session=True)
-
-
-def _said(ended: subprocess.CompletedProcess[str]) -> list[str]:
-    """The lines of the script, between which Ray prints its own."""
-    return [line.removeprefix("OUT ") for line in ended.stdout.splitlines() if line.startswith("OUT ")]
+    with tempfile.NamedTemporaryFile("r") as said:
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "SAID": said.name}
+        environ = os.environ | {"RAY_AUTH_MODE": "disabled"} | paths | environment
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, start_new_session=True)
+        ended.stdout = said.read()
+    return ended
 
 
 @pytest.mark.parametrize("closes", ["close", ""])
@@ -110,7 +116,7 @@ def test_loss_of_a_core_process_fails_workers_and_spares_the_script(name: str, c
     ended = _run(LOSS, name, str(tmp_path / "started"), str(tmp_path / "never"), closes)
     assert ended.returncode == 0, ended.stderr
     expected = [line.format(name=name) for line in OUTCOME if closes or "closed" not in line]
-    assert _said(ended) == expected, ended.stderr
+    assert ended.stdout.splitlines() == expected, ended.stderr
 
 
 OF_A_SOAK = pytest.mark.skipif("HELMSMAN_SOAK_ROUNDS" not in os.environ, reason="it waits for Ray's own minute: make soak")
@@ -137,9 +143,9 @@ os.kill(gcs, signal.SIGKILL)
 for looker in lookers:
     looker.join(10.0)
 scheduler.close()
-print(outcomes, "held by Ray:", threads() >= 2, flush=True)
+said(outcomes, "held by Ray:", threads() >= 2)
 time.sleep(float(sys.argv[1]))
-print("alive", flush=True)
+said("alive")
 """
 
 
@@ -161,7 +167,7 @@ def test_loss_of_the_raylet_spares_a_script_below_init(tmp_path: Path) -> None:
     arguments = ("raylet", str(tmp_path / "started"), str(tmp_path / "never"), "close")
     ended = _run("assert os.getppid() == 1\n" + LOSS, *arguments, launcher=launcher)
     assert ended.returncode == 0, ended.stderr
-    assert _said(ended) == [line.format(name="raylet") for line in OUTCOME], ended.stderr
+    assert ended.stdout.splitlines() == [line.format(name="raylet") for line in OUTCOME], ended.stderr
 
 
 ORDERLY = """
@@ -170,7 +176,7 @@ scheduler, worker = start()
 scheduler.close()
 with initialize(num_cpus=1, preload=None), make_scheduler("ray") as scheduler:
     scheduler.create_workers(Job(role="a"))
-print("OUT ended")
+said("ended")
 """
 
 
@@ -178,5 +184,5 @@ def test_close_in_order_is_no_loss() -> None:
     """Of a scheduler that owns its Ray, and of a cluster that a scheduler has used."""
     ended = _run(ORDERLY)
     assert ended.returncode == 0, ended.stderr
-    assert _said(ended) == ["ended"]
+    assert ended.stdout.splitlines() == ["ended"]
     assert "has ended" not in ended.stderr

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helmsman.engines._models.model import build_model
@@ -19,22 +17,6 @@ from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, MISTRAL_SLIDIN
 MODELS = [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED]
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
 CRITIC_SAMPLES = [{**sample, "returns": 1.5} for sample in SAMPLES]
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-
-
-@pytest.fixture
-def engines() -> Iterator[list[FSDPTrainEngine]]:
-    made: list[FSDPTrainEngine] = []
-    yield made
-    for engine in made:
-        engine.destroy()
-    assert not dist.is_initialized()
 
 
 def make(engines: list[FSDPTrainEngine], **fields: Any) -> FSDPTrainEngine:

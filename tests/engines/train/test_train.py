@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,6 @@ from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
 LR = 1e-2
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-
-
-@pytest.fixture
-def engines() -> Iterator[list[FSDPTrainEngine]]:
-    made: list[FSDPTrainEngine] = []
-    yield made
-    for engine in made:
-        engine.destroy()
-    assert not dist.is_initialized()
 
 
 def make(engines: list[FSDPTrainEngine], **fields: Any) -> FSDPTrainEngine:
@@ -393,6 +376,7 @@ def test_a_group_that_somebody_else_made_is_left_alone(engines: list[FSDPTrainEn
         dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("engines")
 def test_ranks_that_do_not_come_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     engine = FSDPTrainEngine(model=QWEN2, rendezvous_timeout_s=1)

@@ -25,7 +25,7 @@ from helmsman.api.errors import ProtocolError
 from helmsman.rpc_server._wire import segments
 from helmsman.rpc_server._wire import wire as wire_module
 from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
-from helmsman.rpc_server._wire.segments import SegmentLocation, ShmSegment, attach, can_reuse, drop_spares, pack
+from helmsman.rpc_server._wire.segments import SegmentLocation, ShmSegment, attach, can_reuse, pack, spares
 from helmsman.rpc_server._wire.wire import WirePayload, from_wire, to_wire
 
 pytestmark = pytest.mark.skipif(not segments.HAS_SEGMENTS, reason="no memfd on this system")
@@ -58,11 +58,11 @@ print(int(tensor.sum()))
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    drop_spares()
+    spares.drop()
     gc.collect()
     before = count_descriptors(), mapped_segments(), shm_files()
     yield
-    drop_spares()
+    spares.drop()
     gc.collect()
     assert (count_descriptors(), mapped_segments(), shm_files()) == before
 
@@ -131,7 +131,7 @@ def test_views_outlive_the_segment_and_keep_one_another_mapped() -> None:
     assert bytes(second[-3:]) == b"bbb"
     tensor = torch.frombuffer(second, dtype=torch.uint8)
     del second
-    drop_spares()
+    spares.drop()
     gc.collect()
     assert mapped_segments() == 1
     assert torch.equal(tensor, torch.full((5000,), ord("b"), dtype=torch.uint8))
@@ -143,7 +143,7 @@ def test_a_live_mapping_costs_no_descriptor() -> None:
     for _ in range(50):
         with pack([bytes(5000)]) as segment:
             kept.append(attach(segment.location))
-    drop_spares()
+    spares.drop()
     assert count_descriptors() == before
 
 
@@ -240,7 +240,7 @@ def test_a_child_that_lets_go_of_a_segment_leaves_what_has_its_place_in_memory_a
 
 
 def test_spare_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(segments._spares.__dict__, "_limit", 1 << 20)
+    monkeypatch.setitem(segments.spares.__dict__, "_limit", 1 << 20)
     for _ in range(3):
         made = [pack([bytes(300_000)]) for _ in range(5)]
         for segment in made:
@@ -248,7 +248,7 @@ def test_spare_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mapped_segments() <= 2
     with pack([bytes(3_000_000)]) as large:
         assert large.nbytes > 1 << 20
-    assert sum(memory.capacity for memory in segments._spares._kept) <= 1 << 20
+    assert sum(memory.capacity for memory in segments.spares._kept) <= 1 << 20
 
 
 @pytest.mark.parametrize("granted", [False, True])
@@ -276,7 +276,7 @@ def changed(location: SegmentLocation, **fields: Any) -> SegmentLocation:
 def test_a_recycled_descriptor_is_noticed() -> None:
     with pack([b"old"]) as segment:
         location = segment.location
-    drop_spares()
+    spares.drop()
     with pack([b"new"]) as other:
         assert other.location.fd == location.fd
         with pytest.raises(ProtocolError, match="now is /memfd:helmsman-"):
