@@ -31,14 +31,14 @@ from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 
-pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
+pytestmark = pytest.mark.timeout(900)  # a start takes 15 s, and 60 s beside other work
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6], [100], [1, 2, 3, 4, 5, 6]]
 LONG = SamplingParams(temperature=0.0, max_new_tokens=300)
 SAMPLE = {"input_ids": [(5 * each) % 128 for each in range(40)]}
 POLICY = SupervisionPolicy(probe_every_s=0.2, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
-WAIT_S = 90.0
+WAIT_S = 240.0
 
 
 class World:
