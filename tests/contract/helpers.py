@@ -163,8 +163,10 @@ class Driver:
         return list(processes_with("HELMSMAN_DRIVER_MARK", self.mark)) + sockets + run_dirs + shared
 
     def _is_ours(self, name: str) -> bool:
-        # Other suites run beside this one on the same machine; what is named after a process tells whose it is.
-        return "helmsman" in name or str(self.process.pid) in name
+        # Other suites run beside this one on the same machine: a name with a pid tells whose it is, and weights are those of
+        # inference servers, which no driver here starts.
+        is_of_a_server = name.startswith("helmsman-weights.")
+        return ("helmsman" in name and not is_of_a_server) or str(self.process.pid) in name
 
     def close(self) -> None:
         """End whatever is left."""
