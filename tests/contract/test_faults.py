@@ -21,6 +21,7 @@ from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
 from tests.contract.conftest import OPTIONS, TIMEOUTS
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, has_stopped, held, is_running, wait_gone, wait_until
+from tests.processes import command_of
 
 pytestmark = pytest.mark.not_on("inline", "one process, it cannot be killed or stopped without the script")
 
@@ -56,10 +57,9 @@ def _helpers(pid: int) -> dict[str, int]:
     """Those beside a worker; also one that has ended and is not reaped, which has no command line any more."""
     found = {}
     for child in psutil.Process(pid).children():
+        command = command_of(child)
         try:
-            is_helper = child.status() == psutil.STATUS_ZOMBIE or "pause_helper.py" in " ".join(child.cmdline())
-        except psutil.ZombieProcess:
-            is_helper = True
+            is_helper = child.status() == psutil.STATUS_ZOMBIE or "pause_helper.py" in command
         except psutil.NoSuchProcess:
             continue
         if is_helper:

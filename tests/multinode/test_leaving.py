@@ -24,6 +24,7 @@ from helmsman.controller._rollout.rollout_controller import RolloutController
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
 from tests.multinode.conftest import Nodes, gpu_node
+from tests.processes import command_of
 
 POLICY = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=30.0, restart_pause_s=0.2)
 TWO_DEVICES = SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")
@@ -51,7 +52,7 @@ def _settle(node: Any) -> None:
 
     def starts_one() -> bool:
         with contextlib.suppress(psutil.Error):  # it ends by itself, once it is drained and has no work
-            return any("default_worker.py" in " ".join(each.cmdline()) for each in psutil.Process(raylet).children())
+            return any("default_worker.py" in command_of(each) for each in psutil.Process(raylet).children())
         return False
 
     wait_until(lambda: not starts_one(), "workers have started")

@@ -28,6 +28,7 @@ from helmsman import (
 )
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
+from tests.processes import command_of
 from tests.vllm.vllm_models import MAX_LEN, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
@@ -127,7 +128,7 @@ def test_the_death_of_a_server_is_its_instances_and_its_requests_end_elsewhere(w
         result = future.result(WAIT_S)
         assert (len(result.token_ids), result.stop_reason, set(result.versions)) == (300, "length", {version})
     _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [each.cmdline() for each in left]
+    assert not left, [command_of(each) for each in left]
     wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
     world.require_the_trainers("after the death of a server")  # with the weights of the last update
 
@@ -137,4 +138,4 @@ def test_no_server_outlives_its_worker(world: World) -> None:
     assert len(family) >= 3, "the guard, the server and its EngineCore"
     os.kill(world.pid("rollout/1"), signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [each.cmdline() for each in left]
+    assert not left, [command_of(each) for each in left]

@@ -23,6 +23,7 @@ from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.weight_transfer import checksum_of
 from helmsman.rpc_server.ports import PortLeases
 from tests.contract.helpers import wait_until
+from tests.processes import command_of
 from tests.vllm.vllm_models import (
     LLAMA,
     MAX_LEN,
@@ -229,7 +230,7 @@ def test_the_death_of_vllms_engine_core_is_the_servers(served: Served) -> None:
     assert len(family) >= 2
     future = served.begin(served.request(PROMPTS[0], LONG))
     wait_until(lambda: served.engine._served().sequences and served.have(4)(), "it has tokens", limit_s=WAIT_S)
-    os.kill(next(each.pid for each in family[1:] if "EngineCore" in " ".join(each.cmdline())), signal.SIGKILL)
+    os.kill(next(each.pid for each in family[1:] if "EngineCore" in command_of(each)), signal.SIGKILL)
     with pytest.raises(ServerLostError):
         future.result(WAIT_S)
     wait_until(lambda: served.engine.failure() is not None, "its server has ended", limit_s=WAIT_S)

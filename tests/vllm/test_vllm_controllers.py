@@ -29,6 +29,7 @@ from helmsman import (
 )
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
+from tests.processes import command_of
 from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 
 pytestmark = pytest.mark.timeout(900)  # a start takes 15 s, and 60 s beside other work
@@ -69,7 +70,7 @@ class World:
     def children(self, worker_id: str, name: str = "") -> list[psutil.Process]:
         """vLLM's processes of a worker: EngineCore, Worker."""
         found = psutil.Process(self.pid(worker_id)).children(recursive=True)
-        return [each for each in found if name in " ".join(each.cmdline())]
+        return [each for each in found if name in command_of(each)]
 
     def state(self, worker_id: str) -> Health:
         return self.rollout.load().instances[worker_id].state
@@ -160,7 +161,7 @@ def test_destroy_ends_vllms_processes(world: World) -> None:
     family = world.children("rollout/0")
     world.rollout.remove(["rollout/0"])
     _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [each.cmdline() for each in left]
+    assert not left, [command_of(each) for each in left]
 
 
 def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
@@ -171,5 +172,5 @@ def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
     assert shared
     os.kill(worker, signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [each.cmdline() for each in left]
+    assert not left, [command_of(each) for each in left]
     assert not [path for path in shared if os.path.exists(path)]

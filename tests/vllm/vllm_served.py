@@ -18,6 +18,7 @@ from helmsman.api.weights import ByCollective, WeightFormat, WeightsOnDisk
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.vllm_engine import VLLMEngine
 from helmsman.engines.weight_transfer import checksum_of, publish
+from tests.processes import command_of
 from tests.vllm.vllm_models import differences, is_greedy, report, weights_of
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
@@ -65,7 +66,7 @@ class Fatal(dict[str, torch.Tensor]):
         self._looks_left -= 1
         if self._looks_left == 0:
             family = psutil.Process().children(recursive=True)
-            next(each for each in family if "EngineCore" in " ".join(each.cmdline())).kill()
+            next(each for each in family if "EngineCore" in command_of(each)).kill()
         return super().items()
 
 

@@ -23,6 +23,7 @@ from helmsman import (
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.engines.little_servers import PROGRAM, continuation, fields, tensors_of, write_model
+from tests.processes import command_of
 
 POLICY = SupervisionPolicy(probe_every_s=0.1, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
@@ -72,7 +73,7 @@ def servers() -> set[int]:
 @pytest.mark.slow
 def test_the_death_of_a_server_is_its_instances_and_its_requests_end_elsewhere(world: World) -> None:
     for worker in world.rollout.workers:  # each listens where its worker has a lease
-        assert f"--port {worker.engine_ports[0]}" in " ".join(world.server(worker.id).cmdline())
+        assert f"--port {worker.engine_ports[0]}" in command_of(world.server(worker.id))
     world.rollout.update_weights(tensors_of(1.0), 1)
     long = SamplingParams(temperature=0.0, max_new_tokens=2000)
     futures = [world.rollout.submit(prompt, long) for prompt in PROMPTS]

@@ -22,6 +22,7 @@ from helmsman.rpc_server._process.guardian import wait_until
 from helmsman.rpc_server._ray_forks import client as ray_fork_client
 from helmsman.rpc_server._ray_forks.client import GREETING, request
 from helmsman.rpc_server._ray_forks.worker import read_order
+from tests.processes import command_of
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("torch")
@@ -47,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def forkserver(cluster: Any) -> psutil.Process:
     """The parent of its workers."""
-    found = [child for child in psutil.Process().children() if "_ray_forks.forkserver" in " ".join(child.cmdline())]
+    found = [child for child in psutil.Process().children() if "_ray_forks.forkserver" in command_of(child)]
     assert len(found) == 1
     return found[0]
 
@@ -195,14 +196,7 @@ def test_a_fork_ends_with_the_process_that_ray_started_for_it(cluster: Any) -> N
 
 
 def _clients() -> set[psutil.Process]:
-    return {each for each in psutil.Process().children(recursive=True) if "_ray_forks/client.py" in _command(each)}
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has exited meanwhile
-        return ""
+    return {each for each in psutil.Process().children(recursive=True) if "_ray_forks/client.py" in command_of(each)}
 
 
 def test_who_does_not_know_the_key_gets_no_worker(cluster: Any, forkserver: psutil.Process) -> None:
