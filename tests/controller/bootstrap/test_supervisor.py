@@ -273,7 +273,7 @@ def test_a_first_connection_that_hangs(make_nodes: MakeNodes, make_cable: MakeCa
     cable = make_cable(nodes.port)
     head = nodes.start(0)
     member = nodes.start(1, control_port=cable.port)
-    member.said("knows this node")
+    member.said("answers; waiting")
     cable.desert()
     member.said("does not answer (the connection was closed)")
     nodes.behaviour(0, "")

@@ -30,7 +30,7 @@ def test_ray_that_does_not_start_on_the_head(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     nodes.behaviour(0, "waits", "fails")
     head, member = nodes.start_all()
-    member.said("knows this node")
+    member.said("answers; waiting")
     assert head.ray["pid"], "so that it knows what it is to do"
     nodes.behaviour(0, "fails")
     head.ends(93, "RAY_DIED: Ray did not start on this node: ray start exited with code 1", "no room for an object")
@@ -223,7 +223,7 @@ def test_a_head_that_is_killed(make_nodes: MakeNodes) -> None:
     head, *members = nodes.start_all()
     nodes.wait_running()
     head.signal(KILL)
-    assert head.wait() == -KILL
+    assert head.wait() == 137
     for member in members:
         member.ends(0, "the run has ended: its head is gone; this node has left")
     nodes.wait_nothing_left()

@@ -72,7 +72,7 @@ def test_a_node_that_is_well() -> None:
         ("accelerators", {"devices": []}, "bad", "none", "8 are expected"),
         ("temp folder", {"temp_free": 1 << 20}, "warn", "/tmp, 1.0 MiB free", "RAY_TMPDIR"),
         ("socket paths", {"temp_dir": "/scratch/" + "x" * 60}, "bad", "bytes", "107"),
-        ("ports", {"busy_ports": {6379: "somebody listens there"}}, "warn", "6379: somebody", "another port"),
+        ("ports", {"busy_ports": {6379: "a program listens there"}}, "warn", "6379: a program", "another port"),
         ("proxies", {"proxies": {"https_proxy": "http://p:3128"}}, "bad", "http://p:3128", "no_proxy"),
         ("shared memory", {"segments": "fresh"}, "warn", "used once", "leases"),
         ("shared memory", {"segments": "none"}, "warn", "none", "Linux"),
@@ -124,7 +124,7 @@ def test_this_machine() -> None:
         listener.listen()
         port = listener.getsockname()[1]
         seen = observe(ports=[port], environ={"HTTP_PROXY": "http://p:3128", "JOB_COMPLETION_INDEX": "1"})
-    assert seen.busy_ports == {port: "somebody listens there"}
+    assert seen.busy_ports == {port: "a program listens there"}
     assert seen.proxies == {"HTTP_PROXY": "http://p:3128"}
     assert "--num-nodes" in seen.launcher_error
     assert seen.versions["helmsman"] and seen.versions["torch"]
