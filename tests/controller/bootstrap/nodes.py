@@ -107,7 +107,7 @@ class Running:
         """To the program alone."""
         os.kill(self.pid, number)
 
-    def said(self, text: str, count: int = 1, limit_s: float = 60.0) -> str:
+    def said(self, text: str, count: int = 1, limit_s: float = 100.0) -> str:
         """Wait until it has printed this so many times; returns all that it has printed."""
         wait_until(lambda: self.output.count(text) >= count or self.has_ended, f"{text!r} in:\n{self.output}", limit_s)
         assert self.output.count(text) >= count, f"no {text!r} in:\n{self.output}"
@@ -286,7 +286,8 @@ class Cable:
         """Close what it carries at the near ends alone: the far ones hear nothing of it, as where a firewall forgets one."""
         for near, far in self._ends:
             self._deserted.add(far)
-            near.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it was cut before
+                near.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """Close what it carries; new connections go through."""

@@ -26,10 +26,12 @@ class Roll(NodeView):
         self._cluster = cluster
 
     def nodes(self, run_id: str) -> dict[int, NodeSeen]:
-        rows = {int(path.parent.name): json.loads(path.read_text()) for path in self._cluster.glob("*/listed")}
-        return {
-            rank: NodeSeen(str(rank), row["address"], row["resources"]) for rank, row in rows.items() if row["run"] == run_id
-        }
+        seen = {}
+        for path in self._cluster.glob("*/listed"):
+            row, rank = json.loads(path.read_text()), path.parent.name
+            if row["run"] == run_id:
+                seen[int(rank)] = NodeSeen(rank, row["address"], row["resources"], "twice" in behaviour(str(path.parent)))
+        return seen
 
     def drain(self, node_id: str, reason: str, limit_s: float) -> None:
         """Its Ray ends, as a node's does that has no work, unless it is busy."""

@@ -14,7 +14,7 @@ import pytest
 from tests.contract.helpers import wait_until
 from tests.controller.bootstrap.hosts import Command, Hosts, why_not_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not_here()), reason=why_not_here()), pytest.mark.timeout(300)]
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("program.py")))
 _GONE_S = 10.0
@@ -69,8 +69,7 @@ def test_up_nodes_come_again_and_leave(make_hosts: Make) -> None:
     first.signal(signal.SIGKILL)
     head.said("was here and has gone")
     again, other = _up(hosts, 1, "busy"), _up(hosts, 2, "busy")
-    head.said("busy on 3 nodes", limit_s=100.0)
-    assert "Ray still counts the one that was killed before it" in head.output
+    head.said("busy on 3 nodes")
     assert "3 nodes with" in head.output
     os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)
     again.ends(93, "raylet has ended", limit_s=3.0)
