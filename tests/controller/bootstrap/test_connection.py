@@ -36,18 +36,17 @@ from helmsman.rpc_server._wire.tls import server_tls
 KEY = proof_key("a token of this test", "")
 USUAL = LinkTimeouts()
 BRIEF = LinkTimeouts(connect_s=0.2, silent_s=0.2)
-HELLO = Hello(
-    rank=3,
-    count=4,
-    hostname="gpu-3",
-    address="10.0.0.4",
-    process="run-of-3",
-    versions={"ray": "2.60.0"},
-    num_devices=8,
-    device_kind="GPU",
-)
 ALL = [
-    HELLO,
+    Hello(
+        rank=3,
+        count=4,
+        hostname="gpu-3",
+        address="10.0.0.4",
+        process="p",
+        versions={"ray": "2"},
+        num_devices=8,
+        device_kind="GPU",
+    ),
     Refused("its rank is taken"),
     Welcome(run_id="run-1", address="10.0.0.1:6379", variables={"RAY_worker_niceness": "0"}, token="secret"),
     Joined(),
@@ -55,7 +54,6 @@ ALL = [
     Ended(7, "the script has ended"),
     Leaving("told to", signal=15),
 ]
-
 TLS = server_tls()
 
 

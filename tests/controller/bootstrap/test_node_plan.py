@@ -19,14 +19,10 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
 from tests.controller.bootstrap.nodes import make_plan
 
 AGENTS = {
-    "--node-manager-port",
-    "--object-manager-port",
-    "--runtime-env-agent-port",
-    "--dashboard-agent-listen-port",
-    "--dashboard-agent-grpc-port",
-    "--metrics-export-port",
+    *("--node-manager-port", "--object-manager-port", "--runtime-env-agent-port", "--dashboard-agent-listen-port"),
+    *("--dashboard-agent-grpc-port", "--metrics-export-port"),
 }
-"""What Ray would otherwise take from the ephemeral range, or from where another node of this machine has it."""
+"""Ports that Ray would otherwise take from the ephemeral range, or where another node of this machine has them."""
 
 
 @pytest.fixture
