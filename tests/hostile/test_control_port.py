@@ -91,7 +91,7 @@ async def test_control_port_relay_only_relays(head: Node, proxy: Proxy) -> None:
 async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
     """A relay that says in the head's name that the run has ended."""
     link = await join(head, 1, await proxy.relay(head.plan.control_port))
-    message = msgspec.msgpack.encode(Ended(0, "so says the relay"))
+    message = msgspec.msgpack.encode(Ended("so says the relay"))
     proxy.inject_back(len(message).to_bytes(4, "big") + message)
     with pytest.raises(PeerLostError, match="the connection was closed"):
         await receive_end(link)

@@ -87,19 +87,18 @@ class Head:
 
         Raises: BootstrapError, with all nodes told to leave.
         """
-        ended = Ended(1, "the head's supervisor has failed", failed=True)
+        reason = "the head's supervisor has failed"
         try:
             code = await self._live()
-            ended = Ended(code, f"the script has ended with exit code {code}")
+            reason = f"the script has ended with exit code {code}"
         except StoppedError as stopped:
-            code = stopped.exit_code
-            ended = Ended(code, str(stopped), failed=not self._began)
+            code, reason = stopped.exit_code, str(stopped)
             self._report(f"{stopped}; the run ends")
         except BootstrapError as error:
-            ended = Ended(error.exit_code, str(error), failed=not self._began)
+            reason = str(error)
             raise
         finally:
-            await self._end(ended)
+            await self._end(Ended(reason, failed=not self._began))
         return code
 
     async def _live(self) -> int:

@@ -172,9 +172,9 @@ def test_up_follows_the_memory_of_a_container(up: Up, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_up_survives_a_head_that_stops_while_workers_start(up: Up) -> None:
-    """As a head that is flooded by registrations. With the settings of few nodes, 20 s would end the run."""
+    """As a head that is flooded by registrations. With the settings of few nodes, 15 s would end the run."""
     runs = []
-    for num_nodes, stopped_s in ((1, "8"), (MANY_NODES, "20")):
+    for num_nodes, stopped_s in ((1, "8"), (MANY_NODES, "15")):
         settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(num_nodes)]
         runs.append(up(*settings, *PROGRAMS, "burst", str(NUM_WORKERS), stopped_s))
     for run in runs:
