@@ -38,7 +38,7 @@ PUBLIC = [
     "InferenceEngine",
     "InlineScheduler",
     "Job",
-    "Leaving",
+    "PreemptionNotice",
     "LeastOutstandingTokens",
     "LocalScheduler",
     "PrefixAffinity",
