@@ -25,7 +25,7 @@ from helmsman.controller._ray_backend.start_limits import CORE, RayStart
 from helmsman.rpc_server._process import ray_exec
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, guard, process_table
 from helmsman.rpc_server._ray_forks.install import end_forks, forked_workers
-from helmsman.rpc_server._ray_forks.ray_patches import replaced
+from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes, replaced
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ def _connect(
             if preload is not None:
                 with contextlib.suppress(OSError):  # the log of the fork server cannot be opened then, which is handled
                     make_log_dir(log_dir, run_id)
-            with forked_workers(run_id, log_dir / "ray_forkserver.log", preload), _spawning(), start.watching():
+            forking = forked_workers(run_id, log_dir / "ray_forkserver.log", preload)
+            with forking, _spawning(), start.watching(), only_core_processes():
                 init(include_dashboard=False, _system_config=settings)
             return _watched()
         finally:
