@@ -22,7 +22,7 @@ from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
 from helmsman.api.workers import EngineSpec as EngineSpec
-from helmsman.api.workers import Leaving as Leaving
+from helmsman.api.workers import PreemptionNotice as PreemptionNotice
 from helmsman.api.workers import ProcessState as ProcessState
 from helmsman.api.workers import ResultHandle as ResultHandle
 from helmsman.api.workers import Timeouts as Timeouts
@@ -187,7 +187,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def leaving(self) -> dict[str, Leaving]:
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         """Workers that are about to go, by id.
 
         On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by

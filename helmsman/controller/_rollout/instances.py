@@ -168,7 +168,7 @@ class Instances(RoleController):
 
     async def about_to_go(self) -> dict[str, str]:
         """Return the instances that are about to go, and why."""
-        return {worker_id: notice.reason for worker_id, notice in (await self.scheduler.leaving()).items()}
+        return {worker_id: notice.reason for worker_id, notice in (await self.scheduler.preemption_notices()).items()}
 
     def why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
         """Why no instance serves or will, as the error of ``method``; None while one does, or is being rebuilt."""
