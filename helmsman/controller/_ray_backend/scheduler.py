@@ -36,7 +36,7 @@ from helmsman.controller._ray_backend.process_watch import EmbeddedRay
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import TransportLostError, tail_of
-from helmsman.controller._transport.channel import ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._wire.tls import uses_tls
@@ -146,7 +146,7 @@ class RayBackend(Backend):
 
         def reference_of(handle: ResultHandle) -> Any:
             transport = find_worker(handle.worker_id).transport
-            assert isinstance(transport, ChannelTransport)
+            assert isinstance(transport, Channel)
             assert isinstance(transport.process, RayWorker)
             return transport.process.publish(handle)
 

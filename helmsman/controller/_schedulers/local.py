@@ -24,7 +24,7 @@ from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
 from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
@@ -111,7 +111,7 @@ class LocalBackend(Backend):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
                 start.resources.push_async_callback(ended.kill)
-                transport = await open_transport(identity.worker_id, path, self._key, ended)
+                channel = await open_channel(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             raise errors.WorkerStartError(
                 role=start.job.role,
@@ -121,7 +121,7 @@ class LocalBackend(Backend):
                 log_path=identity.log_path,
                 log_tail=tail_of(identity.log_path, start=log_start),
             ) from error
-        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.run.timeouts)
+        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, channel, self.run.timeouts)
         client.environment = devices
         return client
 
@@ -198,9 +198,9 @@ class LocalProcess:
         return tail_of(self._log_path, start=self._log_start)
 
 
-async def open_transport(worker_id: str, path: str, key: bytes, process: LocalProcess) -> ChannelTransport:
+async def open_channel(worker_id: str, path: str, key: bytes, process: LocalProcess) -> Channel:
     """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), shares_memory=True)
+    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), process, shares_memory=True)
     await channel.open()
     process.on_end(channel.close)
-    return ChannelTransport(channel, process)
+    return channel
