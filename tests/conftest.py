@@ -7,6 +7,7 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -33,8 +34,23 @@ for _name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest first, so that no process is left alone with one of them in the end."""
-    items.sort(key=lambda item: "multinode" not in item.path.parts)
+    """What takes longest first, so that no process is left alone with it in the end."""
+    items.sort(key=lambda item: not {"multinode", "contract"} & set(item.path.parts))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Processes share the tests by files, but for folders whose files share a Ray cluster: to start one costs seconds."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class ByCluster(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            if file.startswith("tests/contract/"):
+                return "tests/contract on Ray" if "[ray" in nodeid else "tests/contract"
+            return "tests/multinode" if file.startswith("tests/multinode/") else file
+
+    return ByCluster(config, log)
 
 
 def processes_of_this_session() -> list[psutil.Process]:

@@ -147,17 +147,17 @@ def wrong(actor: ActorCluster, resources: ResourceManager, batch: Batch) -> None
     Cluster("actor", Actor, resources)  # error: call-arg
 
 
-@register(Dispatch.ALL_TO_ALL, Execute.RANK_ZERO)  # error: call-overload, untyped-decorator
+@register(Dispatch.ALL_TO_ALL, Execute.RANK_ZERO)  # error: call-overload
 def rank_zero_of_different_things(self: Actor, number: int) -> int:
     return number
 
 
-@register(Dispatch.DP_MP_COMPUTE, Execute.RANK_ZERO)  # error: call-overload, untyped-decorator
+@register(Dispatch.DP_MP_COMPUTE, Execute.RANK_ZERO)  # error: call-overload
 def rank_zero_of_a_share(self: Actor, batch: Batch) -> Batch:
     return batch
 
 
-@register(Dispatch.ONE_TO_ALL, shard=("lr",))  # error: call-overload, untyped-decorator
+@register(Dispatch.ONE_TO_ALL, shard=("lr",))  # error: call-overload
 def cut_where_nothing_is_cut(self: Actor, lr: float) -> float:
     return lr
 
@@ -167,6 +167,6 @@ def metrics_cannot_be_joined(self: Actor, batch: Batch) -> dict[str, float]:
     return {}
 
 
-@register(Dispatch.DP_MP_COMPUTE, remainder="drop")  # error: call-overload, untyped-decorator
+@register(Dispatch.DP_MP_COMPUTE, remainder="drop")  # error: call-overload
 def no_such_remainder(self: Actor, batch: Batch) -> Batch:
     return batch

@@ -26,6 +26,7 @@ from ray.cluster_utils import Cluster
 
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._ray_backend.scheduler import RayScheduler
+from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes
 from tests.contract.conftest import gate  # noqa: F401 - a fixture of these tests too
 from tests.contract.helpers import wait_until
 
@@ -49,8 +50,8 @@ class Nodes:
     """A running cluster."""
 
     def __init__(self, shapes: list[dict[str, Any]]) -> None:
-        unused = {"include_log_monitor": False, "no_monitor": True}  # each process costs a second of CPU
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB, **unused})
+        with only_core_processes():
+            self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0, "memory": 8 * GB})
         try:
             for shape in shapes:
                 self.add(**shape)
@@ -66,7 +67,8 @@ class Nodes:
 
     def add(self, **shape: Any) -> Any:
         """Add a node and return it, for ``remove``."""
-        return self.cluster.add_node(**shape)
+        with only_core_processes():
+            return self.cluster.add_node(**shape)
 
     def free(self) -> dict[str, dict[str, float]]:
         """What is free on each node; what Ray derives from groups shows whether one is left."""

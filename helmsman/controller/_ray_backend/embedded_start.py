@@ -26,7 +26,7 @@ from helmsman.controller._ray_backend.start_limits import CORE, RayStart
 from helmsman.rpc_server._process import ray_exec
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, guard, process_table
 from helmsman.rpc_server._ray_forks.install import end_forks, forked_workers
-from helmsman.rpc_server._ray_forks.ray_patches import replaced
+from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes, replaced
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +95,10 @@ def _connect(
         os.environ.setdefault("RAY_task_events_shutdown_flush_timeout_ms", "500")  # of 5 s, all spent when the head has ended
 
     async def init() -> EmbeddedRay | None:
-        serving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        patience: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         settings: dict[str, Any] = {}
-        try:
-            if address == "local":
+        with contextlib.ExitStack() as changes:
+            if start is not None:
+                changes.callback(os.environ.pop, TAG_VARIABLE, None)
                 os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
                 # A client of Ray's head that waits and cannot reach it for so long ends the process, and one that blocks in a
                 # call cannot be disconnected. The setting is for clients of the core worker, the other for those before it.
@@ -109,22 +108,20 @@ def _connect(
                 if preload is not None:
                     with contextlib.suppress(OSError):  # the log of the fork server cannot be opened then, which is handled
                         make_log_dir(log_dir, run_id)
-                serving = forked_workers(run_id, log_dir / "ray_forkserver.log", preload)
-                if start is not None:
-                    patience = start.watching()
-            with serving, _spawning(), patience:
-                ray.init(
-                    address=address,
-                    namespace=f"helmsman-{run_id}",
-                    include_dashboard=False if address == "local" else None,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    **sizes,
-                    **settings,
-                )
+                changes.enter_context(forked_workers(run_id, log_dir / "ray_forkserver.log", preload))
+                changes.enter_context(start.watching())
+                changes.enter_context(only_core_processes())
+            changes.enter_context(_spawning())
+            ray.init(
+                address=address,
+                namespace=f"helmsman-{run_id}",
+                include_dashboard=False if address == "local" else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **sizes,
+                **settings,
+            )
             return _watched() if address == "local" else None
-        finally:
-            os.environ.pop(TAG_VARIABLE, None)
 
     others = descendants(os.getpid(), process_table())
     # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in

@@ -56,6 +56,21 @@ def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
     return changed if changed != list(command) else None
 
 
+def only_core_processes() -> contextlib.AbstractContextManager[None]:
+    """A cluster that this thread starts within the block has no autoscaler, log monitor and API server.
+
+    Each costs a second of CPU time, and ray.init waits for the last. On one machine nothing is to be scaled, our workers write
+    their own logs, and without a dashboard the API server reports statistics of usage alone.
+    """
+    from ray._private.node import Node
+
+    return replaced(Node, start_monitor=_do_nothing, start_log_monitor=_do_nothing, start_api_server=_do_nothing)
+
+
+def _do_nothing(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
 def follow_omp_threads() -> None:
     """Have libraries that are already loaded follow the number of threads that Ray sets for a task or an actor.
 
