@@ -109,15 +109,15 @@ class InlineTransport(Transport):
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
+        self._loop = asyncio.get_running_loop()
         self._waiting: dict[Awaited, None] = {}
         """Who waits for a reply."""
         self._has_ended = False
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         if self._has_ended:
-            awaited.failed(TransportLostError("the inline worker has ended"))
-            return
-        loop = asyncio.get_running_loop()
+            raise TransportLostError("the inline worker has ended")
+        loop = self._loop
         self._waiting[awaited] = None
 
         def answered(answer: Reply, result: Payload) -> None:
