@@ -105,7 +105,7 @@ class _Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function.__name__
-        names = _Names(function.__globals__)
+        names = _Names(inspect.unwrap(function).__globals__)
         self._positional: list[_Argument | None] = []
         self._by_name: dict[str, _Argument] = {}
         for name, parameter in inspect.signature(function).parameters.items():
