@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,6 +29,21 @@ class _Supervised:
     """When to rebuild it, where it is dead and the budget allows it."""
     heeded: Leaving | None = None
     """The last notice that it is about to go."""
+    restarting: asyncio.Task[None] | None = None
+    moving: asyncio.Task[None] | None = None
+    death: asyncio.Future[None] | None = None
+    """Done when it dies; None where nobody waits for that."""
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether it is being rebuilt, or will be."""
+        return self.restarting is not None and not self.restarting.done()
+
+    def cancel(self) -> None:
+        """Neither move nor rebuild it any more."""
+        for task in (self.restarting, self.moving):
+            if task is not None:
+                task.cancel()
 
 
 class Supervisor:
@@ -57,10 +72,6 @@ class Supervisor:
         self._engine_name = engine_name
         self._supervised: dict[str, _Supervised] = {}
         self._watch: Watch | None = None
-        self._restarting: dict[str, asyncio.Task[None]] = {}
-        self._moving: dict[str, asyncio.Task[None]] = {}
-        self._deaths: dict[str, asyncio.Future[None]] = {}
-        """Of instances whose death is awaited."""
         requests.on_lost(lambda instance_id, error: self.note(instance_id, Event.LOST, error))
 
     def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
@@ -73,11 +84,9 @@ class Supervisor:
 
     def forget(self, instance_id: str) -> None:
         """Supervise an instance no more."""
-        self._supervised.pop(instance_id, None)
-        self._mark_gone(instance_id)
-        for tasks in (self._restarting, self._moving):
-            if (task := tasks.pop(instance_id, None)) is not None:
-                task.cancel()
+        if (supervised := self._supervised.pop(instance_id, None)) is not None:
+            supervised.cancel()
+            self._mark_gone(instance_id, supervised)
 
     def start(self) -> None:
         """Begin to probe and to rebuild; without it, only what others note counts."""
@@ -86,8 +95,8 @@ class Supervisor:
 
     def stop(self) -> None:
         """Probe nothing more and rebuild nothing more. Idempotent."""
-        for task in (*self._restarting.values(), *self._moving.values()):
-            task.cancel()
+        for supervised in self._supervised.values():
+            supervised.cancel()
         if self._watch is not None:
             self._watch.close()
 
@@ -101,7 +110,7 @@ class Supervisor:
         supervised.health = after
         log.info("%s: %s after %s", instance_id, after.value, event.value)
         if after is Health.DEAD:
-            self._mark_gone(instance_id)
+            self._mark_gone(instance_id, supervised)
             self._plan_restart(instance_id, supervised, pause_s=0.0 if event is Event.LEFT else None)
         elif before is Health.RESTARTING and self._watch is not None:
             self._watch.add(instance_id)
@@ -118,20 +127,21 @@ class Supervisor:
         if pause_s is None:
             num_others = sum(each.health is not Health.DEAD for each in self._supervised.values())
             log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
-        elif instance_id not in self._restarting:
-            self._keep(self._restarting, instance_id, self._restart(instance_id, supervised))
+        elif not supervised.is_restarting:
+            supervised.restarting = asyncio.create_task(self._restart(instance_id, supervised))
 
-    def _mark_gone(self, instance_id: str) -> None:
+    def _mark_gone(self, instance_id: str, supervised: _Supervised) -> None:
         if self._watch is not None:
             self._watch.discard(instance_id)
-        if (death := self._deaths.pop(instance_id, None)) is not None:
+        death, supervised.death = supervised.death, None
+        if death is not None:
             death.set_result(None)
 
     async def until_dead(self, instance_id: str) -> None:
         """Return when an instance dies, is given up or is forgotten, from now on; at once when it is not supervised."""
-        if instance_id in self._supervised:
-            death = self._deaths.setdefault(instance_id, asyncio.get_running_loop().create_future())
-            await asyncio.shield(death)
+        if (supervised := self._supervised.get(instance_id)) is not None:
+            supervised.death = supervised.death or asyncio.get_running_loop().create_future()
+            await asyncio.shield(supervised.death)
 
     def is_coming_back(self, instance_id: str) -> bool:
         """Whether an instance that does not serve is being rebuilt, or will be."""
@@ -139,7 +149,7 @@ class Supervisor:
         if supervised.health is Health.DEAD:
             return supervised.restart_at is not None
         # While it is being rebuilt, it is stale for a moment before it serves.
-        return supervised.health in (Health.RESTARTING, Health.SUSPECT) or instance_id in self._restarting
+        return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
     async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
         """Await what is done to instances that are not probed yet, such as the loading of a model, for however long it takes.
@@ -183,21 +193,12 @@ class Supervisor:
             else:
                 self.note(id_, Event.LOST, _lost(report._replace(reason=failure)))
 
-    def _keep(self, tasks: dict[str, asyncio.Task[None]], instance_id: str, work: Coroutine[Any, Any, None]) -> None:
-        task = tasks[instance_id] = asyncio.get_running_loop().create_task(work)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if tasks.get(instance_id) is task:
-                del tasks[instance_id]
-
-        task.add_done_callback(ended)
-
     def _leave(self, instance_id: str, notice: Leaving) -> None:
         supervised = self._supervised[instance_id]
-        if supervised.heeded is not notice and instance_id not in self._moving:
+        if supervised.heeded is not notice and (supervised.moving is None or supervised.moving.done()):
             supervised.heeded = notice
             log.warning("%s is left, since %s; its requests go on elsewhere", instance_id, notice.reason)
-            self._keep(self._moving, instance_id, self._move(instance_id, supervised, notice.reason))
+            supervised.moving = asyncio.create_task(self._move(instance_id, supervised, notice.reason))
 
     async def _move(self, instance_id: str, supervised: _Supervised, reason: str) -> None:
         try:

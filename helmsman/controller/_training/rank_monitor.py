@@ -36,18 +36,18 @@ class RankMonitor:
         self._watch: Watch | None = None
 
     def __enter__(self) -> Self:
-        async def start() -> None:
-            self._watch = Watch(self._scheduler.monitor, self._policy, self._on_report, self._worker_ids)
-
-        run_sync(start())
+        run_sync(self._start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        async def stop() -> None:
-            if self._watch is not None:
-                self._watch.close()
+        run_sync(self._stop())
 
-        run_sync(stop())
+    async def _start(self) -> None:
+        self._watch = Watch(self._scheduler.monitor, self._policy, self._on_report, self._worker_ids)
+
+    async def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     def lost(self) -> list[WorkerFailedError]:
         """Ask all ranks now; how those ended that have ended, or are ended for their silence. At most about ``dead_s``."""

@@ -20,7 +20,7 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
-from helmsman.api.supervision import ProbePolicy, Report, Sign, Watch
+from helmsman.api.supervision import ProbePolicy, Sign, Watch
 from helmsman.controller._aio.event_loop import in_own_thread, run_async, run_sync
 from helmsman.controller._roles.role_controller import RoleController
 from helmsman.controller._schedulers.local import LocalScheduler
@@ -240,21 +240,14 @@ class RewardPool(RoleController):
             capacity = self._max_in_flight if self._is_async else 1
             self._places = RewardWorkers(self.role, ids, capacity, self._max_restarts, self._rebuild)
             policy = ProbePolicy(dead_s=max(_DEAD_S, 2 * self.timeout_s))
-            self._watch = Watch(self.scheduler.monitor, policy, self._on_report, ids)
+            self._watch = Watch(self.scheduler.monitor, policy, self._places.on_report, ids)
 
         run_sync(start())
 
-    def _on_report(self, report: Report) -> None:
-        if report.sign is Sign.DEAD and self._places is not None:
-            self._places.lose_worker(report.worker_id, report.reason)
-
     async def _rebuild(self, worker_id: str) -> None:
-        assert self._watch is not None
-        self._watch.discard(worker_id)
         await in_own_thread(self.scheduler.restart_worker, worker_id)
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
-        self._watch.add(worker_id)
 
     def _on_closing(self) -> None:
         places, watch = self._places, self._watch

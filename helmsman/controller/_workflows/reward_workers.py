@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from helmsman.api.errors import HelmsmanError, RewardWorkersSpentError
-from helmsman.api.supervision import Report, RestartBudget
+from helmsman.api.supervision import Report, RestartBudget, Sign
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +126,10 @@ class RewardWorkers:
 
     # --- losses -----------------------------------------------------------------------------------------------------------
 
-    def lose_worker(self, worker_id: str, reason: str) -> None:
-        """As lose, for the process that a worker has now; nothing happens when it has none."""
-        if (process := self._processes[worker_id]) is not None:
-            self.lose(process, reason)
+    def on_report(self, report: Report) -> None:
+        """Lose a process that the monitor reports as dead, if the worker has one."""
+        if report.sign is Sign.DEAD and (process := self._processes[report.worker_id]) is not None:
+            self.lose(process, report.reason)
 
     def lose(self, process: Process, reason: str) -> None:
         """A process is gone, or of no use: what it has fails, and another is started in its place. Idempotent."""
