@@ -7,6 +7,7 @@ Names follow the field's existing Scheduler API, so that scripts written to it c
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
 from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
 from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
 from helmsman.api.workers import EngineSpec as EngineSpec
@@ -50,6 +52,11 @@ class Scheduler(Closing):
     def shares_process(self) -> bool:
         """Whether the workers live in the script's own process, and so have one environment and no devices of their own."""
         return False
+
+    @functools.cached_property
+    def monitor(self) -> Monitor:
+        """Watches the workers by ``check_health`` and ``leaving`` for all controllers of this scheduler."""
+        return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
