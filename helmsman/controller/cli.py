@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.api.plan import Plan, Shortfall
+from helmsman.api.plan import Plan, Shortfall, aligned
 from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.up import add_command as add_up
@@ -199,8 +199,7 @@ def _refusal(shortfall: Shortfall, ever: bool, holders: str) -> str:
 
 def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, str]:
     _connect(address)
-    from helmsman.controller._ray_backend.cluster_state import snapshot
-    from helmsman.controller._ray_backend.holders import describe_holders
+    from helmsman.controller._ray_backend.cluster_state import describe_holders, snapshot
 
     return snapshot(), describe_holders("helmsman/none", jobs)
 
@@ -212,16 +211,13 @@ def _env(options: argparse.Namespace) -> int:
     report = forwarding_report(os.environ)
     shown = [each for each in report if options.all or each.reach != "nowhere"]
     rows = [("variable", "reaches", "value", "rule"), *((each.name, each.reach, each.value, each.rule) for each in shown)]
-    print(_table([(name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule) for name, reach, value, rule in rows]))
+    print(
+        aligned([(name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule) for name, reach, value, rule in rows])
+    )
     hidden = len(report) - len(shown)
     if hidden:
         print(f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any.")
     return OK
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 # --- runs and clean -----------------------------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ def _runs(options: argparse.Namespace) -> int:
         since = age(time.time() - record.since)
         state = "alive" if alive else "dead"
         rows.append((record.run_id, state, str(record.pid), since, record.scheduler, record.command[:60]))
-    print(_table(rows))
+    print(aligned(rows))
     refused = refused_places()
     for _, reason in refused:
         print(f"helmsman: {reason}", file=sys.stderr)
