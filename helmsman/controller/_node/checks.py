@@ -62,7 +62,7 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """By the route to the head, or to the world; '' where there is no route."""
     launcher: str
-    """What identify_node says."""
+    """The result of identify_node."""
     launcher_error: str = ""
     versions: Mapping[str, str]
     """Package -> version; '' where it is not installed."""

@@ -51,7 +51,7 @@ class LeftProcess(msgspec.Struct, frozen=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """What is left of a run on this machine."""
+    """Remains of a run on this machine."""
 
     run_id: str
     state: str

@@ -100,7 +100,7 @@ def _advice(checks: Sequence[Check]) -> list[str]:
 
 
 def skew_s(observed: Observed, asked_at: float, answered_at: float) -> float:
-    """How far a node's clock is ahead of this one's, as far as the time of the question lets it be known."""
+    """Seconds that a node's clock is ahead of this one's, at least; the time of the question bounds the precision."""
     if asked_at <= observed.clock <= answered_at:
         return 0.0
     return observed.clock - (answered_at if observed.clock > answered_at else asked_at)

@@ -1,8 +1,8 @@
-"""Which node of how many this is, and where the head is: read from flags and from the variables that launchers set.
+"""Rank of this node, number of nodes and head, from flags and from the variables that launchers set.
 
-Flags come first, then RAY_ADDRESS (a cluster that is there already), then the variables of launchers that say what they mean,
-then the bare RANK, WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers may be nested (torchrun in Slurm);
-what they say of the same thing must be the same. Nothing here looks at the machine.
+Flags come first, then RAY_ADDRESS (a cluster that is there already), then variables of one launcher alone, then the bare RANK,
+WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers may be nested (torchrun in Slurm) and must agree. Nothing
+here looks at the machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """From 0, which is the head."""
     count: int
     head: str = ""
-    """Host name or address of the head; '' on the head itself where nobody names it, and where there is one node."""
+    """Host name or address of the head; '' on a head that no source names, and with one node."""
     attach_to: str = ""
     """Address of a Ray cluster that is there already; nothing is started then."""
     said_by: Mapping[str, str] = {}
