@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import mmap
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
@@ -258,7 +259,7 @@ class RayWorker:
 
     async def _remains(self) -> _Remains:
         """What the worker's guardian recorded, the OOM kills around it and the end of its log, read on the worker's node."""
-        if self.place.node_id == self._here:
+        if self.place.node_id == self._here or (self._page is not None and os.path.exists(self.log_path)):  # on this machine
             return await in_thread(_read_remains, self.log_path, self._pid, self.log_start, self._oom)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
         there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))

@@ -105,7 +105,7 @@ class RoleStarter:
                     await start(job, [Placement.beside(share, targets) for share in shares])
                 else:
                     owners = list(target.clients.values())
-                    clients = by_id(job, [owners[share.targets[0]] for share in shares])
+                    clients = by_id(job, [owners[ranks[0]] for ranks, _ in shares])
                     started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
             for role in started.values():
                 role.resources = stacks[role.name].pop_all()
