@@ -107,18 +107,14 @@ class RayAllocator(Allocator):
 
     async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         self.require_ray()
+        draining = await bounded(cluster_state.draining_nodes)
         found: dict[str, PreemptionNotice] = {}
-        nodes = await bounded(cluster_state.draining_nodes)
-        by_id = {node.node_id: node for node in nodes}
-        by_address = {node.address: node for node in nodes}
-        for worker_id, place in places.items() if nodes else ():
-            node = by_id.get(place.node_id)
+        for worker_id, place in places.items() if draining else ():
+            nodes = [place.node_id]
             if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:  # an instance that spans nodes
-                node = node or next((by_address[each] for each, _ in place.bundles if each in by_address), None)
-            if node is not None:
-                found[worker_id] = PreemptionNotice(
-                    reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s
-                )
+                nodes += [address for address, _ in place.bundles]
+            if notice := next((draining[node] for node in nodes if node in draining), None):
+                found[worker_id] = notice
         return found
 
     def why_node_stays(self, place: Placement) -> str:

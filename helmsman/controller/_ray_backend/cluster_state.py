@@ -19,7 +19,7 @@ from ray._private.state import state
 from ray.core.generated import gcs_pb2
 
 from helmsman.api.plan import Plan
-from helmsman.api.scheduler import Job
+from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._placement.admission import asked_for
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ACCELERATORS, Resources, show, total_of
@@ -56,30 +56,17 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Alive"] and node["NodeID"] not in draining]
 
 
-class DrainingNode(msgspec.Struct, frozen=True):
-    """A node that lives and is about to go."""
-
-    node_id: str
-    address: str
-    deadline_s: float | None
-    """Seconds from now until it goes; None where nobody has said."""
-
-
-def draining_nodes() -> list[DrainingNode]:
-    """The nodes of which Ray was told that they go."""
+def draining_nodes() -> dict[str, PreemptionNotice]:
+    """What Ray was told of living nodes that are about to go, by their id and by their address."""
     draining: Mapping[str, int] = state.get_draining_nodes()
-    if not draining:
-        return []
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [
-        DrainingNode(
-            node_id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            deadline_s=max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None,
-        )
-        for node in nodes
-        if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None
-    ]
+    found: dict[str, PreemptionNotice] = {}
+    for node in ray.nodes() if draining else ():  # type: ignore[no-untyped-call]
+        if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None:
+            deadline_s = max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None
+            address = node["NodeManagerAddress"]
+            notice = PreemptionNotice(reason=f"its node {address} is being drained", deadline_s=deadline_s)
+            found[node["NodeID"]] = found[address] = notice
+    return found
 
 
 def snapshot() -> ClusterSnapshot:
