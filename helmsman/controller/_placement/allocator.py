@@ -75,10 +75,6 @@ class Allocator(abc.ABC):
         """Who holds the resources that the jobs ask for, for people."""
         return "others"
 
-    def without_uncounted(self, job: Job) -> Job:
-        """The job without what this allocator does not count."""
-        return job
-
     def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
         """A place for every rank in the resources that are free now.
 
@@ -87,9 +83,8 @@ class Allocator(abc.ABC):
         Raises: PlacementInfeasibleError; PlacementTimeoutError when the jobs would fit if others held less.
         """
         snapshot = self.snapshot()
-        asked = [self.without_uncounted(job) for job in jobs]
-        outcome = plan_jobs(snapshot, asked, running=running)
+        outcome = plan_jobs(snapshot, jobs, running=running)
         if isinstance(outcome, Plan):
             return outcome
-        require_feasible(snapshot, asked, running)
-        raise busy(asked, snapshot, self.holders(asked), Deadline(0.0))
+        require_feasible(snapshot, jobs, running)
+        raise busy(jobs, snapshot, self.holders(jobs), Deadline(0.0))
