@@ -144,7 +144,7 @@ class FakeScheduler(_Base):  # type: ignore[misc]
 
     async def check_health(self, worker_id: str, timeout: float | None = None) -> WorkerHealth:
         if self._deaths[worker_id].done():
-            raise _death(worker_id, None, "health")
+            raise make_death(worker_id)
         return WorkerHealth(worker_id=worker_id, pid=1, node="127.0.0.1", engines={})
 
     async def inject(self, fault: Fault) -> list[Injection]:
@@ -197,7 +197,7 @@ class FakeScheduler(_Base):  # type: ignore[misc]
         await asyncio.wait({work, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if death.done():
             work.cancel()
-            raise _death(worker_id, engine_name, method)
+            raise make_death(worker_id, engine_name, method)
         if not work.done():
             raise errors.CallTimeoutError(
                 worker_id=worker_id,
@@ -268,7 +268,8 @@ async def awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def _death(worker_id: str, engine_name: str | None, method: str) -> errors.WorkerFailedError:
+def make_death(worker_id: str, engine_name: str | None = None, method: str = "health") -> errors.WorkerFailedError:
+    """The error of a call to a worker that was killed."""
     return errors.WorkerFailedError(
         worker_id=worker_id,
         engine_name=engine_name,

@@ -38,6 +38,7 @@ HelmsmanError
 │   ├── ArgumentNotLoadableError
 │   ├── ResultNotSerializableError (TypeError)
 │   ├── PeerNotReadyError
+│   ├── WorkerBacklogError                not sent, since the worker does not take what was sent before
 │   └── HandleLostError (LookupError)
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has exited or cannot be reached
@@ -85,7 +86,7 @@ tests/api/test_errors.py a row. Fields must be picklable: errors are rebuilt fro
 
 from helmsman.api.errors._backends import *
 from helmsman.api.errors._base import HelmsmanError as HelmsmanError
+from helmsman.api.errors._base import signal_name as signal_name
 from helmsman.api.errors._calls import *
 from helmsman.api.errors._jobs import *
 from helmsman.api.errors._runs import *
-from helmsman.api.errors._text import signal_name as signal_name

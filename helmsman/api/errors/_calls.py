@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helmsman.api.errors._base import HelmsmanError, _LoggedError
-from helmsman.api.errors._text import few, quoted, stack_section
+from helmsman.api.errors._base import HelmsmanError, _LoggedError, few, quoted, stack_section
 
 
 class CallError(HelmsmanError):
@@ -202,6 +201,19 @@ class PeerNotReadyError(CallError):
     template = (
         "{worker_id}: {call} did not run, because rank(s) {ranks} of its model-parallel group were not ready: {reason}. Look "
         "at the error of that rank first."
+    )
+
+
+class WorkerBacklogError(CallError):
+    """A request that was not sent, since its worker has not taken those before it."""
+
+    num_bytes: int
+    num_waiting_bytes: int
+    limit_bytes: int
+    template = (
+        "{worker_id}: {call} was not sent ({num_bytes} bytes): {num_waiting_bytes} bytes of earlier requests wait here for the "
+        "worker to take them, and the limit is {limit_bytes}. Its process is stopped, or the connection is slow. Await earlier "
+        "calls before making more, look at status() and stacks(), or end the worker with delete_workers."
     )
 
 

@@ -35,7 +35,7 @@ from helmsman.controller._ray_backend.embedded_start import connect
 from helmsman.controller._schedulers.backend import Backend, Launch, Run, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import TransportLostError
-from helmsman.controller._transport.channel import ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._wire.tls import uses_tls
@@ -143,7 +143,7 @@ class RayBackend(Backend):
 
         def reference_of(handle: ResultHandle) -> Any:
             transport = find_worker(handle.worker_id).transport
-            assert isinstance(transport, ChannelTransport)
+            assert isinstance(transport, Channel)
             assert isinstance(transport.process, RayWorker)
             return transport.process.publish(handle)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidSpecError
-from helmsman.api.platforms import allow_in_this_process
+from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
@@ -83,7 +83,7 @@ class InlineBackend(Backend):
         return clients
 
     def guard_platform(self) -> contextlib.ExitStack:
-        return allow_in_this_process()
+        return current_platform.allow()
 
     def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:
         for name, value in env.items():
@@ -109,15 +109,15 @@ class InlineTransport(Transport):
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
+        self._loop = asyncio.get_running_loop()
         self._waiting: dict[Awaited, None] = {}
         """Who waits for a reply."""
         self._has_ended = False
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         if self._has_ended:
-            awaited.failed(TransportLostError("the inline worker has ended"))
-            return
-        loop = asyncio.get_running_loop()
+            raise TransportLostError("the inline worker has ended")
+        loop = self._loop
         self._waiting[awaited] = None
 
         def answered(answer: Reply, result: Payload) -> None:

@@ -24,7 +24,7 @@ from helmsman.controller._schedulers.backend import Backend, Launch, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
 from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
@@ -115,11 +115,11 @@ class LocalBackend(Backend):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
                 start.resources.push_async_callback(ended.kill)
-                transport = await open_transport(identity.worker_id, path, self._key, ended)
+                channel = await open_channel(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
             reason = str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)"
             raise start_error(identity.worker_id, ADDRESS, reason, identity.log_path, log_start) from error
-        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.run.timeouts)
+        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, channel, self.run.timeouts)
         client.environment = devices
         return client
 
@@ -197,9 +197,9 @@ class LocalProcess:
         return tail_of(self._log_path, start=self._log_start)
 
 
-async def open_transport(worker_id: str, path: str, key: bytes, process: LocalProcess) -> ChannelTransport:
+async def open_channel(worker_id: str, path: str, key: bytes, process: LocalProcess) -> Channel:
     """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), shares_memory=True)
+    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), process, shares_memory=True)
     await channel.open()
     process.on_end(channel.close)
-    return ChannelTransport(channel, process)
+    return channel

@@ -26,7 +26,7 @@ import msgspec
 
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
-from helmsman.rpc_server._process.environment import extend_search_path
+from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._server.local_server import listen, serve_worker
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -232,7 +232,7 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if os.getppid() != parent:
             os._exit(1)  # the forkserver died before the line above
-        _redirect_output(log)
+        redirect_output(log)
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
@@ -247,17 +247,6 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _redirect_output(log: int) -> None:
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.close(devnull)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def main(watcher: int, argv: list[str]) -> None:
