@@ -118,7 +118,10 @@ def group_rows() -> list[GroupRow]:
             name=row.name,
             state=_GroupState.PlacementGroupState.Name(row.state),
             job_id=row.creator_job_id.hex(),
-            bundles=[(_node_of(bundle), dict(bundle.unit_resources)) for bundle in _in_order(row.bundles)],
+            bundles=[
+                (bundle.node_id.hex() or dict(bundle.label_selector).get(NODE_ID_LABEL, ""), dict(bundle.unit_resources))
+                for bundle in sorted(row.bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
+            ],
         )
         for row in rows
         if row.state != _GroupState.REMOVED
@@ -186,15 +189,6 @@ def _progress(row: Any) -> GroupProgress:
 def _pause_ms(attempts: int) -> int:
     """Ray's pause after so many attempts that found no room; 0 before the first."""
     return int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1))) if attempts else 0
-
-
-def _node_of(bundle: Any) -> str:
-    node_id: str = bundle.node_id.hex()
-    return node_id or str(dict(bundle.label_selector).get(NODE_ID_LABEL, ""))
-
-
-def _in_order(bundles: Iterable[Any]) -> list[Any]:
-    return sorted(bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
 
 
 def actor_state(actor_id: str) -> str:
