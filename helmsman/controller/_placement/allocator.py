@@ -6,7 +6,7 @@ import abc
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from helmsman.api.plan import Plan, PlannedRole, Reservation
+from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._placement.admission import busy, require_feasible
@@ -32,12 +32,9 @@ class Allocator(abc.ABC):
         PlacementInfeasibleError, PlacementTimeoutError.
         """
 
-    async def hold(
-        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
-    ) -> list[tuple[Placement, Reservation]]:
-        """Take the resources of a job, as reserve, and describe those of each replica."""
-        places = (await self.reserve([job], deadline, {job.role: resources}))[job.role]
-        return [(place, Reservation(node_id=place.node_id, node=place.node, devices=place.devices)) for place in places]
+    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
+        """Take the resources of a job, as reserve; the places have the ids of their devices."""
+        return (await self.reserve([job], deadline, {job.role: resources}))[job.role]
 
     async def give_back(  # noqa: B027 - where nothing is counted, there is nothing to free
         self, worker_id: str, place: Placement, kept: Sequence[Placement]

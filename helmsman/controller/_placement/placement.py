@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from helmsman.api.plan import PlannedWorker
+from helmsman.api.plan import PlannedWorker, Reservation
 from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
 from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller._placement.colocation import Share
@@ -59,6 +59,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def grant(self, worker_id: str) -> DeviceGrant:
         """Return the devices that a worker in this place must see."""
         return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
+
+    def as_reservation(self) -> Reservation:
+        """Return the place in the form of the public API."""
+        return Reservation(node_id=self.node_id, node=self.node, devices=self.devices)
 
     def as_planned(self, worker_id: str) -> PlannedWorker:
         """Return the place in the form of a plan."""

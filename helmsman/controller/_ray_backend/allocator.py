@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
@@ -75,35 +74,27 @@ class RayAllocator(Allocator):
         await self.give_back(worker_id, place, kept)
         return (await self.reserve([single], deadline, {single.role: resources}))[single.role][0]
 
-    async def hold(
-        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
-    ) -> list[tuple[Placement, Reservation]]:
+    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
         self.require_ray()
         slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
         return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
 
-    async def _held(
-        self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline
-    ) -> tuple[Placement, Reservation]:
-        """What a group was granted, with its bundles in the order of the node's devices."""
+    async def _held(self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline) -> Placement:
+        """The slot with the devices that its group was granted, in the order of the node."""
+        if not slot.num_devices:
+            return slot
+        try:
+            async with asyncio.timeout(deadline.remaining_s):
+                granted = await placement.devices_of(slot)
+        except (TimeoutError, TransportLostError) as error:
+            reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
+            raise start_error(f"{job.role}/{index}", slot.node, reason) from error
         found: list[tuple[int, str, int]] = []
-        if slot.num_devices:
-            try:
-                async with asyncio.timeout(deadline.remaining_s):
-                    granted = await placement.devices_of(slot)
-            except (TimeoutError, TransportLostError) as error:
-                reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
-                raise start_error(f"{job.role}/{index}", slot.node, reason) from error
-            for bundle, grant in enumerate(granted):
-                own = with_devices(slot, grant)
-                found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
-        found.sort()
-        devices = tuple(id_ for _, id_, _ in found)
-        place = msgspec.structs.replace(slot, devices=devices, positions=tuple(position for position, _, _ in found))
-        bundles = tuple(bundle for _, _, bundle in found)
-        return place, Reservation(
-            node_id=slot.node_id, node=slot.node, devices=devices, bundles=bundles, placement_group=slot.group
-        )
+        for bundle, grant in enumerate(granted):
+            own = with_devices(slot, grant)
+            found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
+        positions, devices, bundles = zip(*sorted(found), strict=True)
+        return msgspec.structs.replace(slot, positions=positions, devices=devices, device_bundles=bundles)
 
     async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         self.require_ray()

@@ -56,15 +56,14 @@ class RoleStarter:
                 value=job.scheduling_strategy,
                 expected="separation, to hold something",
             )
-        held: list[tuple[Placement, Reservation]] = []
 
         async def hold() -> list[Role]:
             async with contextlib.AsyncExitStack() as resources:
-                held.extend(await self._backend.allocator.hold(job, Deadline(self._run.timeouts.start_s), resources))
-                return [Role(job, {}, resources.pop_all(), reserved=by_id(job, [place for place, _ in held]))]
+                places = await self._backend.allocator.hold(job, Deadline(self._run.timeouts.start_s), resources)
+                return [Role(job, {}, resources.pop_all(), reserved=by_id(job, places))]
 
-        self._publish([job], "reserve", hold)
-        return [reservation for _, reservation in held]
+        (role,) = self._publish([job], "reserve", hold)
+        return [place.as_reservation() for place in role.places.values()]
 
     def delete(self, name: str | None, reverse_order: bool = False) -> None:
         """As Scheduler.delete_workers."""
