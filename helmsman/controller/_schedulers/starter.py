@@ -86,7 +86,7 @@ class RoleStarter:
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Placement]) -> None:
-            clients = await self.launch(Launch(job, range(job.replicas), places, deadline, stacks[job.role]))
+            clients = await self.launch(Launch(job, dict(enumerate(places)), deadline, stacks[job.role]))
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
@@ -113,7 +113,7 @@ class RoleStarter:
     async def launch(self, start: Launch) -> list[WorkerClient]:
         """Start workers and make them ready. Raises: StartError."""
         clients = await self._backend.launch(start)
-        await await_all(self._prepare(start, *pair) for pair in zip(start.ranks, clients, strict=True))
+        await await_all(self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True))
         return clients
 
     async def _prepare(self, start: Launch, rank: int, client: WorkerClient) -> None:
