@@ -41,24 +41,9 @@ class Allocator(abc.ABC):
     ) -> None:
         """Free the resources of a worker that has ended, of a job whose other workers are at ``kept``. Idempotent."""
 
-    async def place_again(
-        self,
-        single: Job,
-        worker_id: str,
-        place: Placement,
-        kept: Sequence[Placement],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> Placement:
-        """The place at which a worker that has ended starts again: its own, unless that is lost.
-
-        Args:
-            single: its resources as a job of one replica.
-            worker_id, place, kept: as for give_back.
-            resources: stack for the release of a new place.
-        Raises: as reserve.
-        """
-        return place
+    async def is_lost(self, place: Placement) -> bool:
+        """Whether no worker can be started again at a place, since a node of it has gone or is about to go."""
+        return False
 
     async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         """Of these workers, by id, those whose nodes are about to go."""

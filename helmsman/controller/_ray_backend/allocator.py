@@ -60,19 +60,8 @@ class RayAllocator(Allocator):
         if isinstance(place, placement.BundleSlot) and not any(place.shares_group_of(other) for other in kept):
             await placement.remove_created(place.group)
 
-    async def place_again(
-        self,
-        single: Job,
-        worker_id: str,
-        place: Placement,
-        kept: Sequence[Placement],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> Placement:
-        if not (isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)):
-            return place
-        await self.give_back(worker_id, place, kept)
-        return (await self.reserve([single], deadline, {single.role: resources}))[single.role][0]
+    async def is_lost(self, place: Placement) -> bool:
+        return isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)
 
     async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
         self.require_ray()

@@ -68,10 +68,11 @@ class WorkerScaling:
                 raise not_found(worker_id, role)
             deadline = Deadline(self._run.timeouts.start_s)
             await old.kill("was ended by restart_worker")
-            kept = [each.place for each in role.clients.values() if each is not old]
-            place = await self._backend.allocator.place_again(
-                _single(role.job, rank), worker_id, old.place, kept, deadline, resources
-            )
+            place, allocator = old.place, self._backend.allocator
+            if await allocator.is_lost(place):
+                await allocator.give_back(worker_id, place, [each.place for each in role.clients.values() if each is not old])
+                single = _single(role.job, rank)
+                (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[single.role]
             (client,) = await self._starter.launch(Launch(role.job, {rank: place}, deadline, resources))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
