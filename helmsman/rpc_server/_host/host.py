@@ -23,8 +23,7 @@ from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.worker_context import WorkerContext, within
 from helmsman.rpc_server._host import connectivity, inspection
-from helmsman.rpc_server._host.broadcast import broadcast_arguments, needs_broadcast
-from helmsman.rpc_server._host.engine_construction import construct, import_engine
+from helmsman.rpc_server._host.engine_calls import broadcast_arguments, construct, import_engine, needs_broadcast
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import gc
 import hmac
-import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -35,6 +34,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from helmsman.rpc_server._process.environment import preload
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
 from helmsman.rpc_server._ray_forks.ray_patches import follow_omp_threads
 from helmsman.rpc_server._ray_forks.worker import Order, become_worker, read_order
@@ -205,14 +205,6 @@ class _ForkServer:
             os.waitpid(self._ended.pop(0)[1], 0)
 
 
-def _preload(modules: Sequence[str]) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - what cannot be preloaded is the engine's business, which imports it again
-            print(f"ray forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
-
 def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     """Entry point: ``LISTENER_FD CONTROL_FD DRIVER_PIDFD SCRIPT MODULE,MODULE,...``.
 
@@ -232,9 +224,9 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     raylet = _RayletFirst(control, driver)
     sys.meta_path.insert(0, raylet)
-    _preload([*filter(None, modules.split(",")), *_MODULES])
+    preload([*filter(None, modules.split(",")), *_MODULES])
     if "numpy" in sys.modules:
-        _preload(["numpy.random"])  # which it imports when first used, as it is by seeding
+        preload(["numpy.random"])  # which it imports when first used, as it is by seeding
     sys.meta_path.remove(raylet)
     follow_omp_threads()
     with open(script, "rb") as file:

@@ -157,7 +157,7 @@ def pack_length(size: int) -> bytes:
     return _LENGTH.pack(size)
 
 
-def unpack_length(prefix: bytes, most: int = MAX_FRAME_BYTES) -> int:
+def unpack_length(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
     """The size of the message behind this prefix. Raises ProtocolError for a negative size, or one of more than ``most``."""
     (size,) = _LENGTH.unpack(prefix)
     if not 0 <= size <= most:
@@ -188,16 +188,13 @@ class FrameReader:
         frames = []
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer, start)
-            if not 0 <= size <= MAX_FRAME_BYTES:
-                raise ProtocolError(f"the peer announced a message of {size} bytes")
-            end = start + _LENGTH.size + size
+            begin = start + _LENGTH.size
+            end = begin + unpack_length(self._buffer[start:begin])
             if len(self._buffer) < end:
                 break
-            frames.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            frames.append(bytes(memoryview(self._buffer)[begin:end]))
             start = end
-        if start:
-            del self._buffer[:start]
+        del self._buffer[:start]
         return frames
 
 
