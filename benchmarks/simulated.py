@@ -10,7 +10,7 @@ import os
 
 from benchmarks.echo import EchoProcess
 from helmsman.controller._aio.event_loop import await_all
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._transport.base import Ending
@@ -48,7 +48,7 @@ class SimulatedBackend(Backend):
         self._echo = echo
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        async def connect(rank: int, place: Place) -> WorkerClient:
+        async def connect(rank: int, place: Placement) -> WorkerClient:
             connecting = functools.partial(auth.connect, self._echo.path, self._echo.key, 30.0)
             transport = Channel(f"{start.job.role}/{rank}", connecting, _Process(), shares_memory=True)
             await transport.open()

@@ -7,6 +7,7 @@ Names follow the field's existing Scheduler API, so that scripts written to it c
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,16 +16,15 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.jobs import Job as Job
-from helmsman.api.jobs import NodePacking as NodePacking
 from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
 from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
 from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
-from helmsman.api.jobs import StrategyType as StrategyType
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
 from helmsman.api.workers import EngineSpec as EngineSpec
-from helmsman.api.workers import Leaving as Leaving
+from helmsman.api.workers import PreemptionNotice as PreemptionNotice
 from helmsman.api.workers import ProcessState as ProcessState
 from helmsman.api.workers import ResultHandle as ResultHandle
 from helmsman.api.workers import Timeouts as Timeouts
@@ -44,14 +44,19 @@ class Scheduler(Closing):
     timeouts: Timeouts
 
     @property
-    @abc.abstractmethod
     def n_gpus_per_node(self) -> int:
         """Accelerators on each node of the cluster (the most that any node has); 0 without accelerators."""
+        return max((node.num_devices for node in self.nodes()), default=0)
 
     @property
     def shares_process(self) -> bool:
         """Whether the workers live in the script's own process, and so have one environment and no devices of their own."""
         return False
+
+    @functools.cached_property
+    def monitor(self) -> Monitor:
+        """Watches the workers by ``check_health`` and ``leaving`` for all controllers of this scheduler."""
+        return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
@@ -189,7 +194,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def leaving(self) -> dict[str, Leaving]:
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         """Workers that are about to go, by id.
 
         On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by

@@ -18,11 +18,10 @@ import ray
 from helmsman.api import errors
 from helmsman.api.scheduler import CONTROLLER, ResultHandle
 from helmsman.controller._aio.event_loop import in_thread
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
-from helmsman.controller._ray_backend.embedded import blocking, bounded
-from helmsman.controller._ray_backend.process_watch import EmbeddedRay
+from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded
 from helmsman.controller._transport.base import Ending, TransportLostError, describe_exit, log_size, tail_of
 from helmsman.controller._transport.channel import Channel
 from helmsman.rpc_server._process.guardian import read_record
@@ -82,7 +81,7 @@ class RayWorker:
     """A worker's actor: its start, its end, and payloads by way of Ray's object store (no task retries, no restarts)."""
 
     def __init__(
-        self, actor: Any, place: Place, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
+        self, actor: Any, place: Placement, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
     ) -> None:
         self._made = actor
         self._ray = embedded

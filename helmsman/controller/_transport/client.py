@@ -18,10 +18,11 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.fan_out import Fanout, lead_of
-from helmsman.api.scheduler import Leaving, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.api.scheduler import PreemptionNotice, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, in_thread, mailbox_of, run_on_loop
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
+from helmsman.controller._transport.investigation import Investigation
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -43,7 +44,7 @@ class WorkerClient:
     """One worker, as the scheduler calls it. All methods run on the background loop."""
 
     def __init__(
-        self, worker_id: str, place: Place, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
+        self, worker_id: str, place: Placement, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
     ) -> None:
         self.worker_id = worker_id
         self.place = place
@@ -69,6 +70,7 @@ class WorkerClient:
         self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
+        self._investigation: Investigation | None = None
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
@@ -106,21 +108,18 @@ class WorkerClient:
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
 
     @property
-    def leaving(self) -> Leaving | None:
+    def preemption_notice(self) -> PreemptionNotice | None:
         """What it has last said of its end, before its controller wants it."""
         if self._ends_at is None or not self.is_there:
             return None
-        return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
+        return PreemptionNotice(
+            reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic())
+        )
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
         """The worker's status, with its health where that is known."""
         return WorkerStatus(
-            worker_id=self.worker_id,
-            state=self.state,
-            node=self.node,
-            pid=self.pid,
-            log_path=self.log_path,
-            health=health,
+            worker_id=self.worker_id, state=self.state, node=self.node, pid=self.pid, log_path=self.log_path, health=health
         )
 
     @property
@@ -240,14 +239,11 @@ class WorkerClient:
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
-        if self._ending is None:
-            if self._ran_at_end is None:
-                oldest = min(list(self.in_flight.values()), key=lambda call: call.started, default=None)
-                self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
-            ending = await self.transport.ending()
-            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
-                ending = msgspec.structs.replace(ending, cause=self._killed_because)
-            self._ending = ending
+        if self._investigation is None:
+            oldest = min(list(self.in_flight.values()), key=lambda call: call.started, default=None)
+            self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
+            self._investigation = Investigation(self.worker_id, self._look_up_ending())
+        self._ending = await self._investigation.result()
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
@@ -265,6 +261,12 @@ class WorkerClient:
             next_step=self.advice.get(self.worker_id.rpartition("/")[0], ""),
             aftermath=self._ending.aftermath,
         )
+
+    async def _look_up_ending(self) -> Ending:
+        ending = await self.transport.ending()
+        if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
+            ending = msgspec.structs.replace(ending, cause=self._killed_because)
+        return ending
 
 
 class PendingCall(abc.ABC):

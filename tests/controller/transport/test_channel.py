@@ -15,7 +15,7 @@ import pytest
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import run_async
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport import channel as channel_module
 from helmsman.controller._transport import health as health_module
 from helmsman.controller._transport.base import TransportLostError
@@ -263,7 +263,7 @@ async def test_silent_connection_of_a_running_worker_is_replaced(
 
     async def call_through_silence() -> None:
         channel = await connections.channel()
-        client = WorkerClient("target/0", Place(node="127.0.0.1"), worker.process.pid, "", channel, Timeouts())
+        client = WorkerClient("target/0", Placement(node="127.0.0.1"), worker.process.pid, "", channel, Timeouts())
         proxy.silence()
         outcomes = Outcomes()
         channel.post(request(1 << 40, tmp_path / "target"), outcomes)

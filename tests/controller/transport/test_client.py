@@ -1,94 +1,73 @@
-"""On which threads requests are written and answers are taken."""
+"""The controller's view of one worker: the end of its calls when it has ended."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from helmsman.api.scheduler import Call, Job, Scheduler
+from helmsman.api.errors import WorkerFailedError
+from helmsman.api.scheduler import Timeouts, WorkerState
 from helmsman.controller._aio.event_loop import run_sync
-from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.controller._transport import channel as channel_module
-from helmsman.controller._transport.channel import Channel
-from helmsman.rpc_server._wire.memory import populate
-from tests.contract.engines import Counter
-from tests.contract.helpers import Engine
+from helmsman.controller._placement.placement import Placement
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
+from helmsman.controller._transport.client import WorkerClient, await_reply, request_ids
+from helmsman.rpc_server._wire.codec import encode
+from helmsman.rpc_server._wire.messages import Request, Verb
+from helmsman.rpc_server._wire.wire import Outgoing
 
-LOOP_THREAD = "helmsman-loop"
-
-
-class Loaded:
-    """Is unpickled as the name of the thread that does so."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _thread_name, ()
+NUM_CALLS = 500
 
 
-def _thread_name() -> str:
-    return threading.current_thread().name
+class LostTransport(Transport):
+    """Carries nothing: its worker has ended, as soon as all calls are there."""
+
+    def __init__(self, look_up: Callable[[], Awaitable[Ending]]) -> None:
+        self._look_up = look_up
+        self._waiting: list[Awaited] = []
+        self.num_look_ups = 0
+
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        self._waiting.append(awaited)
+        if len(self._waiting) == NUM_CALLS:
+            for each in self._waiting:
+                each.failed(TransportLostError())
+
+    async def ending(self) -> Ending:
+        self.num_look_ups += 1
+        return await self._look_up()
+
+    async def kill(self) -> None:
+        raise AssertionError
 
 
-class Giving(Counter):
-    """Gives what is unpickled where it arrives."""
-
-    def give(self) -> Loaded:
-        """A value whose unpickling runs code."""
-        return Loaded()
+async def _known() -> Ending:
+    return Ending("was ended by SIGSEGV")
 
 
-@pytest.fixture(scope="module")
-def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
-    """With a role "giving" of two workers."""
-    with LocalScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
-        for worker in made.create_workers(Job(role="giving", replicas=2)):
-            Engine.create(made, worker, Giving, worker)
-        yield made
+async def _unanswered() -> Ending:
+    return await asyncio.get_running_loop().create_future()
 
 
-def test_group_results_are_unpickled_off_the_event_loop(scheduler: Scheduler) -> None:
-    names = run_sync(call_all(scheduler, "giving", "give", {f"giving/{index}": Call() for index in range(2)}))
-    assert len(names) == 2
-    assert LOOP_THREAD not in names
+async def _impossible() -> Ending:
+    raise OSError("no route")
 
 
-def test_large_results_are_mapped_off_the_event_loop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
+@pytest.mark.parametrize(
+    ("look_up", "cause"),
+    [(_known, "was ended by SIGSEGV"), (_unanswered, "did not report how within"), (_impossible, "found out: no route")],
+)
+def test_end_of_a_worker_is_looked_up_once_for_all_its_calls(look_up: Callable[[], Awaitable[Ending]], cause: str) -> None:
+    transport = LostTransport(look_up)
 
-    def mapped(views: Sequence[Any]) -> None:
-        names.append(_thread_name())
-        populate(views)
+    async def fail_all() -> tuple[WorkerClient, list[BaseException | object]]:
+        client = WorkerClient("a/0", Placement(node="n"), 1, "", transport, Timeouts())
+        outgoing = [Outgoing(Request(next(request_ids), Verb.CALL, None, "f"), encode(())) for _ in range(NUM_CALLS)]
+        calls = (await_reply(client, each, 60.0, "the test") for each in outgoing)
+        return client, await asyncio.gather(*calls, return_exceptions=True)
 
-    monkeypatch.setattr(channel_module, "populate", mapped)
-    assert scheduler.call_engine("giving/0", "make", None, 1 << 21).sum() == 7 << 21
-    assert len(names) == 1
-    assert LOOP_THREAD not in names
-
-
-@pytest.fixture
-def signal_while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next request is interrupted by SIGUSR1 while its thread writes it."""
-    send = Channel._send
-
-    def interrupted(channel: Channel, message: bytes) -> None:
-        if threading.current_thread() is threading.main_thread():
-            monkeypatch.undo()
-            signal.raise_signal(signal.SIGUSR1)
-        send(channel, message)
-
-    monkeypatch.setattr(Channel, "_send", interrupted)
-    disposition = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, disposition)
-
-
-@pytest.mark.usefixtures("signal_while_writing")
-def test_blocking_call_in_a_signal_handler_that_interrupts_another_is_refused(scheduler: Scheduler) -> None:
-    signal.signal(signal.SIGUSR1, lambda *_: scheduler.status())
-    with pytest.raises(RuntimeError, match="by a signal handler that has interrupted another one"):
-        scheduler.call_engine("giving/0", "add")
-    assert scheduler.call_engine("giving/0", "add") == 2, "the request that was interrupted is sent, once"
+    client, failures = run_sync(fail_all())
+    assert transport.num_look_ups == 1
+    assert client.state is WorkerState.FAILED
+    assert all(isinstance(failure, WorkerFailedError) and cause in failure.cause for failure in failures)
