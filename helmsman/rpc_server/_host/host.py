@@ -202,7 +202,7 @@ class EngineHost:
 
     def _activity(self) -> WorkerHealth:
         """Its health as far as it is told without running an engine's code or asking the kernel."""
-        running = self.engine_thread.running
+        running = self.engine_thread.occupant
         return WorkerHealth(
             worker_id=self.identity.worker_id,
             pid=os.getpid(),
@@ -262,7 +262,7 @@ class EngineHost:
         places = (self.engine_thread, self._loop)
         waiting = {request_id: place for place in places for request_id in request_ids if place.waiting.has(request_id)}
         behind = {place: _behind("waiting", place) for place in {*waiting.values(), self.engine_thread}}
-        running, now = self.engine_thread.running, time.monotonic()
+        running, now = self.engine_thread.occupant, time.monotonic()
         tasks = {call.request_id: call for call in list(self._loop.running.values())}
 
         def state_of(request_id: object) -> CallState:

@@ -102,10 +102,7 @@ def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_ch
 
 
 def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int) -> torch.Tensor:
-    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it alive.
-
-    ``data`` that is read-only is read in place; the codec has made a private copy before where one is wanted.
-    """
+    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it alive."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     if data is None:
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
