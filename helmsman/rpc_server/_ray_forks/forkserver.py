@@ -1,8 +1,7 @@
 """The parent of the workers of an embedded Ray: it has imported Ray and torch once, and forks each worker in milliseconds.
 
-Importing both costs a worker two seconds of CPU. The raylet starts a client of ours for each Python worker
-(client.py), which hands what it was given to this process; the fork becomes a Ray worker and registers with the raylet
-by its own pid, as workers in containers do. Requests that are not for a plain worker are refused: Ray's own way is taken.
+Importing both costs a worker two seconds of CPU. The raylet starts a client (client.py) for each Python worker. The fork
+registers with the raylet by its own pid. Requests for other than plain workers are refused, and left to Ray.
 
     driver <--- control: the raylet's pid ---> fork server --- fork ---> Ray workers
     raylet --- exec ---> client of each <--- Unix socket, alive as long as the worker --->

@@ -1,11 +1,9 @@
 """The payload codec: arguments and results of engine calls as a pickle stream and a list of raw buffers.
 
-Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by value), and every large
-buffer, of a tensor, a NumPy array or anything else that exports one, stays out of the stream and is not copied: the
-transport decides how its bytes move. Neither torch nor NumPy is imported until a value needs it.
+Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by value). Every large buffer stays
+out of the stream and is not copied. Neither torch nor NumPy is imported until a value needs it.
 
-What the sender must know: buffers are the caller's own memory until the transport has packed them, so a tensor must not be
-written to before that. What arrives is private to the receiver: each tensor and array has memory of its own, so two views of
+Buffers are the caller's own memory until the transport has packed them. What arrives is private to the receiver: two views of
 one storage come back as two storages, while one object that occurs twice stays one object.
 """
 

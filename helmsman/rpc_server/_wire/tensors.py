@@ -1,11 +1,8 @@
 """Tensors for the codec: how an exact ``torch.Tensor`` becomes raw bytes, and how it comes back.
 
-The bytes that are sent are the tensor's own memory wherever its elements lie densely, in whatever order (contiguous,
-transposed, channels last): shape and strides travel beside them. Dimensions of stride 0 (``expand``) cost nothing. Views with
-gaps are copied compactly first, so that a slice of a large storage never sends more than its own elements.
-
-torch is imported here and only by those who have a tensor in hand: the codec imports this module when torch is loaded
-already (sender), or when the payload names it (receiver).
+What is sent is the tensor's own memory where its elements lie densely, in any order, with shape and strides. Dimensions of
+stride 0 (``expand``) cost nothing. Views with gaps are copied compactly first. The codec imports this module, and so torch,
+when a value has a tensor.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ A payload is one message between processes of one machine, with small parts insi
     send msgpack(wire) ─────────────────────────────> payload = from_wire(wire)
     segment.close()  <──────── a confirmation ─────── value = decode(payload)
 
-After ``to_wire`` nothing refers to the sender's own memory any more: tensors may be written to again. Without segments (macOS,
-or between machines) everything goes inside the message, at the price of copies.
+After ``to_wire`` tensors may be written to again. Without segments (macOS, or between machines) all goes inside the message.
 
 A connection begins with a resumption of its session. Each message then arrives once and in order, also after a reconnection:
 
