@@ -16,7 +16,7 @@ import pytest
 
 from helmsman.api.errors import BootstrapExit, HelmsmanError, UntrustedPathError, WorkerStartError
 from helmsman.api.scheduler import Job
-from helmsman.controller._bootstrap.run_folder import run_folder
+from helmsman.controller._bootstrap.up import run_folder
 from helmsman.controller._node.run_registry import UP, RunLock, RunRecord, default_log_dir, read_runs, user_dir
 from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import ROOT
