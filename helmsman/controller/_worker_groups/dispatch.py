@@ -16,16 +16,7 @@ import msgspec
 
 from helmsman.api.batch import Batch, Remainder, part_sizes
 from helmsman.api.columns import Ragged, concat_columns, kind_of
-from helmsman.api.dispatch import (
-    AxisSharding,
-    Collect,
-    CustomDispatch,
-    Dispatch,
-    Execute,
-    MethodSpec,
-    Replicate,
-    Shard,
-)
+from helmsman.api.dispatch import AxisSharding, Collect, CustomDispatch, Dispatch, Execute, MethodSpec, Replicate, Shard
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.remote_batch import Piece, RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler
