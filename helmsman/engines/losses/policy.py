@@ -13,8 +13,7 @@ import torch
 
 from helmsman.api.engines import loss_traits
 from helmsman.api.reward_shaping import KlEstimator
-from helmsman.engines.losses.columns import Columns, LossResult, masked, masked_sum, require
-from helmsman.engines.losses.regularizers import add_regularizers, kl_estimate
+from helmsman.engines.losses.columns import Columns, LossResult, kl_estimate, masked, masked_sum, require, weighted_sum
 
 ImportanceMode: TypeAlias = Literal["truncate", "mask"]
 
@@ -61,9 +60,7 @@ def grpo_loss(
     mask = batch["loss_mask"]
     log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
     objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, dual_clip)
-    return add_regularizers(
-        "grpo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
-    )
+    return _regularized("grpo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -121,16 +118,8 @@ def decoupled_ppo_loss(
         stats["importance_capped"] = masked_sum(above, mask)
         weight = weight.masked_fill(above, importance_cap if importance_mode == "truncate" else 0.0)
     stats["importance_weight"] = masked_sum(weight, mask)
-    return add_regularizers(
-        "decoupled_ppo_loss",
-        objective * weight,
-        stats,
-        logprobs,
-        batch,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        entropy_coef=entropy_coef,
-    )
+    objective = objective * weight
+    return _regularized("decoupled_ppo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -169,9 +158,7 @@ def gspo_loss(
     log_ratio = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     log_ratio = log_ratio.expand_as(token_log_ratio)
     objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, None)
-    return add_regularizers(
-        "gspo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
-    )
+    return _regularized("gspo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -209,9 +196,7 @@ def cispo_loss(
     ratio = log_ratio.exp()
     objective = -ratio.clamp(max=ratio_cap) * masked(batch["advantages"], mask) * current
     stats = _ratio_stats(log_ratio, ratio > ratio_cap, mask)
-    return add_regularizers(
-        "cispo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
-    )
+    return _regularized("cispo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 def _clipped(
@@ -241,3 +226,27 @@ def _ratio_stats(log_ratio: torch.Tensor, is_clipped: torch.Tensor, mask: torch.
             "clip_fraction": masked_sum(is_clipped, mask).float(),
             "policy_kl": masked_sum(kl_estimate(-log_ratio), mask),
         }
+
+
+def _regularized(
+    loss: str,
+    objective: torch.Tensor,
+    stats: dict[str, torch.Tensor],
+    logprobs: torch.Tensor,
+    batch: Columns,
+    kl_coef: float,
+    kl_estimator: KlEstimator,
+    entropy_coef: float,
+) -> LossResult:
+    """The sum over tokens of a policy's loss (B, T), of the divergence to the reference policy, and of entropy with a minus."""
+    mask = batch["loss_mask"]
+    if kl_coef:
+        ref_kl = kl_estimate(masked(logprobs, mask) - masked(batch["ref_logprobs"], mask), kl_estimator)
+        objective = objective + kl_coef * ref_kl
+        stats["ref_kl"] = masked_sum(ref_kl, mask)
+    if entropy_coef:
+        require(loss, batch, ("entropy",))
+        entropy = masked(batch["entropy"], mask)
+        objective = objective - entropy_coef * entropy
+        stats["entropy"] = masked_sum(entropy, mask)
+    return weighted_sum(objective, batch), stats
