@@ -21,8 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from helmsman.api.advantages import sequence_weights
 from helmsman.api.reward_shaping import soft_overlong_punishment
-from helmsman.engines._models.model import target_logprobs
-from helmsman.engines._train.entropies import distribution_entropies
+from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
 from helmsman.engines.losses import LOSSES
 
 NUM_ROWS, NUM_PROMPT, NUM_COMPLETION, VOCAB = 4, 3, 7, 11
@@ -41,7 +40,7 @@ ACCELERATOR = SimpleNamespace(
 )
 
 
-def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, **kwargs: int) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Of every token given those before it; 0 at the first."""
     return torch.nn.functional.pad(target_logprobs(logits[:, :-1], input_ids[:, 1:], **kwargs), (1, 0))
 

@@ -32,13 +32,8 @@ class ServerProcess:
     It is the child of a guard (guard.py), which ends all that it has started with it, and it with the worker, however
     that ends. Its output goes to the worker's; the last of it is kept.
 
-    Args:
-        command: the program and its arguments.
-        environment: beside the worker's own.
-        stop_timeout_s: how long it has to end in order.
-        folder: removed with it, even if the worker is killed; "" for none.
-        secret: not to be shown in the command line.
-        on_end: called once when nothing of it is left, on a thread of its own.
+    ``environment`` is added to the worker's own. ``folder`` is removed with the server, even if the worker is killed;
+    ``secret`` is not shown in the command line; ``on_end`` is called once when nothing is left, on a thread of its own.
     """
 
     def __init__(
@@ -113,11 +108,8 @@ class ServerProcess:
         return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
 
     def wait_ready(self, address: str, route: str, headers: Mapping[str, str], limit_s: float) -> None:
-        """Wait until the server answers a GET of this route with 200.
-
-        Raises:
-            ServerStartError: It ended before, or did not within ``limit_s`` seconds. It is still running in the second case.
-        """
+        """Wait until the server answers a GET of this route with 200. Raises: ServerStartError when it ended before, or did not
+        within ``limit_s`` seconds; it is still running in the second case."""
         started = time.monotonic()
         observed, pause_s = "nothing was asked yet", _LEAST_PAUSE_S
 

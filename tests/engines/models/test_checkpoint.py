@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM
 from helmsman.api.weights import OntoDisk, WeightFormat
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
-from helmsman.engines._models.distributed import join_process_group, leave_process_group
+from helmsman.engines._models.distributed import full_tensor, join_process_group, leave_process_group
 from helmsman.engines._models.model import build_model, decoder_layers
-from helmsman.engines._models.tensors import full_tensor
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import free_port, processes, run_ranks
@@ -340,7 +339,13 @@ def export(folder: str, model: Any) -> dict[str, Any]:
     weights = engine.export_weights()
     engine.wake()
     errors = []
-    for attempt in (lambda: engine.export_hf("/proc/nowhere/model"), lambda: engine.export_hf(folder, "int3")):
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: engine.export_hf("/proc/nowhere/model"),
+        lambda: engine.save("/proc/nowhere/checkpoint"),
+        lambda: engine.export_hf(folder, "int3"),
+        lambda: engine.load(f"{folder}/nowhere"),
+    )
+    for attempt in attempts:
         try:
             attempt()
         except (ValueError, OSError, RuntimeError) as error:
@@ -369,8 +374,8 @@ MIXTRAL: dict[str, Any] = {
 @pytest.mark.parametrize("model", [QWEN2, MIXTRAL], ids=lambda each: each["model_type"])
 def test_an_export_is_what_transformers_reads(tmp_path: Path, model: dict[str, Any]) -> None:
     first, second = run_ranks(export, 2, str(tmp_path), model)
-    assert first["errors"][1:] == ["ValueError"]
-    assert second["errors"] == ["RuntimeError", "ValueError"]  # where to is rank 0 alone to find out
+    assert first["errors"][2:] == ["ValueError"] * 2
+    assert second["errors"] == ["RuntimeError"] * 2 + ["ValueError"] * 2  # where to write is rank 0 alone to find out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "whole"]
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto")
     for name, tensor in first["weights"].items():

@@ -1,7 +1,7 @@
-"""Whether weights fit the model of a folder, said before any of them is loaded.
+"""Whether weights fit a model, checked before any of them is loaded.
 
-vLLM's own parameters have other names (projections are fused) and shapes (of a rank's part), and its loader finds out half-way.
-So names and shapes are compared with what a trainer has: the Hugging Face model, or the folder's files where these differ.
+vLLM's own parameters have other names (projections are fused) and shapes (of a rank's part), and its loader fails half-way.
+So names and shapes are compared with those of the Hugging Face model, as a trainer has them, or of the folder's files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-_INDEX_FILE = "model.safetensors.index.json"
+from helmsman.engines._models.files import INDEX_FILE
+
 _SINGLE_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"
 
@@ -24,13 +25,23 @@ _HEAD = "lm_head.weight"
 class Expected(msgspec.Struct, frozen=True):
     """Names and shapes of one form of a model's weights."""
 
-    shapes: dict[str, list[int]]
-    optional: list[str] = []
-    """Of these, other names of a tensor that comes by its first one (tied embeddings)."""
+    shapes: dict[str, list[int] | None]
+    """None for any."""
+    aliases: dict[str, str] = {}
+    """Other name of a tensor (tied embeddings) -> the name that it can stand for, "" for none."""
+
+
+def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
+    """The form of a state dict whose tensors with several names are one object."""
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    shapes: dict[str, list[int] | None] = {name: list(tensor.shape) for name, tensor in state.items()}
+    return Expected(shapes, {name: first[id(tensor)] for name, tensor in state.items() if first[id(tensor)] != name})
 
 
 def expected_of(folder: str) -> list[Expected]:
-    """The forms in which weights of a folder's model may come; at least one.
+    """The forms in which weights of a folder's model may come to a server; at least one.
 
     Raises: ValueError where neither a configuration that transformers can build nor files of safetensors are there.
     """
@@ -46,34 +57,25 @@ def expected_of(folder: str) -> list[Expected]:
     except Exception as error:  # noqa: BLE001 - vLLM has models that transformers has not; the files may do
         problem = error
     else:
-        forms.append(_form_of(model.state_dict(keep_vars=True)))
+        form = form_of(model.state_dict(keep_vars=True))
+        forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))  # servers skip a tied head
     shapes = _shapes_of_files(folder)
     if shapes:
         is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        form = Expected(shapes if _HEAD in shapes or not is_tied else {**shapes, _HEAD: []}, [_HEAD] if is_tied else [])
-        if not any(form == other for other in forms):
+        form = Expected({_HEAD: None, **shapes} if is_tied else shapes, {_HEAD: ""} if is_tied else {})
+        if form not in forms:
             forms.append(form)
     if not forms:
-        raise ValueError(f"it cannot be told which weights the model of {folder} has: {problem}") from problem
+        raise ValueError(f"the weights of {folder}'s model are unknown: {problem}") from problem
     return forms
 
 
-def _form_of(state: Mapping[str, torch.Tensor]) -> Expected:
-    seen: set[int] = set()
-    optional = []
-    for name, tensor in state.items():
-        if id(tensor) in seen:
-            optional.append(name)
-        seen.add(id(tensor))
-    return Expected({name: list(tensor.shape) for name, tensor in state.items()}, optional)
-
-
-def _shapes_of_files(folder: str) -> dict[str, list[int]]:
+def _shapes_of_files(folder: str) -> dict[str, list[int] | None]:
     files = [_SINGLE_FILE]
-    if os.path.exists(os.path.join(folder, _INDEX_FILE)):
-        with open(os.path.join(folder, _INDEX_FILE), "rb") as file:
+    if os.path.exists(os.path.join(folder, INDEX_FILE)):
+        with open(os.path.join(folder, INDEX_FILE), "rb") as file:
             files = sorted(set(json.load(file)["weight_map"].values()))
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, list[int] | None] = {}
     for name in files:
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -86,17 +88,18 @@ def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) 
     """Raises: ValueError unless names and shapes are those of one of the forms."""
     problems = [_problems(form, shapes) for form in forms]
     if all(problems):
-        raise ValueError(f"the weights do not fit the model that is served, which was left as it is. {problems[0]}")
+        raise ValueError(f"the weights do not fit the model that is served, which was left as it was. {problems[0]}")
 
 
 def _problems(form: Expected, shapes: Mapping[str, Sequence[int]]) -> str:
+    given = shapes.keys() | {form.aliases[name] for name in shapes if name in form.aliases}
     kinds = {
-        "missing": [name for name in form.shapes if name not in shapes and name not in form.optional],
+        "missing": [name for name in form.shapes if name not in given and name not in form.aliases],
         "unexpected": [name for name in shapes if name not in form.shapes],
         "of another shape": [
-            f"{name} {tuple(shape)} for {tuple(form.shapes[name])}"
+            f"{name} {tuple(shape)} for {tuple(expected)}"
             for name, shape in shapes.items()
-            if form.shapes.get(name) and list(shape) != form.shapes[name]
+            if (expected := form.shapes.get(name)) is not None and list(shape) != expected
         ],
     }
     return "; ".join(f"{len(names)} {kind}: {', '.join(names[:4])}" for kind, names in kinds.items() if names)
