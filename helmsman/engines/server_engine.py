@@ -29,10 +29,10 @@ from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.process import ServerProcess, get
 from helmsman.engines._server.protocol import Asked, Call, ServerConfig, problem_in
-from helmsman.engines._server.weights import as_folder, forms_of, make_exchange, vocab_size_of
+from helmsman.engines._server.weights import as_folder, forms_of, make_exchange
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._serving.requests import Attempt, Requests
-from helmsman.engines._weights.fit import Expected
+from helmsman.engines._weights.fit import Expected, vocab_size_of
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weights import partial_update
 

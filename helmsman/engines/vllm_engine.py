@@ -21,6 +21,7 @@ from helmsman.api.weights import Weights
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.instance import VLLMInstance
+from helmsman.engines._weights.fit import vocab_size_of
 from helmsman.engines.vllm_config import VLLMConfig
 
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class VLLMEngine(InferenceEngine):
         if not os.path.isdir(self.config.model):
             raise ValueError(f"there is no model folder {self.config.model!r} on this worker; give a local folder")
         internals.prepare_environment()
-        arguments, vocab_size = _arguments(self.config), _vocab_size(self.config.model)
+        arguments, vocab_size = _arguments(self.config), vocab_size_of(self.config.model)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
         thread.start()
@@ -233,13 +234,6 @@ def _arguments(config: VLLMConfig) -> dict[str, Any]:
     if config.max_lora_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras}
     return arguments | config.engine_args
-
-
-def _vocab_size(model: str) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    return int(config.get_text_config().vocab_size)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -21,17 +20,6 @@ from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 
 log = logging.getLogger(__name__)
-
-
-def vocab_size_of(folder: str) -> int | None:
-    """How many tokens a folder's model knows; None where its configuration does not say."""
-    try:
-        with open(os.path.join(folder, "config.json")) as file:
-            config: dict[str, Any] = json.load(file)
-    except FileNotFoundError:
-        return None
-    size: int | None = config.get("text_config", config).get("vocab_size")
-    return size
 
 
 def forms_of(folder: str) -> list[Expected]:

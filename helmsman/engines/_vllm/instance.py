@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.25
 class VLLMInstance:
     """An AsyncLLM and what Helmsman asks of it. Made and used on one running event loop; ``start`` comes first."""
 
-    def __init__(self, config: VLLMConfig, vocab_size: int) -> None:
+    def __init__(self, config: VLLMConfig, vocab_size: int | None) -> None:
         self.config = config
         self.failure: str | None = None
         """Why it can serve no more; None while it can."""

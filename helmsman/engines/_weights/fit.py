@@ -31,6 +31,17 @@ class Expected(msgspec.Struct, frozen=True):
     """Other name of a tensor (tied embeddings) -> the name that it can stand for, "" for none."""
 
 
+def vocab_size_of(folder: str) -> int | None:
+    """Size of the vocabulary of a folder's model; None where its configuration does not say."""
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            config: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return None
+    size: int | None = config.get("text_config", config).get("vocab_size")
+    return size
+
+
 def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
     """The form of a state dict whose tensors with several names are one object."""
     first: dict[int, str] = {}

@@ -87,15 +87,11 @@ def decoupled_ppo_loss(
     Args:
         logprobs: (B, T) float32 under the current weights.
         batch: As grpo_loss, and ``prox_logprobs`` (B, T), those of the proximal policy; ``logprobs`` are the rollout engine's.
-        clip_low: As grpo_loss, of the ratio of current to proximal policy.
-        clip_high: As grpo_loss.
-        dual_clip: As grpo_loss.
+        clip_low, clip_high, dual_clip: As grpo_loss, of the ratio of current to proximal policy.
         importance_cap: Most that the weight, proximal over behaviour probability, may be; None: anything.
         importance_mode: What becomes of a token whose weight is above the cap: ``mask`` leaves it out (as AReaL does, whose
             cap is 5), ``truncate`` gives it the cap.
-        kl_coef: As grpo_loss. The importance weight does not apply to it.
-        kl_estimator: As grpo_loss.
-        entropy_coef: As grpo_loss. The importance weight does not apply to it.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss. The importance weight does not apply to them.
 
     Returns:
         As grpo_loss, where ``ratio``, ``clip_fraction`` and ``policy_kl`` are against the proximal policy; and the sums of
@@ -142,9 +138,7 @@ def gspo_loss(
         batch: As grpo_loss; ``advantages`` are one per sequence.
         clip_low: The ratio counts down to 1 - clip_low.
         clip_high: The ratio counts up to 1 + clip_high.
-        kl_coef: As grpo_loss.
-        kl_estimator: As grpo_loss.
-        entropy_coef: As grpo_loss.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss.
 
     Returns:
         As grpo_loss; ``ratio`` and ``policy_kl`` are those of sequences, counted once for each of their tokens.
@@ -179,9 +173,7 @@ def cispo_loss(
         logprobs: (B, T) float32 under the current weights.
         batch: As grpo_loss.
         ratio_cap: Most that the probability ratio, of which no gradient is taken, counts.
-        kl_coef: As grpo_loss.
-        kl_estimator: As grpo_loss.
-        entropy_coef: As grpo_loss.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss.
 
     Returns:
         As grpo_loss; ``clip_fraction`` counts tokens whose ratio is above the cap.
