@@ -176,7 +176,7 @@ class FSDPTrainEngine(TrainEngine):
         if self.config.frozen:
             raise RuntimeError(
                 "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no optimizer to save or to load; "
-                "build it anew with the folder of other weights as its model"
+                "build it again with the folder of other weights as its model"
             )
 
     def train_batch(

@@ -272,7 +272,7 @@ def _in_files(weights: WeightsOnDisk) -> Incoming:
 
 
 class _Received:
-    """Broadcasts of a group. What its reader does not want is received all the same: the others wait for nobody."""
+    """Broadcasts of a group. Buckets that its reader does not want are received too: the others do not wait."""
 
     def __init__(self, place: ByCollective, group: WeightGroup) -> None:
         self._group = group

@@ -146,7 +146,7 @@ class Checkpointer:
             self._writing.join()
             self._writing = None
         if self._failure is not None:
-            logger.error("the last checkpoint was not saved, and nobody has asked: %s", self._failure)
+            logger.error("the last checkpoint was not saved, and no call has raised it: %s", self._failure)
             self._failure = None
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():

@@ -50,7 +50,7 @@ class ServerProcess:
         self.pid = 0
         """Of the server, which leads a process group; 0 until it is known."""
         self.exit_code: int | None = None
-        """Negative for a signal; None while it runs, and when nobody could tell."""
+        """Negative for a signal; None while it runs, and when it is unknown."""
         self._stop_timeout_s = stop_timeout_s
         self._on_end = on_end
         self._tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_CHUNKS)
@@ -178,7 +178,7 @@ class ServerProcess:
         if status:
             self.exit_code = os.waitstatus_to_exitcode(int(status))
         elif self.pid:
-            with contextlib.suppress(ProcessLookupError):  # the guard was killed, and whom it guarded has nobody else
+            with contextlib.suppress(ProcessLookupError):  # the guard was killed, and no other process ends the server
                 os.killpg(self.pid, signal.SIGKILL)
         self._guard.wait()
         self._ended.set()

@@ -1,7 +1,7 @@
 """Token rows: how the samples of a micro-batch lie in what the model gets, and the way back.
 
 A causal model needs no attention mask for padding on the right: no real token sees it. Packed, the samples lie end to end in
-one row; positions begin anew at each, and attention is told where they end (helmsman/engines/_train/attention.py).
+one row; positions begin again at each, and attention is told where they end (helmsman/engines/_train/attention.py).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def whole_pass(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         model.zero_grad(set_to_none=True)  # of what is gathered, too, which FSDP would add to the next ones
-        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built anew
+        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built again
             model.reset_iter_state()  # type: ignore[operator]
         raise
 
