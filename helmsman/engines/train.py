@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
-from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
 from helmsman.engines._models.distributed import (
@@ -49,7 +49,7 @@ from helmsman.engines._train.parallel import Layout, ParallelMesh, clip_gradient
 from helmsman.engines._train.parallel_plan import TensorPlan
 from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines._weights.hf_export import MAX_SHARD_BYTES, export_hf, full_state_dict
+from helmsman.engines._weights.hf_export import MAX_SHARD_BYTES, export_hf
 from helmsman.engines.losses import LossCall, prepare_loss
 from helmsman.engines.train_config import TrainConfig
 from helmsman.engines.weight_transfer import publish
@@ -344,8 +344,8 @@ class FSDPTrainEngine(TrainEngine):
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None elsewhere. A collective."""
-        weights = full_state_dict(self._built_model(may_sleep=True), self._memory.full)
-        return weights if dist.get_rank() == 0 else None
+        sent = self.publish_weights(IntoMemory(version=self._progress.version), WeightFormat())
+        return dict(sent.tensors) if isinstance(sent, WeightsInMemory) else None
 
     def open_weight_store(self, address: str) -> int:
         """Have rank 0 listen at this address of its own, for instances that take weights by broadcasts; returns the port."""

@@ -28,19 +28,6 @@ from helmsman.engines._weights.sending import Bucket, Packer, Sink, send_all
 MAX_SHARD_BYTES = 5 << 30
 
 
-def full_state_dict(model: nn.Module, full: Callable[[torch.Tensor], torch.Tensor] = full_tensor) -> dict[str, torch.Tensor]:
-    """The unsharded parameters and persistent buffers by name, on the host of rank 0; empty elsewhere. A collective.
-
-    A tensor with several names (tied embeddings) appears once, under its first name.
-    """
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors(model).items():
-        whole = full(tensor)
-        if dist.get_rank() == 0:
-            state[name] = whole.to("cpu", copy=True).contiguous()
-    return state
-
-
 def export_hf(
     model: nn.Module,
     path: str,
