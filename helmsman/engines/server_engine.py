@@ -28,7 +28,7 @@ from helmsman.api.worker_context import worker_context
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.process import ServerProcess, get
-from helmsman.engines._server.protocol import Asked, Call, ServerConfig, problem_in
+from helmsman.engines._server.protocol import Call, ServerConfig, problem_in
 from helmsman.engines._server.weights import as_folder, forms_of, make_exchange
 from helmsman.engines._serving.generation import check_level, check_samples_of_one
 from helmsman.engines._serving.requests import Attempt, Requests
@@ -245,17 +245,8 @@ class ServerEngine(InferenceEngine):
         return await self._served().abort(request_ids)
 
     async def _read(self, attempt: Attempt) -> None:
-        client, requests, first = self._running(), self._served(), attempt.generations[0]
-        asked = Asked(
-            model=self._model,
-            request_id=attempt.request_id,
-            token_ids=first.token_ids,
-            sampling=first.request.sampling,
-            max_new_tokens=first.num_left,
-            seed=first.attempt_seed,
-            num_samples=len(attempt.generations),
-        )
-        call = self._dialect.generation(asked)
+        client, requests = self._running(), self._served()
+        call = self._dialect.generation(self._model, attempt)
         counts = [0] * len(attempt.generations)
         async with contextlib.aclosing(client.events(call.route, call.body)) as events:
             async for event in events:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from helmsman.engines._server.protocol import Asked, Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
 from helmsman.engines._server.sglang import SGLangDialect
+from helmsman.engines._serving.requests import Attempt
 from helmsman.engines._vllm import internals
 
 
@@ -56,25 +57,27 @@ class VLLMDialect:
         unset = {name: value for name, value in internals.ENVIRONMENT.items() if name not in os.environ}
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
 
-    def generation(self, asked: Asked) -> Call:
+    def generation(self, model: str, attempt: Attempt) -> Call:
+        first = attempt.generations[0]
+        sampling = first.request.sampling
         body: dict[str, Any] = {
-            "model": asked.model,
-            "prompt": asked.token_ids,
-            "max_tokens": asked.max_new_tokens,
-            "temperature": asked.sampling.temperature,
-            "top_p": asked.sampling.top_p,
-            "n": asked.num_samples,
+            "model": model,
+            "prompt": first.token_ids,
+            "max_tokens": first.num_left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "n": len(attempt.generations),
             "ignore_eos": True,  # only stop_token_ids end a sequence
-            "stop_token_ids": asked.sampling.stop_token_ids,
+            "stop_token_ids": sampling.stop_token_ids,
             "logprobs": 0,  # of the generated token alone
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # there is no tokenizer
             "stream": True,
         }
-        if asked.sampling.top_k:
-            body["top_k"] = asked.sampling.top_k
-        if asked.seed is not None:
-            body["seed"] = asked.seed
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if first.attempt_seed is not None:
+            body["seed"] = first.attempt_seed
         return Call("/v1/completions", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:

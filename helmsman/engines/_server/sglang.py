@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from helmsman.engines._server.protocol import Asked, Call, Chunk, ServerConfig, Stats, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, ServerConfig, Stats, require_logprobs
+from helmsman.engines._serving.requests import Attempt
 
 
 class _Finish(msgspec.Struct, frozen=True):
@@ -58,23 +59,24 @@ class SGLangDialect:
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}  # at temperature 1; else they are those of what is drawn from
 
-    def generation(self, asked: Asked) -> Call:
-        assert asked.num_samples == 1
+    def generation(self, model: str, attempt: Attempt) -> Call:
+        (generation,) = attempt.generations
+        sampling = generation.request.sampling
         params: dict[str, Any] = {
-            "max_new_tokens": asked.max_new_tokens,
-            "temperature": asked.sampling.temperature,
-            "top_p": asked.sampling.top_p,
+            "max_new_tokens": generation.num_left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "ignore_eos": True,  # only stop_token_ids end a sequence
         }
-        if asked.sampling.top_k:
-            params["top_k"] = asked.sampling.top_k
-        if asked.sampling.stop_token_ids:
-            params["stop_token_ids"] = asked.sampling.stop_token_ids
-        if asked.seed is not None:
-            params["sampling_seed"] = asked.seed
+        if sampling.top_k:
+            params["top_k"] = sampling.top_k
+        if sampling.stop_token_ids:
+            params["stop_token_ids"] = sampling.stop_token_ids
+        if generation.attempt_seed is not None:
+            params["sampling_seed"] = generation.attempt_seed
         body = {
-            "rid": asked.request_id,
-            "input_ids": asked.token_ids,
+            "rid": attempt.request_id,
+            "input_ids": generation.token_ids,
             "sampling_params": params,
             "return_logprob": True,
             "stream": True,
