@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, SamplingParams
+from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
+from helmsman.api.supervision import Monitor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.request import RequestOptions
 from helmsman.controller._generation.retries import RetryGeneration
@@ -98,10 +99,12 @@ async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options
     everyone = list(backend.instances.values())
     requests = GenerateScheduler(backend, policy=policy, retries=RetryGeneration())
 
-    async def probe(instance_id: str) -> bool:
-        if backend.instances[instance_id].is_lost:
-            raise InstanceLostError(instance_id=instance_id, reason="it was killed", may_have_begun=True)
-        return False
+    async def check_health(instance_id: str, timeout: float | None) -> WorkerHealth:
+        failure = "it was killed" if backend.instances[instance_id].is_lost else None
+        return WorkerHealth(worker_id=instance_id, pid=0, node="", engines={}, failure=failure)
+
+    async def leaving() -> dict[str, PreemptionNotice]:
+        return {}
 
     async def rebuild(instance_id: str) -> bool:
         await asyncio.sleep(options.rebuild_s)
@@ -109,7 +112,7 @@ async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options
         everyone.append(backend.instances[instance_id])
         return True
 
-    supervisor = Supervisor(requests, SupervisionPolicy(), probe, rebuild)
+    supervisor = Supervisor(requests, SupervisionPolicy(), Monitor(check_health, leaving), rebuild)
     for instance_id in models:
         requests.add(instance_id, options.capacity)
         supervisor.watch(instance_id)

@@ -7,6 +7,7 @@ Names follow the field's existing Scheduler API, so that scripts written to it c
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
 from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
 from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
 from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
 from helmsman.api.workers import EngineSpec as EngineSpec
-from helmsman.api.workers import Leaving as Leaving
+from helmsman.api.workers import PreemptionNotice as PreemptionNotice
 from helmsman.api.workers import ProcessState as ProcessState
 from helmsman.api.workers import ResultHandle as ResultHandle
 from helmsman.api.workers import Timeouts as Timeouts
@@ -50,6 +52,11 @@ class Scheduler(Closing):
     def shares_process(self) -> bool:
         """Whether the workers live in the script's own process, and so have one environment and no devices of their own."""
         return False
+
+    @functools.cached_property
+    def monitor(self) -> Monitor:
+        """Watches the workers by ``check_health`` and ``leaving`` for all controllers of this scheduler."""
+        return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
@@ -187,7 +194,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def leaving(self) -> dict[str, Leaving]:
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         """Workers that are about to go, by id.
 
         On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by

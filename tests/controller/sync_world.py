@@ -50,7 +50,6 @@ class World:
         return self.trainer.get_version()
 
     def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
-        """By instance, the parameters that are not the trainer's."""
         expected = self.expected()
         served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
         return {
@@ -73,16 +72,13 @@ class World:
         return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
 
     def health(self) -> list[Health]:
-        """Of each instance."""
         return [load.state for load in self.rollout.load().instances.values()]
 
     def close(self) -> None:
-        """End the workers."""
         self.rollout.close()
         self.trainer.close()
 
     def pid(self, worker_id: str) -> int:
-        """Of a worker."""
         return next(int(status.pid) for status in self.scheduler.status() if status.worker_id == worker_id)  # type: ignore[arg-type]
 
     def num_segments(self) -> int:

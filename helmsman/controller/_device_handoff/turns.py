@@ -33,6 +33,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.platforms import MemoryStats
 from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.train_controller import TrainController
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync
@@ -103,28 +104,24 @@ class Turns:
 
     # --- hand-overs -------------------------------------------------------------------------------------------------------
 
-    def to_training(self) -> None:
+    async def ato_training(self) -> None:
         """Give the devices to the trainer. Nothing happens when it has them.
 
         Raises: RequestsInFlightError, after which they are still the rollout's; DeviceMemoryError; as sleep and wake.
         """
-        run_sync(self._to_training())
-
-    async def ato_training(self) -> None:
-        """As to_training, awaited."""
         await run_async(self._to_training())
 
-    def to_rollout(self) -> SyncReport | None:
+    to_training = blocking(ato_training)
+
+    async def ato_rollout(self) -> SyncReport | None:
         """Give the devices to the rollout, with the trainer's weights. Nothing happens when it has them.
 
         Returns: what was brought; None when the rollout had the devices. Raises: DeviceMemoryError; as sleep, wake and
             WeightSync.push.
         """
-        return run_sync(self._to_rollout())
-
-    async def ato_rollout(self) -> SyncReport | None:
-        """As to_rollout, awaited."""
         return await run_async(self._to_rollout())
+
+    to_rollout = blocking(ato_rollout)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from helmsman.api.errors import CallError, EngineCallError, EngineDeadError, HelmsmanError, InstanceLostError, WorkerFailedError
+from helmsman.api.errors import EngineCallError, EngineDeadError, HelmsmanError, InstanceLostError, WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import Job, Scheduler
+from helmsman.api.supervision import Sign
 from helmsman.controller._aio.event_loop import in_own_thread, run_sync
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller._generation.instance import Instance, InstanceLoad, RolloutLoad
@@ -18,7 +19,6 @@ from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
 from helmsman.controller._roles.role_controller import RoleController, Turn
-from helmsman.controller._transport.health import require_answer
 
 
 class Instances(RoleController):
@@ -62,10 +62,9 @@ class Instances(RoleController):
         self.capacity, self.turn, self._on_closed, self._request_timeout_s = capacity, turn, on_closed, request_timeout_s
         self.is_supervised = supervision is not None
         supervision = supervision or SupervisionPolicy()
-        self._probe_limit_s = 2.0 * supervision.dead_s  # longer than the supervisor waits, whose limits count
         self._goes_on_elsewhere = retries is not None and not isinstance(retries, RetryUnbegun)
         self._requests = make_queue(self, why_hopeless=why_hopeless)
-        self.supervisor = Supervisor(self._requests, supervision, self.probe, rebuild, self.about_to_go)
+        self.supervisor = Supervisor(self._requests, supervision, scheduler.monitor, rebuild, engine_name)
         self.num_builds: Counter[str] = Counter()
         """How often each worker was rebuilt: news of an earlier process says nothing about the present one."""
 
@@ -155,20 +154,9 @@ class Instances(RoleController):
     async def answering_ids(self) -> list[str]:
         """Ids of living instances that answer now."""
 
-        async def answers(worker_id: str) -> bool:
-            try:
-                await require_answer(self.scheduler, worker_id, self.scheduler.timeouts.health_s, or_busy=False)
-            except CallError:
-                return False
-            return True
-
-        living = self.living_ids()
-        answered = await asyncio.gather(*map(answers, living))
-        return [worker_id for worker_id, has_answered in zip(living, answered, strict=True) if has_answered]
-
-    async def about_to_go(self) -> dict[str, str]:
-        """Return the instances that are about to go, and why."""
-        return {worker_id: notice.reason for worker_id, notice in (await self.scheduler.leaving()).items()}
+        ask, limit_s = self.scheduler.monitor.ask, self.scheduler.timeouts.health_s
+        reports = await asyncio.gather(*(ask(worker_id, limit_s, or_busy=False) for worker_id in self.living_ids()))
+        return [report.worker_id for report in reports if report.sign is Sign.ANSWERED]
 
     def why_none_will_serve(self, method: str = "agenerate") -> Exception | None:
         """Why no instance serves or will, as the error of ``method``; None while one does, or is being rebuilt."""
@@ -219,16 +207,6 @@ class Instances(RoleController):
         """Raise DeviceMemoryError from an error of devices without room, where a trainer takes turns with the role."""
         if (turn := self.turn()) is not None:
             await turn.explain(error)
-
-    async def probe(self, worker_id: str) -> bool:
-        """Return whether a worker is busy. Raises: InstanceLostError when it or its engine has died."""
-        try:
-            health = await require_answer(self.scheduler, worker_id, self._probe_limit_s)
-        except WorkerFailedError as error:
-            raise _lost(worker_id, str(error)) from error
-        if (reason := health.failure or health.failed_engines.get(self.engine_name or worker_id)) is not None:
-            raise _lost(worker_id, reason)
-        return health.is_busy
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """See Backend."""

@@ -20,6 +20,7 @@ from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.streaming import OnError
+from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.role_controller import Turn
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
@@ -69,9 +70,9 @@ class RolloutController(Closing):
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
             supervision: probe the workers, and rebuild dead ones, which serve again once they have the weights of the last
-                update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
-                what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's death
-                is noticed by its calls, and final.
+                update (kept for that until the next one). Workers that are about to go (Scheduler.preemption_notices) are left
+                in time: what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's
+                death is noticed by its calls, and final.
             samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
                 computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
                 where there is room.
@@ -268,7 +269,7 @@ class RolloutController(Closing):
         return self._requests.astream(requests, options, num_samples, on_error)
 
     @checked
-    def submit(
+    async def asubmit(
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
@@ -284,24 +285,14 @@ class RolloutController(Closing):
         Args:
             resume_from: as in agenerate.
         """
-        return run_sync(self._requests.submit(prompt, sampling, options, resume_from))
-
-    @checked
-    async def asubmit(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        options: RequestOptions | None = None,
-        *,
-        resume_from: GenerationResult | None = None,
-    ) -> Future[GenerationResult]:
-        """As submit, awaited."""
         return await run_async(self._requests.submit(prompt, sampling, options, resume_from))
+
+    submit = blocking(asubmit)
 
     # --- flow of requests ---------------------------------------------------------------------------------------------
 
     @checked
-    def abort(self, request_ids: Collection[str] | None = None) -> int:
+    async def aabort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (None: all that are here now) early; each returns what it has with stop_reason 'abort'.
 
         What waits has ended when this returns; what is in flight ends as soon as its worker has given it back, see wait_idle.
@@ -309,15 +300,12 @@ class RolloutController(Closing):
 
         Returns: how many. Raises: ValueError for one id that is not in a sequence.
         """
-        return run_sync(self._requests.abort(request_ids))
-
-    @checked
-    async def aabort(self, request_ids: Collection[str] | None = None) -> int:
-        """As abort, awaited."""
         return await run_async(self._requests.abort(request_ids))
 
+    abort = blocking(aabort)
+
     @checked
-    def pause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
+    async def apause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
         """Give no request to a worker from now on until resume; submission stays open.
 
         Args:
@@ -329,23 +317,18 @@ class RolloutController(Closing):
         Raises: RequestsInFlightError after the time-out, which names the workers that still have requests. It is paused then,
             too, and what was recalled still comes back when its worker answers; when that dies, its requests go by ``retries``.
         """
-        run_sync(self._requests.pause(in_flight, timeout))
-
-    @checked
-    async def apause(self, in_flight: InFlight = "continue", timeout: float | None = None) -> None:
-        """As pause, awaited."""
         await run_async(self._requests.pause(in_flight, timeout))
 
-    def resume(self) -> None:
-        """Send queued requests again, as soon as no update of the weights holds them either."""
-        run_sync(self._requests.resume())
+    pause = blocking(apause)
 
     async def aresume(self) -> None:
-        """As resume, awaited."""
+        """Send queued requests again, as soon as no update of the weights holds them either."""
         await run_async(self._requests.resume())
 
+    resume = blocking(aresume)
+
     @checked
-    def wait_idle(self, timeout: float | None = None) -> None:
+    async def await_idle(self, timeout: float | None = None) -> None:
         """Wait until no worker has a request and, unless paused, none waits: what comes meanwhile is waited for, too. While
         others submit, it holds for a moment only; after pause it holds until resume.
 
@@ -353,17 +336,14 @@ class RolloutController(Closing):
             timeout: seconds; None for no limit.
         Raises: RequestsInFlightError after the time-out.
         """
-        run_sync(self._requests.wait_idle(timeout))
-
-    @checked
-    async def await_idle(self, timeout: float | None = None) -> None:
-        """As wait_idle, awaited."""
         await run_async(self._requests.wait_idle(timeout))
+
+    wait_idle = blocking(await_idle)
 
     # --- instances -----------------------------------------------------------------------------------------------------
 
     @checked
-    def add(self, count: int = 1) -> list[str]:
+    async def aadd(self, count: int = 1) -> list[str]:
         """Serve by so many workers more, and return their ids.
 
         They serve, all of them from one moment on, once they have the weights of the last update: at once under supervision,
@@ -372,15 +352,12 @@ class RolloutController(Closing):
         Raises: as Scheduler.add_workers, or what building the engines raised; under supervision also InstanceLostError, when
             one of them hangs meanwhile.
         """
-        return run_sync(self._pool.add(count))
-
-    @checked
-    async def aadd(self, count: int = 1) -> list[str]:
-        """As add, awaited."""
         return await run_async(self._pool.add(count))
 
+    add = blocking(aadd)
+
     @checked
-    def drain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+    async def adrain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
         """Give these workers nothing more until undrain, and wait until they have nothing.
 
         Args:
@@ -388,12 +365,9 @@ class RolloutController(Closing):
         Raises: WorkerNotFoundError; ValueError for one id that is not in a sequence; HelmsmanError when undrain takes it back.
             An interrupt takes it back, too.
         """
-        run_sync(self._pool.drain(worker_ids, migrate))
-
-    @checked
-    async def adrain(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
-        """As drain, awaited."""
         await run_async(self._pool.drain(worker_ids, migrate))
+
+    drain = blocking(adrain)
 
     @checked
     def undrain(self, worker_ids: Collection[str]) -> None:
@@ -401,7 +375,7 @@ class RolloutController(Closing):
         run_sync(self._pool.undrain(worker_ids))
 
     @checked
-    def remove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
+    async def aremove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
         """Drain these workers, end them and free what they held; the others keep their ids, and these are not given again.
 
         An error or an interrupt before their end begins leaves them serving; once it has begun, it is finished.
@@ -409,31 +383,25 @@ class RolloutController(Closing):
         Raises: as drain; InvalidSpecError for all workers that there are, and for those that are being removed already;
             as Scheduler.remove_workers.
         """
-        run_sync(self._pool.remove(worker_ids, migrate))
-
-    @checked
-    async def aremove(self, worker_ids: Collection[str], *, migrate: bool = False) -> None:
-        """As remove, awaited."""
         await run_async(self._pool.remove(worker_ids, migrate))
 
+    remove = blocking(aremove)
+
     @checked
-    def scale(self, replicas: int, *, migrate: bool = False) -> None:
+    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
         """Serve by so many workers from now on: ``add`` as many as are missing, or ``remove`` the last ones. Who scales while
         another does waits for that, drains included.
 
         Raises: InvalidSpecError; as these.
         """
-        run_sync(self._pool.scale(replicas, migrate))
-
-    @checked
-    async def ascale(self, replicas: int, *, migrate: bool = False) -> None:
-        """As scale, awaited."""
         await run_async(self._pool.scale(replicas, migrate))
+
+    scale = blocking(ascale)
 
     # --- weights -------------------------------------------------------------------------------------------------------
 
     @checked
-    def update_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
+    async def aupdate_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
         """Serve ``weights`` as ``version`` on every worker, by one call each; requests in flight go on with them.
 
         A worker whose update fails takes no more requests until one succeeds.
@@ -445,15 +413,12 @@ class RolloutController(Closing):
         Raises: as call_all, when all workers have answered; under supervision only when no worker serves the weights, since
             the others are left to it.
         """
-        return run_sync(self.weight_sink.update_all(weights, version, timeout))
-
-    @checked
-    async def aupdate_weights(self, weights: ResultHandle | Weights, version: int, timeout: float | None = None) -> int:
-        """As update_weights, awaited."""
         return await run_async(self.weight_sink.update_all(weights, version, timeout))
 
+    update_weights = blocking(aupdate_weights)
+
     @checked
-    def sleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
+    async def asleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
         """Give the devices' memory back: the instances accept nothing until wake, and requests are held here. Idempotent.
 
         Args:
@@ -464,15 +429,12 @@ class RolloutController(Closing):
         Raises: RequestsInFlightError when they have not ended or come back, and then no instance sleeps; ValueError; as
             call_all. What fails otherwise may have left some asleep: sleep or wake again.
         """
-        run_sync(self.weight_sink.sleep(level, in_flight, timeout))
-
-    @checked
-    async def asleep(self, level: int = 1, in_flight: InFlight = "finish", timeout: float | None = None) -> None:
-        """As sleep, awaited."""
         await run_async(self.weight_sink.sleep(level, in_flight, timeout))
 
+    sleep = blocking(asleep)
+
     @checked
-    def wake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
+    async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
         """Take the devices' memory again, and send the requests that were held, once there are weights. Idempotent.
 
         Args:
@@ -480,12 +442,9 @@ class RolloutController(Closing):
             timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
         Raises: as call_all; DeviceMemoryError for a rollout that takes Turns, when there is not enough.
         """
-        run_sync(self.weight_sink.wake(weights_only, timeout))
-
-    @checked
-    async def awake(self, *, weights_only: bool = False, timeout: float | None = None) -> None:
-        """As wake, awaited."""
         await run_async(self.weight_sink.wake(weights_only, timeout))
+
+    wake = blocking(awake)
 
     def versions(self) -> dict[str, int]:
         """The weight version that each living worker serves, by worker id."""

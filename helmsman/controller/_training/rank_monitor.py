@@ -1,110 +1,83 @@
-"""Finds ranks that do not answer, beside the calls that wait for them.
+"""Ends ranks that do not answer, beside the calls that wait for them.
 
-A rank that dies is told by the connection to it. One that is stopped, or whose machine has vanished, is not: its peers wait for
-it in a collective, and the script for all of them.
+The connection to a rank reports its death. A rank that is stopped, or whose machine has vanished, holds up its peers in a
+collective, and the script with them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Self
 
-from helmsman.api.errors import CallTimeoutError, HelmsmanError, NotFoundError, SchedulerClosedError, WorkerFailedError
+from helmsman.api.errors import HelmsmanError, WorkerFailedError
+from helmsman.api.supervision import Report, Sign, Watch
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import observe
 from helmsman.controller._training.recovery_policy import RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
-from helmsman.controller._transport.health import require_answer
 
 log = logging.getLogger(__name__)
 
 
-class RankWatch:
-    """Asks every rank of a job whether it is there, one question to each at a time, and ends those that are silent.
+class RankMonitor:
+    """Ends the ranks of a job that its scheduler's monitor reports as silent.
 
     Args:
-        trainer: the job; its ranks may be built anew meanwhile.
-        policy: how often, and for how long a rank may be silent.
+        trainer: the job; its ranks may be rebuilt meanwhile.
+        policy: how often a rank is asked, and for how long it may be silent.
     """
 
     def __init__(self, trainer: TrainController, policy: RecoveryPolicy) -> None:
-        self._trainer, self._policy = trainer, policy
+        self._trainer, self._policy, self._scheduler = trainer, policy, trainer.scheduler
         self._worker_ids = [worker.id for worker in trainer.workers]
-        self._busy_since: dict[str, float] = {}
-        """By worker id, when it was first seen to be busy since its last answer, by time.monotonic()."""
-        self._task: asyncio.Task[None] | None = None
+        self._builds = dict.fromkeys(self._worker_ids, trainer.num_recoveries)
+        """By worker id, ``num_recoveries`` at its last report: silence that began before a recovery is another process's."""
+        self._watch: Watch | None = None
 
     def __enter__(self) -> Self:
-        async def start() -> None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
-            observe(self._task, f"the watch over the ranks of {self._trainer.role}")
-
-        run_sync(start())
+        run_sync(self._start())
         return self
 
     def __exit__(self, *_: object) -> None:
-        async def stop() -> None:
-            if self._task is not None:
-                self._task.cancel()
+        run_sync(self._stop())
 
-        run_sync(stop())
+    async def _start(self) -> None:
+        self._watch = Watch(self._scheduler.monitor, self._policy, self._on_report, self._worker_ids)
 
-    def lost(self) -> dict[str, WorkerFailedError]:
-        """Ask all ranks now; those that have ended, or are ended for their silence, and how. At most about ``dead_s``."""
+    async def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def lost(self) -> list[WorkerFailedError]:
+        """Ask all ranks now; how those ended that have ended, or are ended for their silence. At most about ``dead_s``."""
+
+        async def ask(worker_id: str) -> WorkerFailedError | None:
+            report = await self._scheduler.monitor.ask(worker_id, self._policy.dead_s)
+            is_silent = report.sign is Sign.DEAD and report.error is None
+            return await self._end(report) if is_silent else report.error
 
         async def ask_all() -> list[WorkerFailedError | None]:
-            return await asyncio.gather(*map(self._ask, self._worker_ids))
+            return await asyncio.gather(*map(ask, self._worker_ids))
 
-        found = zip(self._worker_ids, run_sync(ask_all()), strict=True)
-        return {worker_id: error for worker_id, error in found if error is not None}
+        return [error for error in run_sync(ask_all()) if error is not None]
 
-    async def _run(self) -> None:
-        await asyncio.gather(*map(self._keep_asking, self._worker_ids))
+    def _on_report(self, report: Report) -> None:
+        if report.sign not in (Sign.ANSWERED, Sign.DEAD):
+            return
+        build, self._builds[report.worker_id] = self._builds[report.worker_id], self._trainer.num_recoveries
+        if report.sign is Sign.DEAD and report.error is None and build == self._trainer.num_recoveries:
+            observe(asyncio.ensure_future(self._end(report)), f"the end of {report.worker_id}")
 
-    async def _keep_asking(self, worker_id: str) -> None:
-        while True:
-            await asyncio.sleep(self._policy.probe_every_s)
-            await self._ask(worker_id)
-
-    async def _ask(self, worker_id: str) -> WorkerFailedError | None:
-        """How a rank has ended; None while it is there."""
-        build = self._trainer.num_recoveries
-        limit = "dead_s"
+    async def _end(self, report: Report) -> WorkerFailedError | None:
+        """End a rank that is silent; returns how it has ended."""
+        cause = f"was ended because {report.reason}"
+        log.warning("%s %s", report.worker_id, cause)
         try:
-            health = await require_answer(self._trainer.scheduler, worker_id, self._policy.dead_s)
-            if not health.is_busy:
-                self._busy_since.pop(worker_id, None)
-                return None
-            busy_s = time.monotonic() - self._busy_since.setdefault(worker_id, time.monotonic())
-            if busy_s < max(self._policy.busy_s, self._policy.dead_s):
-                return None
-            limit = "busy_s"
-        except WorkerFailedError as error:
-            return error
-        except CallTimeoutError as error:
-            log.debug("%s: %s", worker_id, error)
-        except (NotFoundError, SchedulerClosedError):
-            log.debug("%s is not there to be asked", worker_id)
-            return None
-        except HelmsmanError as error:
-            log.debug("%s: a probe failed: %s", worker_id, error)
-            return None
-        if self._trainer.num_recoveries != build:  # it was another process that was asked
-            return None
-        return await self._end(worker_id, limit)
-
-    async def _end(self, worker_id: str, limit: str) -> WorkerFailedError | None:
-        self._busy_since.pop(worker_id, None)
-        limit_s = getattr(self._policy, limit)
-        cause = f"was ended because it had not answered for {limit_s:g} s (RecoveryPolicy.{limit})"
-        log.warning("%s %s", worker_id, cause)
-        try:
-            await self._trainer.scheduler.kill_worker(worker_id, cause)
-            await self._trainer.scheduler.check_health(worker_id)
+            await self._scheduler.kill_worker(report.worker_id, cause)
+            await self._scheduler.check_health(report.worker_id)
         except WorkerFailedError as error:
             return error
         except HelmsmanError as error:
-            log.warning("%s could not be ended: %s", worker_id, error)
+            log.warning("%s could not be ended: %s", report.worker_id, error)
         return None

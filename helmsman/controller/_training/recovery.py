@@ -17,9 +17,10 @@ from helmsman.api.errors import (
     StartError,
     WorkerFailedError,
 )
+from helmsman.api.supervision import RestartBudget
 from helmsman.controller._training.checkpoints import Checkpoints
-from helmsman.controller._training.rank_monitor import RankWatch
-from helmsman.controller._training.recovery_policy import RecoveryBudget, RecoveryPolicy
+from helmsman.controller._training.rank_monitor import RankMonitor
+from helmsman.controller._training.recovery_policy import RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class RecoverableTraining:
         self.trainer, self.policy = trainer, policy
         self.checkpoints = Checkpoints(policy.checkpoints, policy.num_kept)
         self._step, self._on_begin, self._add_files = step, on_begin, add_files
-        self._budget = RecoveryBudget(policy)
+        self._budget = RestartBudget(policy.max_recoveries, policy.window_s, policy.pause_s)
         self._last_loss: WorkerFailedError | None = None
         self._is_saved = False
         """Whether there has been a checkpoint."""
@@ -80,7 +81,7 @@ class RecoverableTraining:
         """
         begin = self._go_on
         self.trainer.scheduler.advise(self.trainer.role, "RecoverableTraining goes on from the last checkpoint.")
-        with RankWatch(self.trainer, self.policy) as watch:
+        with RankMonitor(self.trainer, self.policy) as monitor:
             while True:
                 try:
                     for number in range(begin(first_step), last_step + 1):
@@ -90,7 +91,7 @@ class RecoverableTraining:
                             self._save(number, in_background=self.policy.save_in_background)
                     self._wait_for_save()
                 except Exception as error:
-                    loss = self._loss(error, watch)
+                    loss = self._loss(error, monitor)
                     if loss is None:
                         self._finish_save()
                         raise
@@ -174,7 +175,7 @@ class RecoverableTraining:
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
-    def _loss(self, error: Exception, watch: RankWatch) -> WorkerFailedError | None:
+    def _loss(self, error: Exception, monitor: RankMonitor) -> WorkerFailedError | None:
         """The loss of a rank that an error comes from; None when it comes from something else."""
         if isinstance(error, JobError):  # a recovery that is refused would be refused again
             return None
@@ -184,7 +185,7 @@ class RecoverableTraining:
         if isinstance(error, _NotRecoveredError):
             return self._last_loss
         # What a peer says of a lost connection may come before the loss itself is known, and so may a lost handle.
-        return next(iter(watch.lost().values()), None)
+        return next(iter(monitor.lost()), None)
 
     def _pause(self, loss: WorkerFailedError, error: Exception) -> None:
         """Wait before a recovery; RecoveryExhaustedError when there have been too many."""

@@ -1,16 +1,15 @@
-"""When the ranks of a training job are given up, and how often they are built anew; pure, with the time given from outside."""
+"""When the ranks of a training job are given up, and how often they are rebuilt."""
 
 from __future__ import annotations
 
 import os
 
-import msgspec
-
-from helmsman.api.suggestions import Suggesting
+from helmsman.api.supervision import ProbePolicy
 
 
-class RecoveryPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """How a training job outlives its workers. Times in seconds."""
+class RecoveryPolicy(ProbePolicy, frozen=True, kw_only=True):
+    """How a training job outlives its workers. A rank that is dead by ``dead_s`` or ``busy_s`` is ended, so that the calls
+    which wait for it end. Times in seconds."""
 
     checkpoints: str | os.PathLike[str]
     """Folder of the checkpoints, which every node reaches."""
@@ -26,13 +25,6 @@ class RecoveryPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
     window_s: float = 3600.0
     pause_s: float = 1.0
     """Before the first recovery; doubled with each more within the window."""
-    probe_every_s: float = 2.0
-    """Each rank is asked so often whether it is there. It answers beside a call that runs, so a busy rank is not given up."""
-    dead_s: float = 60.0
-    """A rank that has not answered for so long is ended, so that the calls which wait for it end. A busy one is not."""
-    busy_s: float = 1800.0
-    """A rank that does not answer but is seen to compute, since C code holds its interpreter's lock, is ended after so long
-    without an answer; after ``dead_s`` where that is longer."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -49,23 +41,3 @@ class RecoveryPolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
             raise ValueError(
                 f"probe_every_s {self.probe_every_s:g} and dead_s {self.dead_s:g} must be in this order, and above 0"
             )
-
-
-class RecoveryBudget:
-    """Counts recoveries. The time is given with each, in seconds on any clock that does not go back."""
-
-    def __init__(self, policy: RecoveryPolicy) -> None:
-        self._policy = policy
-        self._begun: list[float] = []
-
-    def num_recent(self, now: float) -> int:
-        """Recoveries within the window that ends now."""
-        return sum(now - at < self._policy.window_s for at in self._begun)
-
-    def spend(self, now: float) -> float | None:
-        """Begin one more recovery; returns the pause before it, None when there is none left."""
-        num_recent = self.num_recent(now)
-        if num_recent >= self._policy.max_recoveries:
-            return None
-        self._begun = [*self._begun, now][-self._policy.max_recoveries :]
-        return float(self._policy.pause_s * 2**num_recent)

@@ -21,6 +21,7 @@ from helmsman.api.errors import (
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error
 from helmsman.controller._roles.role_controller import RoleController, Turn, rank_environment
 from helmsman.controller._training.ranks import Ranks
@@ -81,7 +82,7 @@ class TrainController(RoleController):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     @checked
-    def train_batch(
+    async def atrain_batch(
         self,
         samples: Sequence[Sample],
         loss_fn: LossFn | str,
@@ -99,18 +100,9 @@ class TrainController(RoleController):
         Raises: ValueError for a batch that makes no sense, or a setting that the loss is known not to take, before anything is
             sent; else as call_all.
         """
-        return run_sync(self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout))
-
-    @checked
-    async def atrain_batch(
-        self,
-        samples: Sequence[Sample],
-        loss_fn: LossFn | str,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> dict[str, float]:
-        """As train_batch, awaited."""
         return await run_async(self._ranks.step("train_batch", samples, loss_fn, loss_kwargs, timeout))
+
+    train_batch = blocking(atrain_batch)
 
     @checked
     def eval_batch(
@@ -124,14 +116,11 @@ class TrainController(RoleController):
         return run_sync(self._ranks.step("eval_batch", samples, loss_fn, loss_kwargs, timeout))
 
     @checked
-    def forward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
-        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of ``samples``."""
-        return run_sync(self._ranks.forward(samples, timeout))
-
-    @checked
     async def aforward(self, samples: Sequence[Sample], timeout: float | None = None) -> list[Any]:
-        """As forward, awaited."""
+        """Log-probabilities of each sample's tokens, (T,) float32 on the host, in the order of ``samples``."""
         return await run_async(self._ranks.forward(samples, timeout))
+
+    forward = blocking(aforward)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -167,26 +156,20 @@ class TrainController(RoleController):
         run_sync(self._ranks.replicated("export_hf", os.fspath(path), dtype, max_shard_bytes, timeout=timeout))
 
     @checked
-    def sleep(self, timeout: float | None = None) -> None:
+    async def asleep(self, timeout: float | None = None) -> None:
         """Give the devices' memory back: the state of all ranks waits on their hosts. Idempotent. Weights can still be brought
         to a rollout; training and checkpoints are refused until wake."""
-        run_sync(self._ranks.replicated("sleep", timeout=timeout))
-
-    @checked
-    async def asleep(self, timeout: float | None = None) -> None:
-        """As sleep, awaited."""
         await run_async(self._ranks.replicated("sleep", timeout=timeout))
 
-    @checked
-    def wake(self, timeout: float | None = None) -> None:
-        """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that takes Turns, when there is
-        not enough; it sleeps on."""
-        run_sync(self._ranks.replicated("wake", timeout=timeout))
+    sleep = blocking(asleep)
 
     @checked
     async def awake(self, timeout: float | None = None) -> None:
-        """As wake, awaited."""
+        """Take the devices' memory again. Idempotent. Raises: DeviceMemoryError for a trainer that takes Turns, when there is
+        not enough; it sleeps on."""
         await run_async(self._ranks.replicated("wake", timeout=timeout))
+
+    wake = blocking(awake)
 
     @checked
     def load(self, path: str | os.PathLike[str], timeout: float | None = None) -> None:
@@ -219,14 +202,11 @@ class TrainController(RoleController):
         return run_sync(self.weight_source.gather(timeout))
 
     @checked
-    def update_rollout(self, rollout: ReceivesWeights, timeout: float | None = None) -> int:
-        """Bring the current weights to every rollout worker, past the controller; returns the version they serve."""
-        return WeightSync(self, rollout, ViaExport()).push(timeout).version
-
-    @checked
     async def aupdate_rollout(self, rollout: ReceivesWeights, timeout: float | None = None) -> int:
-        """As update_rollout, awaited."""
+        """Bring the current weights to every rollout worker, past the controller; returns the version they serve."""
         return (await WeightSync(self, rollout, ViaExport()).apush(timeout)).version
+
+    update_rollout = blocking(aupdate_rollout)
 
     # --- recovery ---------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from helmsman.api import errors
 from helmsman.api.fan_out import Fanout
-from helmsman.api.scheduler import ProcessState, Scheduler, WorkerHealth
+from helmsman.api.scheduler import ProcessState, WorkerHealth
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
 from helmsman.rpc_server._process.pulse import Seen, read
@@ -21,9 +21,10 @@ _PATIENCE_S = 0.5
 """A worker that has not answered for so long is observed from outside."""
 _OBSERVED_WITHIN_S = 0.4
 """Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is known."""
-_ASK_EVERY_S = 0.25
 _MAX_UNANSWERED = 4
 """Most unanswered questions to a worker that runs Python, such as one that waits in an engine's ``failure``."""
+_SILENT_S = 5.0
+"""A worker that runs Python gets a new connection when a question has been unanswered for so long, and nothing has come."""
 _STATES: Mapping[str, ProcessState] = {"R": "running", "D": "disk", "T": "stopped", "t": "stopped"}
 
 _decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
@@ -82,7 +83,17 @@ async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealt
     """Observe workers from outside; without those for which that is not possible now."""
     observations = await asyncio.gather(*(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values()))
     seen = {worker_id: read(observation) for worker_id, observation in zip(clients, observations, strict=True)}
+    for worker_id, each in seen.items():
+        if each is not None and each.stuck_s < _PATIENCE_S:
+            _doubt(clients[worker_id])
     return {worker_id: _as_health(each) for worker_id, each in seen.items() if each is not None}
+
+
+def _doubt(client: WorkerClient) -> None:
+    """Replace a connection that has died silently: its worker could have answered by now."""
+    asked = [asked_at for asked_at in client.unanswered.values() if asked_at < time.monotonic() - _SILENT_S]
+    if asked:
+        client.transport.renew(max(asked))
 
 
 def _as_health(seen: Seen) -> WorkerHealth:
@@ -105,47 +116,3 @@ def _as_health(seen: Seen) -> WorkerHealth:
         stuck_s=seen.stuck_s,
         process_state=_STATES.get(seen.state, "sleeping"),
     )
-
-
-async def require_answer(scheduler: Scheduler, worker_id: str, limit_s: float, *, or_busy: bool = True) -> WorkerHealth:
-    """Wait until a worker answers for its health; an observed worker that makes progress will do, too.
-
-    Args:
-        scheduler: which runs the worker.
-        limit_s: seconds; the worker is asked at least once more when they are over, since this process may have been stopped
-            itself, with the answer unread.
-        or_busy: whether to return for a worker that is seen to be busy (``WorkerHealth.is_busy``).
-    Returns:
-        The answer, or the observation.
-    Raises:
-        CallTimeoutError: It has done neither within the limit.
-        WorkerFailedError: It has died.
-        WorkerNotFoundError: The scheduler has no such worker.
-    """
-    deadline = Deadline(limit_s)
-    while True:
-        is_last = deadline.passed
-        try:
-            # The last question has a limit of its own, since the deadline has passed.
-            own_limit_s = min(limit_s, scheduler.timeouts.health_s) if is_last else deadline.remaining_s
-            health = await scheduler.check_health(worker_id, max(own_limit_s, 0.001))
-        except errors.CallTimeoutError:
-            if is_last:
-                raise
-            continue  # it cannot be observed
-        if health.answered or (or_busy and health.is_busy):
-            return health
-        if is_last:
-            raise errors.CallTimeoutError(
-                worker_id=worker_id,
-                engine_name=None,
-                method=Verb.HEALTH.value,
-                elapsed_s=deadline.elapsed_s,
-                limit_s=limit_s,
-                limit_source="the caller's limit for its answer",
-                worker_alive=False,
-                state=f"its process {health.pid} is {health.process_state} and ran Python {health.stuck_s or 0.0:.1f} s ago",
-                stack="",
-                log_path="",
-            )
-        await asyncio.sleep(min(_ASK_EVERY_S, max(deadline.remaining_s, 0.0)))

@@ -79,7 +79,7 @@ class _Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function.__name__
-        names = _Names(function.__globals__)
+        names = _Names(inspect.unwrap(function).__globals__)
         self._positional: list[str] = []
         self._tests: dict[str, tuple[str, Test]] = {}
         """By the name of the argument: its annotation, and the test of that."""

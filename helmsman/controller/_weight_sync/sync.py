@@ -16,7 +16,8 @@ from helmsman.api.generation import InFlight
 from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights, WeightSink, WeightSource
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
-from helmsman.controller._aio.event_loop import run_async, run_sync
+from helmsman.controller._aio.event_loop import run_async
+from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error, release
 from helmsman.controller._validation.argument_types import checked
 
@@ -65,7 +66,7 @@ class WeightSync:
         self._way.check(source, sink)
 
     @checked
-    def push(self, timeout: float | None = None) -> SyncReport:
+    async def apush(self, timeout: float | None = None) -> SyncReport:
         """Have every living instance serve the trainer's weights.
 
         Args:
@@ -74,12 +75,9 @@ class WeightSync:
             for a version below the last one's; RequestsInFlightError when requests that had to end or
             come back have not; else as RolloutController.update_weights.
         """
-        return run_sync(self._push(timeout))
-
-    @checked
-    async def apush(self, timeout: float | None = None) -> SyncReport:
-        """As push, awaited."""
         return await run_async(self._push(timeout))
+
+    push = blocking(apush)
 
     async def _push(self, timeout: float | None) -> SyncReport:
         started = time.monotonic()

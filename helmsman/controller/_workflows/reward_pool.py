@@ -20,10 +20,10 @@ from helmsman.api.errors import (
     WorkerFailedError,
 )
 from helmsman.api.scheduler import Job, Scheduler, Timeouts, Worker
+from helmsman.api.supervision import ProbePolicy, Sign, Watch
 from helmsman.controller._aio.event_loop import in_own_thread, run_async, run_sync
 from helmsman.controller._roles.role_controller import RoleController
 from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.controller._transport.health import require_answer
 from helmsman.controller._workflows.reward_workers import Process, RewardWorkers
 from helmsman.rpc_server._host.reward import Overtime
 from helmsman.rpc_server._wire.codec import Packed, encode_arguments
@@ -31,6 +31,8 @@ from helmsman.rpc_server._wire.codec import Packed, encode_arguments
 _ENGINE = "helmsman.rpc_server._host.reward.RewardEngine"
 _GRACE_S = 5.0
 """How much later than an async function's limit its worker's silence means that the worker hangs."""
+_DEAD_S = 60.0
+"""A worker that is silent for so long, or for twice the limit of a score, is restarted; the limit itself comes first."""
 _SHUTDOWN_S = 2.0
 """A score that runs when the pool of this machine is closed has half of it to end."""
 
@@ -78,6 +80,7 @@ class RewardPool(RoleController):
         self._max_in_flight, self._max_restarts = max_in_flight_per_worker, max_restarts
         self._is_async = False
         self._places: RewardWorkers | None = None
+        self._watch: Watch | None = None
         self._attempts: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._owned: Scheduler | None = None
@@ -170,7 +173,7 @@ class RewardPool(RoleController):
             places.lose(process, f"a score did not end within {error.elapsed_s:.2f} s, so it is started anew")
             raise self._overtime(process, call, error.elapsed_s, "The worker is started anew", error.stack) from error
         except WorkerFailedError as error:
-            reason = _reason(error)
+            reason = f"process {error.pid} {error.cause}"
             places.lose(process, reason)
             raise self._lost(process, call, reason) from error
         except (NotFoundError, SchedulerClosedError):
@@ -180,18 +183,16 @@ class RewardPool(RoleController):
             places.give_back(process)
 
     async def _require_alive(self, places: RewardWorkers, process: Process) -> None:
-        """While a process has been sent nothing, nobody would notice that it is gone; so it is asked, once for all who wait."""
+        """Ask a process that has been sent nothing, once for all who wait: a score that it was never sent goes elsewhere."""
         if not process.num_sent:
             if process.alive is None:
-                limit_s = self.scheduler.timeouts.health_s
-                process.alive = asyncio.ensure_future(require_answer(self.scheduler, process.worker_id, limit_s))
-            try:
-                await asyncio.shield(process.alive)
-            except (CallTimeoutError, WorkerFailedError) as error:
-                places.lose(process, _reason(error))
-                raise _NotBegunError from error
+                ask = self.scheduler.monitor.ask(process.worker_id, self.scheduler.timeouts.health_s)
+                process.alive = asyncio.ensure_future(ask)
+            report = await asyncio.shield(process.alive)
+            if report.sign is Sign.DEAD:
+                places.lose(process, report.reason)
             process.alive = None
-        if process.lost.done():  # noticed by another meanwhile
+        if process.lost.done():  # noticed just now, or by another meanwhile
             raise _NotBegunError
 
     async def _sent(self, process: Process, call: _Call) -> Any:
@@ -234,12 +235,14 @@ class RewardPool(RoleController):
         self._is_async = await self.scheduler.async_call_engine(workers[ranks[0]].id, "is_async", None, timeout=limit_s)
 
     def _on_started(self) -> None:
-        async def start() -> RewardWorkers:
+        async def start() -> None:
             ids = [worker.id for worker in self._workers]
             capacity = self._max_in_flight if self._is_async else 1
-            return RewardWorkers(self.role, ids, capacity, self._max_restarts, self._rebuild)
+            self._places = RewardWorkers(self.role, ids, capacity, self._max_restarts, self._rebuild)
+            policy = ProbePolicy(dead_s=max(_DEAD_S, 2 * self.timeout_s))
+            self._watch = Watch(self.scheduler.monitor, policy, self._places.on_report, ids)
 
-        self._places = run_sync(start())
+        run_sync(start())
 
     async def _rebuild(self, worker_id: str) -> None:
         await in_own_thread(self.scheduler.restart_worker, worker_id)
@@ -247,10 +250,12 @@ class RewardPool(RoleController):
         await self._make_ready(self._workers, [rank])
 
     def _on_closing(self) -> None:
-        places = self._places
+        places, watch = self._places, self._watch
         assert places is not None
+        assert watch is not None
 
         async def end() -> None:
+            watch.close()
             places.close(HelmsmanError(f"the reward pool of role {self.role!r} was closed.", role=self.role))
 
         run_sync(end())
@@ -280,9 +285,3 @@ class _Call:
     def __str__(self) -> str:
         shown = [*map(reprlib.repr, self._args), *(f"{name}={reprlib.repr(value)}" for name, value in self._kwargs.items())]
         return f"score({', '.join(shown)})"
-
-
-def _reason(error: CallTimeoutError | WorkerFailedError) -> str:
-    if isinstance(error, WorkerFailedError):
-        return f"process {error.pid} {error.cause}"
-    return f"it has not answered for {error.elapsed_s:.1f} s"

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from helmsman.api.errors import HelmsmanError, RewardWorkersSpentError
-from helmsman.api.scheduler import WorkerHealth
+from helmsman.api.supervision import Report, RestartBudget, Sign
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Process:
         self.num_sent = 0
         """Scores that it has been sent and that have not ended."""
         self.last_turn = -1
-        self.alive: asyncio.Task[WorkerHealth] | None = None
+        self.alive: asyncio.Task[Report] | None = None
         """The question whether it lives, while it has been sent nothing."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when it is gone."""
@@ -62,7 +62,7 @@ class RewardWorkers:
         self._queue: collections.deque[asyncio.Future[Process]] = collections.deque()
         """Of those that wait for a place; some wait no more."""
         self._turns = itertools.count()
-        self._restarted_at: list[float] = []
+        self._budget = RestartBudget(max_restarts, _RESTART_WINDOW_S)
         self._restarts: set[asyncio.Task[None]] = set()
         self._last_reason = ""
         self._closed: HelmsmanError | None = None
@@ -126,6 +126,11 @@ class RewardWorkers:
 
     # --- losses -----------------------------------------------------------------------------------------------------------
 
+    def on_report(self, report: Report) -> None:
+        """Lose a process that the monitor reports as dead, if the worker has one."""
+        if report.sign is Sign.DEAD and (process := self._processes[report.worker_id]) is not None:
+            self.lose(process, report.reason)
+
     def lose(self, process: Process, reason: str) -> None:
         """A process is gone, or of no use: what it has fails, and another is started in its place. Idempotent."""
         if process.lost.done():
@@ -142,7 +147,7 @@ class RewardWorkers:
 
     async def _restart(self, worker_id: str) -> None:
         pause_s = _PAUSE_S
-        while self._closed is None and self._may_restart():
+        while self._closed is None and self._budget.spend(asyncio.get_running_loop().time()) is not None:
             try:
                 await self._rebuild(worker_id)
             except Exception as error:  # noqa: BLE001 - whatever it is, the worker is not there, and the budget decides
@@ -156,14 +161,6 @@ class RewardWorkers:
                 break
         self._coming_back.discard(worker_id)
         self._hand_out()
-
-    def _may_restart(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        self._restarted_at = [at for at in self._restarted_at if now - at < _RESTART_WINDOW_S]
-        if len(self._restarted_at) >= self._max_restarts:
-            return False
-        self._restarted_at.append(now)
-        return True
 
     # --- end --------------------------------------------------------------------------------------------------------------
 

@@ -130,18 +130,49 @@ class HeldBackend:
     def last(self, request_id: str) -> Call:
         return next(call for call in reversed(self.calls) if call.request_id == request_id)
 
+    async def end(self, request_id: str, *args: Any, **options: Any) -> None:
+        """End the last call of a request, as Call.end, and let what follows happen."""
+        self.last(request_id).end(*args, **options)
+        await settle()
+
+    async def give_back(self, request_id: str, *args: Any, **options: Any) -> None:
+        """As end, with Call.give_back."""
+        self.last(request_id).give_back(*args, **options)
+        await settle()
+
+    async def lose(self, request_id: str, **options: Any) -> None:
+        """As end, with Call.lose."""
+        self.last(request_id).lose(**options)
+        await settle()
+
+    async def end_all(self, instance_id: str | None = None, tokens: Sequence[int] = (7,), version: int = 0) -> None:
+        """End the open calls of one instance or of all, and let what follows happen."""
+        for call in self.open(instance_id):
+            call.end(tokens, version)
+        await settle()
+
     @property
     def sent(self) -> list[str]:
         """Ids of the requests, in the order in which they were sent."""
         return [call.request_id for call in self.calls]
 
 
-def make_scheduler(backend: HeldBackend, capacities: Sequence[int], **options: Any) -> GenerateScheduler:
+def make_scheduler(
+    capacities: Sequence[int], backend: HeldBackend | None = None, **options: Any
+) -> tuple[HeldBackend, GenerateScheduler]:
     """Instances i0, i1... of these capacities."""
+    backend = backend or HeldBackend()
     scheduler = GenerateScheduler(backend, **options)
     for index, capacity in enumerate(capacities):
         scheduler.add(f"i{index}", capacity)
-    return scheduler
+    return backend, scheduler
+
+
+async def put(scheduler: GenerateScheduler, *args: Any, **options: Any) -> list[Ticket]:
+    """Put requests, and let what can be sent be sent."""
+    tickets = scheduler.put(*args, **options)
+    await settle()
+    return tickets
 
 
 def states(tickets: Sequence[Ticket]) -> list[RequestState]:

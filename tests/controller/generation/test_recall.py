@@ -18,6 +18,7 @@ from tests.controller.generation.backends import (
     make_requests,
     make_result,
     make_scheduler,
+    put,
     settle,
     states,
     virtually,
@@ -32,17 +33,14 @@ S = RequestState
 
 @virtually
 async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 2])
-    tickets = scheduler.put(make_requests(5, max_new_tokens=6))
-    await settle()
+    backend, scheduler = make_scheduler([2, 2])
+    tickets = await put(scheduler, make_requests(5, max_new_tokens=6))
     scheduler.suspend()
     recalled = await waits(scheduler.take_back())
     assert sorted((id_, sorted(ids)) for id_, ids in backend.aborts) == [("i0", ["r0", "r2"]), ("i1", ["r1", "r3"])]
     backend.last("r0").give_back([10, 11], version=3)
     backend.last("r1").give_back()
-    backend.last("r2").end([12], version=3)
-    await settle()
+    await backend.end("r2", [12], version=3)
     assert not recalled.done()
     backend.last("r3").give_back([1, 2, 3, 4, 5, 6], version=3)
     await recalled
@@ -56,9 +54,7 @@ async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> No
     await settle()
     sent = backend.last("r0").request
     assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == ([1, 2, 3, 10, 11], 4, 2)
-    for call in backend.open():
-        call.end([13], version=4)
-    await settle()
+    await backend.end_all(tokens=[13], version=4)
     assert tickets[0].future.result(0).token_ids == [10, 11, 13]
     assert tickets[0].future.result(0).versions == [3, 3, 4]
     assert_empty(scheduler)
@@ -66,11 +62,9 @@ async def test_what_runs_comes_back_with_its_tokens_and_goes_on_anywhere() -> No
 
 @virtually
 async def test_tokens_that_end_with_a_stop_token_are_the_end() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(5,))
-    (ticket,) = scheduler.put([GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)])
-    await settle()
+    (ticket,) = await put(scheduler, [GenerationRequest(request_id="r", prompt_ids=[1], sampling=sampling)])
     scheduler.suspend()
     recalled = await waits(scheduler.take_back())
     backend.last("r").give_back([4, 5])
@@ -80,11 +74,9 @@ async def test_tokens_that_end_with_a_stop_token_are_the_end() -> None:
 
 @virtually
 async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -> None:
-    backend = HeldBackend()
+    backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     backend.abort_gate.clear()  # no instance answers
-    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
-    tickets = scheduler.put(make_requests(2))
-    await settle()
+    tickets = await put(scheduler, make_requests(2))
     scheduler.suspend()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(scheduler.take_back(), 60.0)
@@ -103,10 +95,8 @@ async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -
 
 @virtually
 async def test_aborted_on_the_way_it_ends_with_what_it_has() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, [make_request("r")])
     scheduler.suspend()
     recalled = await waits(scheduler.take_back())
     await scheduler.abort()
@@ -117,10 +107,8 @@ async def test_aborted_on_the_way_it_ends_with_what_it_has() -> None:
 
 @virtually
 async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_else() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2])
-    scheduler.put(make_requests(2))
-    await settle()
+    backend, scheduler = make_scheduler([2])
+    await put(scheduler, make_requests(2))
     scheduler.suspend()
     recalled, finished = await waits(scheduler.take_back()), await waits(scheduler.wait_ended())
     backend.last("r0").give_back([7])
@@ -128,8 +116,7 @@ async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_els
     await settle()
     assert backend.sent == ["r0", "r1", "r0"]
     assert not recalled.done()
-    backend.last("r1").end()
-    await settle()
+    await backend.end("r1")
     assert recalled.done()
     assert finished.done()
     assert len(backend.open()) == 1, "it runs, and was not waited for"
@@ -137,8 +124,7 @@ async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_els
 
 @virtually
 async def test_what_several_have_suspended_starts_when_all_have_resumed() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.suspend()
     scheduler.suspend("update")
     scheduler.put([make_request("r")])
@@ -165,12 +151,10 @@ async def test_a_request_goes_on_from_what_is_kept_of_it() -> None:
     assert ticket.state is S.PARTIAL
     assert ticket.future.result(0).token_ids == [10, 11], "nothing is lost when it is aborted before it starts"
     scheduler.add("i0", 1)
-    (ticket,) = scheduler.put([make_request("r", max_new_tokens=6)], kept={"r": before})
-    await settle()
+    (ticket,) = await put(scheduler, [make_request("r", max_new_tokens=6)], kept={"r": before})
     sent = backend.last("r").request
     assert (sent.prompt_ids, sent.sampling.max_new_tokens, sent.num_generated) == ([1, 2, 3, 10, 11], 4, 2)
-    backend.last("r").end([12], version=5)
-    await settle()
+    await backend.end("r", [12], version=5)
     result = ticket.future.result(0)
     assert (result.request_id, result.token_ids, result.versions) == ("r", [10, 11, 12], [3, 3, 5])
     assert result.logprobs == [-0.10, -0.11, -0.12]
@@ -188,11 +172,9 @@ async def test_idle_is_nothing_in_flight_and_nothing_that_waits() -> None:
     scheduler.add("i0", 1)
     await settle()
     scheduler.put([make_request("b")])  # meanwhile
-    backend.last("a").end()
-    await settle()
+    await backend.end("a")
     assert not idle.done()
-    backend.last("b").end()
-    await settle()
+    await backend.end("b")
     assert idle.done()
     scheduler.instances["i0"].drains.add("the test")
     scheduler.put([make_request("c")])

@@ -62,19 +62,16 @@ def test_seeds_of_samples_follow_from_the_prompts() -> None:
 
 @virtually
 async def test_one_call_and_an_end_for_each() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4, 4])
+    backend, scheduler = make_scheduler([4, 4])
     one, two = put_samples(scheduler, "a", 3), put_samples(scheduler, "b", 3)
     await settle()
     assert backend.together == [("i0", ["a#0", "a#1", "a#2"]), ("i1", ["b#0", "b#1", "b#2"])]
     assert scheduler.num_in_flight == 6
     assert scheduler.instances["i0"].num_in_flight == 3
     backend.last("a#0").end([1])
-    backend.last("a#1").give_back([2, 3])
-    await settle()
+    await backend.give_back("a#1", [2, 3])
     assert states(one) == [S.RUNNING] * 3, "the call ends with the last of them"
-    backend.last("a#2").give_back()
-    await settle()
+    await backend.give_back("a#2")
     assert states(one) == [S.DONE, S.PARTIAL, S.ABORTED]
     assert [ticket.future.result().token_ids for ticket in one] == [[1], [2, 3], []]
     backend.last("b#1").answer.set_exception(ValueError("no such token"))
@@ -85,8 +82,7 @@ async def test_one_call_and_an_end_for_each() -> None:
 
 @virtually
 async def test_they_wait_for_room_for_all_of_them() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4, 3], max_in_flight=5)
+    backend, scheduler = make_scheduler([4, 3], max_in_flight=5)
     singles = scheduler.put(make_requests(4))  # two on each
     samples = put_samples(scheduler, "a", 3)
     await settle()
@@ -97,36 +93,27 @@ async def test_they_wait_for_room_for_all_of_them() -> None:
     backend.open("i0")[0].end()
     await settle()
     assert backend.together == [("i0", ["a#0", "a#1", "a#2"])]
-    for call in backend.open():
-        call.end()
-    await settle()
+    await backend.end_all()
     assert set(states([*singles, *samples])) == {S.DONE}
 
 
 @pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}])
-def test_where_there_is_never_room_for_all_as_many_go_as_may(options: dict[str, int]) -> None:
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [2] if not options else [9], **options)
-        samples = put_samples(scheduler, "a", 5)
-        for _ in range(3):
-            await settle()
-            assert scheduler.num_in_flight <= 2
-            for call in backend.open():
-                call.end()
+@virtually
+async def test_where_there_is_never_room_for_all_as_many_go_as_may(options: dict[str, Any]) -> None:
+    backend, scheduler = make_scheduler([2] if not options else [9], **options)
+    samples = put_samples(scheduler, "a", 5)
+    for _ in range(3):
         await settle()
-        assert [ids for _, ids in backend.together] == [["a#0", "a#1"], ["a#2", "a#3"]]
-        assert backend.sent[-1] == "a#4"
-        assert set(states(samples)) == {S.DONE}
-
-    check()
+        assert scheduler.num_in_flight <= 2
+        await backend.end_all()
+    assert [ids for _, ids in backend.together] == [["a#0", "a#1"], ["a#2", "a#3"]]
+    assert backend.sent[-1] == "a#4"
+    assert set(states(samples)) == {S.DONE}
 
 
 @virtually
 async def test_a_sample_that_was_withdrawn_does_not_go_along() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4])
+    backend, scheduler = make_scheduler([4])
     scheduler.suspend()
     samples = put_samples(scheduler, "a", 4)
     samples[0].future.cancel()
@@ -140,8 +127,7 @@ async def test_a_sample_that_was_withdrawn_does_not_go_along() -> None:
 
 @virtually
 async def test_a_sample_that_is_withdrawn_when_admitted_does_not_go_along() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3])
+    backend, scheduler = make_scheduler([3])
     samples = put_samples(scheduler, "a", 3)
     (waiting,) = scheduler.put([make_request("waiting")])
     assert states(samples) == [S.ADMITTED] * 3
@@ -153,8 +139,7 @@ async def test_a_sample_that_is_withdrawn_when_admitted_does_not_go_along() -> N
 
 @virtually
 async def test_suspended_in_the_turn_of_their_admission_they_go_once_and_together() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [8])
+    backend, scheduler = make_scheduler([8])
     samples = put_samples(scheduler, "a", 8)
     for _ in range(1000):
         scheduler.suspend()
@@ -170,13 +155,10 @@ async def test_an_answer_with_too_few_results_fails_all() -> None:
         async def generate_samples(self, instance_id: str, requests: Any) -> Any:
             return (await super().generate_samples(instance_id, requests))[1:]
 
-    backend = Short()
-    scheduler = make_scheduler(backend, [3])
+    backend, scheduler = make_scheduler([3], Short())
     samples = put_samples(scheduler, "a", 3)
     await settle()
-    for call in backend.open():
-        call.end()
-    await settle()
+    await backend.end_all()
     assert states(samples) == [S.FAILED] * 3
     assert "expected 3 GenerationResult" in str(samples[0].future.exception(timeout=0))
 
@@ -186,8 +168,7 @@ async def test_an_answer_with_too_few_results_fails_all() -> None:
 
 @virtually
 async def test_lost_with_their_instance_they_go_on_together() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3, 3], retries=RetryGeneration())
+    backend, scheduler = make_scheduler([3, 3], retries=RetryGeneration())
     samples = put_samples(scheduler, "a", 3)
     await settle()
     scheduler.set_health("i0", Health.DEAD)
@@ -195,17 +176,14 @@ async def test_lost_with_their_instance_they_go_on_together() -> None:
     assert backend.together == [("i0", ["a#0", "a#1", "a#2"]), ("i1", ["a#0", "a#1", "a#2"])]
     for call in backend.calls[:3]:
         call.end([9])  # late, and nobody's
-    for call in backend.open("i1"):
-        call.end([1])
-    await settle()
+    await backend.end_all("i1", tokens=[1])
     assert [ticket.future.result(0).token_ids for ticket in samples] == [[1]] * 3
     assert_empty(scheduler)
 
 
 @virtually
 async def test_given_back_finished_ones_are_kept_and_the_rest_goes_on() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [5])
+    backend, scheduler = make_scheduler([5])
     samples = put_samples(scheduler, "a", 5)
     await settle()
     scheduler.add("i1", 5)
@@ -219,9 +197,7 @@ async def test_given_back_finished_ones_are_kept_and_the_rest_goes_on() -> None:
     assert states(samples) == [S.DONE, *[S.RUNNING] * 4]
     assert backend.together[1:] == [("i1", ["a#2", "a#3", "a#4"])], "who has tokens has a prompt of its own"
     assert backend.last("a#1").request.prompt_ids == [1, 2, 3, 3]
-    for call in backend.open("i1"):
-        call.end([8], version=2)
-    await settle()
+    await backend.end_all("i1", tokens=[8], version=2)
     assert [ticket.future.result(0).token_ids for ticket in samples] == [[1, 2], [3, 8], [8], [8], [8]]
     assert samples[1].future.result(0).versions == [1, 2]
     assert_empty(scheduler)
@@ -229,8 +205,7 @@ async def test_given_back_finished_ones_are_kept_and_the_rest_goes_on() -> None:
 
 @virtually
 async def test_a_deadline_ends_all_and_their_late_results_are_nobodys() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3])
+    backend, scheduler = make_scheduler([3])
     samples = put_samples(scheduler, "a", 3, deadline_s=5.0)
     (other,) = scheduler.put([make_request("other")])
     await asyncio.sleep(5.1)

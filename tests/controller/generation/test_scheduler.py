@@ -19,6 +19,7 @@ from tests.controller.generation.backends import (
     make_request,
     make_requests,
     make_scheduler,
+    put,
     settle,
     states,
     virtually,
@@ -33,8 +34,7 @@ S = RequestState
 
 @virtually
 async def test_each_request_has_its_own_outcome() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4])
+    backend, scheduler = make_scheduler([4])
     done, partial, aborted, failed = scheduler.put(make_requests(4))
     assert states([done, partial, aborted, failed]) == [S.ADMITTED] * 4
     await settle()
@@ -58,10 +58,8 @@ async def test_each_request_has_its_own_outcome() -> None:
 
 @virtually
 async def test_a_request_knows_where_it_was_sent() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    sent, waiting = scheduler.put(make_requests(2))
-    await settle()
+    _, scheduler = make_scheduler([1])
+    sent, waiting = await put(scheduler, make_requests(2))
     assert (sent.sent_to, sent.num_attempts) == ("i0", 1)
     assert (waiting.sent_to, waiting.num_attempts) == ("", 0)
     assert scheduler.running() == {"i0": ["r0"]}
@@ -72,23 +70,19 @@ async def test_a_request_knows_where_it_was_sent() -> None:
 async def test_requests_wait_for_an_instance() -> None:
     backend = HeldBackend()
     scheduler = GenerateScheduler(backend)
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    (ticket,) = await put(scheduler, [make_request("r")])
     assert ticket.state is S.QUEUED
     scheduler.add("i0", 1)
     await settle()
-    backend.last("r").end()
-    await settle()
+    await backend.end("r")
     assert ticket.state is S.DONE
 
 
 @virtually
 async def test_without_hope_requests_fail_with_the_reason() -> None:
     reason: Exception | None = None
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1], why_hopeless=lambda: reason)
-    sent, waiting = scheduler.put(make_requests(2))
-    await settle()
+    _, scheduler = make_scheduler([1], why_hopeless=lambda: reason)
+    sent, waiting = await put(scheduler, make_requests(2))
     reason = HelmsmanError("all instances have died")
     scheduler.set_health("i0", Health.DEAD, reason)
     assert states([sent, waiting]) == [S.FAILED, S.FAILED]
@@ -103,8 +97,7 @@ async def test_without_hope_requests_fail_with_the_reason() -> None:
 
 @virtually
 async def test_an_id_in_use_is_refused_and_nothing_of_its_list_is_taken() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("a")])
     for requests in (["b", "a"], ["b", "c", "b"]):
         with pytest.raises(ValueError, match="is in use already"):
@@ -115,29 +108,23 @@ async def test_an_id_in_use_is_refused_and_nothing_of_its_list_is_taken() -> Non
 
 
 @pytest.mark.parametrize("end", ["done", "aborted", "failed", "cancelled"])
-def test_an_id_is_free_again_after_its_end(end: str) -> None:
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [1])
-        blocker, first = scheduler.put([make_request("blocker"), make_request("r")])
-        await settle()
-        if end == "aborted":
-            await scheduler.abort(["r"])
-        elif end == "cancelled":
-            first.future.cancel()
-        else:
-            backend.last("blocker").end()
-            await settle()
-            assert blocker.state is S.DONE
-            call = backend.last("r")
-            call.end() if end == "done" else call.answer.set_exception(ValueError(end))
-        await settle()
-        assert first.state.is_end
-        (second,) = scheduler.put([make_request("r")])
-        assert not second.state.is_end
-
-    check()
+@virtually
+async def test_an_id_is_free_again_after_its_end(end: str) -> None:
+    backend, scheduler = make_scheduler([1])
+    blocker, first = await put(scheduler, [make_request("blocker"), make_request("r")])
+    if end == "aborted":
+        await scheduler.abort(["r"])
+    elif end == "cancelled":
+        first.future.cancel()
+    else:
+        await backend.end("blocker")
+        assert blocker.state is S.DONE
+        call = backend.last("r")
+        call.end() if end == "done" else call.answer.set_exception(ValueError(end))
+    await settle()
+    assert first.state.is_end
+    (second,) = scheduler.put([make_request("r")])
+    assert not second.state.is_end
 
 
 # --- order and bounds ---------------------------------------------------------------------------------------------------
@@ -145,8 +132,7 @@ def test_an_id_is_free_again_after_its_end(end: str) -> None:
 
 @virtually
 async def test_higher_priorities_first_equals_in_their_order() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.suspend()
     for request_id, priority in (("low", -1), ("a", 0), ("b", 0), ("high", 3), ("c", 0)):
         scheduler.put([make_request(request_id)], RequestOptions(priority=priority))
@@ -160,8 +146,7 @@ async def test_higher_priorities_first_equals_in_their_order() -> None:
 
 @virtually
 async def test_what_comes_back_goes_to_the_place_of_its_age() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     first, *_ = scheduler.put(make_requests(3))
     scheduler.suspend()
     assert first.state is S.QUEUED
@@ -172,8 +157,7 @@ async def test_what_comes_back_goes_to_the_place_of_its_age() -> None:
 
 @virtually
 async def test_no_instance_has_more_than_its_capacity_nor_all_more_than_the_bound() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 2, 9], max_in_flight=7)
+    backend, scheduler = make_scheduler([1, 2, 9], max_in_flight=7)
     tickets = scheduler.put(make_requests(60))
     most: dict[str, int] = {}
     await settle()
@@ -192,16 +176,14 @@ async def test_no_instance_has_more_than_its_capacity_nor_all_more_than_the_boun
 
 @virtually
 async def test_submit_waits_while_the_queue_is_full_and_put_does_not() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1], max_queue=2)
+    backend, scheduler = make_scheduler([1], max_queue=2)
     running, *queued = [await scheduler.submit(make_request(f"r{index}")) for index in range(3)]
     assert states([running, *queued]) == [S.ADMITTED, S.QUEUED, S.QUEUED]
     late = await waits(scheduler.submit(make_request("late")))
     later = await waits(scheduler.submit(make_request("later")))
     (put,) = scheduler.put([make_request("put")])
     assert put.state is S.QUEUED
-    backend.last("r0").end()
-    await settle()
+    await backend.end("r0")
     assert late.done()
     assert not later.done()
     queued[1].future.cancel()
@@ -211,8 +193,7 @@ async def test_submit_waits_while_the_queue_is_full_and_put_does_not() -> None:
 
 @virtually
 async def test_a_submission_that_is_given_up_takes_no_room() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1], max_queue=1)
+    _, scheduler = make_scheduler([1], max_queue=1)
     _, queued = [await scheduler.submit(make_request(f"r{index}")) for index in range(2)]
     given_up, next_ = [await waits(scheduler.submit(make_request(id_))) for id_ in ("given up", "next")]
     given_up.cancel()
@@ -225,8 +206,7 @@ async def test_a_submission_that_is_given_up_takes_no_room() -> None:
 
 @virtually
 async def test_a_submission_that_is_refused_takes_no_room() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1], max_queue=1)
+    _, scheduler = make_scheduler([1], max_queue=1)
     await scheduler.submit(make_request("r"))
     for _ in range(3):
         with pytest.raises(ValueError, match="in use"):
@@ -242,44 +222,35 @@ async def test_a_policy_that_fails_is_that_requests_failure() -> None:
                 raise KeyError("no instance for this session")
             return able[0]
 
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4], policy=Picky())
+    _, scheduler = make_scheduler([4], policy=Picky())
     (bad,) = scheduler.put([make_request("bad")], RequestOptions(session="bad"))
-    (good,) = scheduler.put([make_request("good")])
-    await settle()
+    (good,) = await put(scheduler, [make_request("good")])
     assert isinstance(bad.future.exception(timeout=0), KeyError)
     assert states([bad, good]) == [S.FAILED, S.RUNNING]
     assert scheduler.num_queued == 0
 
 
 @pytest.mark.parametrize("chosen", [None, Instance("elsewhere", 4)], ids=["none", "another"])
-def test_a_policy_that_chooses_nobody_it_was_given_is_that_requests_failure(chosen: Instance | None) -> None:
+@virtually
+async def test_a_policy_that_chooses_nobody_it_was_given_is_that_requests_failure(chosen: Instance | None) -> None:
     class Lost:
         def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
             return chosen if ticket.options.session == "bad" else able[0]  # type: ignore[return-value]
 
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [4], policy=Lost())
-        (bad,) = scheduler.put([make_request("bad")], RequestOptions(session="bad"))
-        (good,) = scheduler.put([make_request("good")])
-        await settle()
-        with pytest.raises(ValueError, match="Lost.choose gave .* for request 'bad'; expected one of the 1 instances"):
-            bad.future.result(timeout=0)
-        assert states([bad, good]) == [S.FAILED, S.RUNNING]
-
-    check()
+    _, scheduler = make_scheduler([4], policy=Lost())
+    (bad,) = scheduler.put([make_request("bad")], RequestOptions(session="bad"))
+    (good,) = await put(scheduler, [make_request("good")])
+    with pytest.raises(ValueError, match="Lost.choose gave .* for request 'bad'; expected one of the 1 instances"):
+        bad.future.result(timeout=0)
+    assert states([bad, good]) == [S.FAILED, S.RUNNING]
 
 
 @virtually
 async def test_what_ended_while_it_waited_is_not_kept() -> None:
     """Behind a queue that always has something better to do, others that end must not pile up."""
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
-    (waiting,) = scheduler.put([make_request("waiting")])
-    await settle()
+    (waiting,) = await put(scheduler, [make_request("waiting")])
     ended: weakref.WeakSet[Ticket] = weakref.WeakSet()
     for turn in range(40):
         tickets = scheduler.put([make_request(f"{turn}-{index}") for index in range(50)], RequestOptions(priority=-1))
@@ -287,8 +258,7 @@ async def test_what_ended_while_it_waited_is_not_kept() -> None:
         assert await scheduler.abort([ticket.request_id for ticket in tickets]) == 50
     gc.collect()
     assert len(ended) < 200
-    backend.last("blocker").end()
-    await settle()
+    await backend.end("blocker")
     assert waiting.state is S.RUNNING
 
 
@@ -297,10 +267,8 @@ async def test_what_ended_while_it_waited_is_not_kept() -> None:
 
 @virtually
 async def test_of_a_thousand_none_starts_until_resume() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [8] * 8)
-    (running,) = scheduler.put([make_request("running")])
-    await settle()
+    backend, scheduler = make_scheduler([8] * 8)
+    (running,) = await put(scheduler, [make_request("running")])
     tickets = scheduler.put(make_requests(1000))
     assert states(tickets).count(S.ADMITTED) == 63
     scheduler.suspend()
@@ -319,17 +287,14 @@ async def test_of_a_thousand_none_starts_until_resume() -> None:
     scheduler.resume()
     while backend.open() or scheduler.num_queued:
         await settle()
-        for call in backend.open():
-            call.end()
-    await settle()
+        await backend.end_all()
     assert set(states(tickets + more)) == {S.DONE}
     assert sorted(backend.sent) == sorted(["running", "more", *(ticket.request_id for ticket in tickets)])
 
 
 @virtually
 async def test_suspend_and_resume_in_one_turn_send_each_request_once() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4])
+    backend, scheduler = make_scheduler([4])
     scheduler.put(make_requests(4))
     for _ in range(5):
         scheduler.suspend()
@@ -340,30 +305,24 @@ async def test_suspend_and_resume_in_one_turn_send_each_request_once() -> None:
 
 @virtually
 async def test_wait_idle_waits_for_what_runs_and_for_nothing_else() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2])
+    backend, scheduler = make_scheduler([2])
     await scheduler.wait_idle()
-    tickets = scheduler.put(make_requests(3))
-    await settle()
+    tickets = await put(scheduler, make_requests(3))
     scheduler.suspend()
     idle = await waits(scheduler.wait_idle())
     given_up = await waits(scheduler.wait_idle())
     given_up.cancel()
-    backend.last("r0").end()
-    await settle()
+    await backend.end("r0")
     assert not idle.done()
-    backend.last("r1").end()
-    await settle()
+    await backend.end("r1")
     assert idle.done()
     assert tickets[2].state is S.QUEUED
 
 
 @virtually
 async def test_waits_that_are_given_up_leave_nothing() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    scheduler.put([make_request("r")])
-    await settle()
+    _, scheduler = make_scheduler([1])
+    await put(scheduler, [make_request("r")])
 
     def num_futures() -> int:
         gc.collect()

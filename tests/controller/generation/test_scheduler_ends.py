@@ -19,6 +19,7 @@ from tests.controller.generation.backends import (
     make_request,
     make_requests,
     make_scheduler,
+    put,
     settle,
     states,
     virtually,
@@ -33,8 +34,7 @@ S = RequestState
 
 @virtually
 async def test_a_deadline_ends_what_waits() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
     await asyncio.sleep(29.9)
@@ -53,8 +53,7 @@ async def test_a_deadline_ends_what_waits() -> None:
 
 @virtually
 async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
     (waiting,) = scheduler.put([make_request("waiting")])
     await asyncio.sleep(30.1)
@@ -63,8 +62,7 @@ async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> Non
     assert "it was running on i0" in str(error)
     assert backend.aborts == [("i0", ["r"])]
     assert waiting.state is S.RUNNING, "its place is free"
-    backend.last("r").end([1])
-    await settle()
+    await backend.end("r", [1])
     assert ticket.state is S.FAILED
     assert ticket.future.exception() is error
     assert scheduler.num_in_flight == 1
@@ -72,11 +70,9 @@ async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> Non
 
 @virtually
 async def test_a_deadline_that_was_kept_does_nothing() -> None:
-    backend = HeldBackend()
+    backend, scheduler = make_scheduler([1])
     backend.abort_error = RuntimeError("not to be asked")
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
-    await settle()
+    (ticket,) = await put(scheduler, [make_request("r")], RequestOptions(deadline_s=30.0))
     backend.last("r").end()
     await asyncio.sleep(60.0)
     assert ticket.state is S.DONE
@@ -88,17 +84,14 @@ async def test_a_deadline_that_was_kept_does_nothing() -> None:
 
 @virtually
 async def test_abort_ends_each_where_it_is() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1])
-    (running,) = scheduler.put([make_request("running")])
-    await settle()
+    backend, scheduler = make_scheduler([1, 1])
+    (running,) = await put(scheduler, [make_request("running")])
     admitted, queued, other = scheduler.put([make_request(id_) for id_ in ("admitted", "queued", "other")])
     assert states([running, admitted, queued, other]) == [S.RUNNING, S.ADMITTED, S.QUEUED, S.QUEUED]
     assert await scheduler.abort(["running", "admitted", "queued", "unknown"]) == 3
     assert states([running, admitted, queued]) == [S.RUNNING, S.ABORTED, S.ABORTED]
     assert backend.aborts == [("i0", ["running"])]
-    backend.last("running").give_back([1, 2], version=3)
-    await settle()
+    await backend.give_back("running", [1, 2], version=3)
     assert running.state is S.PARTIAL
     assert running.future.result().versions == [3, 3]
     assert other.state is S.RUNNING
@@ -107,10 +100,8 @@ async def test_abort_ends_each_where_it_is() -> None:
 
 @virtually
 async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 2, 2])
-    tickets = scheduler.put(make_requests(10))
-    await settle()
+    backend, scheduler = make_scheduler([2, 2, 2])
+    tickets = await put(scheduler, make_requests(10))
     assert await scheduler.abort() == 10
     assert sorted(id_ for id_, _ in backend.aborts) == ["i0", "i1", "i2"]
     assert sum(len(ids) for _, ids in backend.aborts) == 6
@@ -123,22 +114,17 @@ async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
 
 @virtually
 async def test_a_request_that_comes_to_its_end_before_the_abort_is_done() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, [make_request("r")])
     await scheduler.abort(["r"])
-    backend.last("r").end([1, 2])
-    await settle()
+    await backend.end("r", [1, 2])
     assert ticket.state is S.DONE
 
 
 @virtually
 async def test_an_instance_that_refuses_an_abort_is_told_and_stops_no_other() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1])
-    tickets = scheduler.put(make_requests(2))
-    await settle()
+    backend, scheduler = make_scheduler([1, 1])
+    tickets = await put(scheduler, make_requests(2))
     backend.abort_error = RuntimeError("abort is not known here")
     with pytest.raises(RuntimeError, match="not known here"):
         await scheduler.abort()
@@ -162,11 +148,9 @@ def cancel_in_thread(ticket: Ticket) -> bool:
 
 @virtually
 async def test_cancelled_from_another_thread_while_it_waits() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    (ticket,) = await put(scheduler, [make_request("r")])
     assert cancel_in_thread(ticket)
     await settle()
     assert ticket.state is S.ABORTED
@@ -178,8 +162,7 @@ async def test_cancelled_from_another_thread_while_it_waits() -> None:
 
 @virtually
 async def test_cancelled_from_another_thread_when_admitted() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     ticket, other = scheduler.put(make_requests(2))
     assert ticket.state is S.ADMITTED
     assert cancel_in_thread(ticket)
@@ -191,23 +174,18 @@ async def test_cancelled_from_another_thread_when_admitted() -> None:
 
 @virtually
 async def test_what_was_sent_is_not_cancelled_from_another_thread() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, [make_request("r")])
     assert not cancel_in_thread(ticket)
-    backend.last("r").end([1])
-    await settle()
+    await backend.end("r", [1])
     assert ticket.future.result().token_ids == [1]
     assert not cancel_in_thread(ticket)
 
 
 @virtually
 async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, [make_request("r")])
     drained = asyncio.ensure_future(scheduler.drain("i0", migrate=True))
     await settle()
     backend.last("r").give_back([1, 2])
@@ -222,8 +200,7 @@ async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() ->
 @virtually
 async def test_many_cancelled_ones_are_passed_over() -> None:
     """In the turn of their cancellation, when the scheduler has not been told of it yet."""
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     scheduler.suspend()
     tickets = scheduler.put(make_requests(3000))
     for ticket in tickets[:-1]:
@@ -239,10 +216,8 @@ async def test_many_cancelled_ones_are_passed_over() -> None:
 
 @virtually
 async def test_a_stream_gives_tickets_as_they_end() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3])
-    tickets = scheduler.put(make_requests(5))
-    await settle()
+    backend, scheduler = make_scheduler([3])
+    tickets = await put(scheduler, make_requests(5))
     seen: list[tuple[str, RequestState]] = []
 
     def see(ticket: Ticket) -> None:
@@ -253,8 +228,7 @@ async def test_a_stream_gives_tickets_as_they_end() -> None:
             see(ticket)
 
     reader = await waits(read())
-    backend.last("r2").end()
-    await settle()
+    await backend.end("r2")
     assert seen == [("r2", S.DONE)]
     tickets[4].future.cancel()
     backend.last("r0").answer.set_exception(ValueError("no"))
@@ -268,20 +242,16 @@ async def test_a_stream_gives_tickets_as_they_end() -> None:
 
 @virtually
 async def test_a_stream_gives_what_has_ended_before() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    tickets = scheduler.put(make_requests(1))
-    await settle()
-    backend.last("r0").end()
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    tickets = await put(scheduler, make_requests(1))
+    await backend.end("r0")
     assert [ticket.request_id async for ticket in scheduler.stream(tickets)] == ["r0"]
     assert [ticket async for ticket in scheduler.stream([])] == []
 
 
 @virtually
 async def test_close_fails_what_was_not_sent_and_lets_the_rest_end() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1], max_queue=1)
+    backend, scheduler = make_scheduler([1], max_queue=1)
     running, queued = [await scheduler.submit(make_request(id_)) for id_ in ("running", "queued")]
     submitting = await waits(scheduler.submit(make_request("submitting")))
     scheduler.close("the job is over")
@@ -293,16 +263,14 @@ async def test_close_fails_what_was_not_sent_and_lets_the_rest_end() -> None:
         await submitting
     with pytest.raises(HelmsmanError, match="no request is taken: the job is over"):
         scheduler.put([make_request("late")])
-    backend.last("running").end()
-    await settle()
+    await backend.end("running")
     assert running.state is S.DONE
     assert backend.sent == ["running"]
 
 
 @virtually
 async def test_nothing_is_sent_after_close() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4])
+    backend, scheduler = make_scheduler([4])
     tickets = scheduler.put(make_requests(3))
     assert set(states(tickets)) == {S.ADMITTED}
     scheduler.close()
@@ -314,10 +282,8 @@ async def test_nothing_is_sent_after_close() -> None:
 
 @virtually
 async def test_what_is_lost_after_close_fails_instead_of_waiting_for_ever() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [4], retries=RetryGeneration())
-    lost, aborted = scheduler.put(make_requests(2))
-    await settle()
+    backend, scheduler = make_scheduler([4], retries=RetryGeneration())
+    lost, aborted = await put(scheduler, make_requests(2))
     await scheduler.abort(["r1"])
     scheduler.close("the job is over")
     for call in backend.open():
@@ -330,10 +296,8 @@ async def test_what_is_lost_after_close_fails_instead_of_waiting_for_ever() -> N
 @virtually
 async def test_a_callback_may_do_anything() -> None:
     """Futures call back in the midst of what ended them."""
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 2])
-    tickets = scheduler.put(make_requests(12))
-    await settle()
+    backend, scheduler = make_scheduler([2, 2])
+    tickets = await put(scheduler, make_requests(12))
     again: list[Ticket] = []
 
     def meddle(_: Any) -> None:
@@ -347,9 +311,7 @@ async def test_a_callback_may_do_anything() -> None:
     for ticket in tickets:
         ticket.future.add_done_callback(meddle)
     scheduler.set_health("i0", Health.DEAD)
-    for call in backend.open("i1"):
-        call.end()
-    await settle()
+    await backend.end_all("i1")
     assert all(ticket.state.is_end for ticket in [*tickets, *again])
     assert all(ticket.future.done() for ticket in [*tickets, *again])
     assert (scheduler.num_queued, scheduler.num_in_flight) == (0, 0)
@@ -362,18 +324,15 @@ async def test_results_of_any_shape_end_their_request() -> None:
         async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
             return None  # type: ignore[return-value]
 
-    scheduler = make_scheduler(Broken(), [1])
-    tickets = scheduler.put(make_requests(2))
-    await settle()
+    _, scheduler = make_scheduler([1], Broken())
+    tickets = await put(scheduler, make_requests(2))
     assert states(tickets) == [S.FAILED, S.FAILED]
 
 
 @virtually
 async def test_a_call_that_was_cancelled_is_an_error_and_cancels_nobody() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    ticket, other = scheduler.put(make_requests(2))
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    ticket, other = await put(scheduler, make_requests(2))
     backend.last("r0").answer.cancel()
     await settle()
     assert "the call to i0 was cancelled" in str(ticket.future.exception(timeout=0))
@@ -385,10 +344,9 @@ def test_with_its_loop_all_requests_end() -> None:
     backends: list[HeldBackend] = []
 
     async def leave() -> None:
-        backends.append(HeldBackend())
-        scheduler = make_scheduler(backends[0], [2])
-        tickets.extend(scheduler.put(make_requests(5)))
-        await settle()
+        backend, scheduler = make_scheduler([2])
+        backends.append(backend)
+        tickets.extend(await put(scheduler, make_requests(5)))
 
     run_virtually(leave())
     assert set(states(tickets)) == {S.FAILED}

@@ -10,11 +10,11 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import RequestState
 from helmsman.controller._generation.retries import RetryGeneration
 from tests.controller.generation.backends import (
-    HeldBackend,
     assert_empty,
     make_request,
     make_requests,
     make_scheduler,
+    put,
     settle,
     states,
     virtually,
@@ -29,10 +29,8 @@ S = RequestState
 
 @virtually
 async def test_an_instance_that_comes_takes_what_waits() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    scheduler.put(make_requests(4))
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    await put(scheduler, make_requests(4))
     assert len(backend.open()) == 1
     scheduler.add("new", 2)
     await settle()
@@ -47,7 +45,7 @@ async def test_an_instance_that_comes_takes_what_waits() -> None:
 
 @virtually
 async def test_instances_that_make_no_sense_are_refused() -> None:
-    scheduler = make_scheduler(HeldBackend(), [1])
+    _, scheduler = make_scheduler([1])
     with pytest.raises(ValueError, match="'i0' is here already"):
         scheduler.add("i0", 1)
     with pytest.raises(ValueError, match="capacity is 0"):
@@ -57,15 +55,12 @@ async def test_instances_that_make_no_sense_are_refused() -> None:
 
 @virtually
 async def test_only_an_instance_that_has_nothing_is_removed() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 2])
+    backend, scheduler = make_scheduler([2, 2])
     tickets = scheduler.put(make_requests(3))
     with pytest.raises(ValueError, match="'i0' still has 2 requests; drain it first"):
         scheduler.remove("i0")
     await settle()
-    for call in backend.open("i0"):
-        call.end()
-    await settle()
+    await backend.end_all("i0")
     scheduler.remove("i0")
     assert list(scheduler.instances) == ["i1"]
     backend.open("i1")[0].end()
@@ -79,10 +74,8 @@ async def test_only_an_instance_that_has_nothing_is_removed() -> None:
 
 @virtually
 async def test_drain_waits_for_what_runs_and_sends_on_what_was_not_sent() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 1])
-    (running,) = scheduler.put([make_request("running")])
-    await settle()
+    backend, scheduler = make_scheduler([2, 1])
+    (running,) = await put(scheduler, [make_request("running")])
     drained = asyncio.ensure_future(scheduler.drain("i0"))  # begins before what is admitted now is sent
     _, admitted = scheduler.put([make_request("on i1"), make_request("admitted")])
     assert scheduler.instances["i0"].num_in_flight == 2
@@ -95,11 +88,9 @@ async def test_drain_waits_for_what_runs_and_sends_on_what_was_not_sent() -> Non
     assert not drained.done()
     backend.last("running").end()
     await drained
-    backend.last("admitted").end()
-    await settle()
+    await backend.end("admitted")
     assert (running.state, admitted.state) == (S.DONE, S.DONE)
-    scheduler.put(make_requests(5))
-    await settle()
+    await put(scheduler, make_requests(5))
     assert backend.open("i0") == []
     scheduler.remove("i0")
     assert backend.aborts == []
@@ -107,11 +98,9 @@ async def test_drain_waits_for_what_runs_and_sends_on_what_was_not_sent() -> Non
 
 @virtually
 async def test_drain_with_migrate_takes_the_tokens_along() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3])
+    backend, scheduler = make_scheduler([3])
     request = make_request("r", prompt=[1, 2], max_new_tokens=6)
-    ticket, full, untouched = scheduler.put([request, make_request("full", max_new_tokens=2), make_request("untouched")])
-    await settle()
+    ticket, full, untouched = await put(scheduler, [request, make_request("full", max_new_tokens=2), make_request("untouched")])
     scheduler.add("i1", 3)
     drained = await waits(scheduler.drain("i0", migrate=True))
     assert [(id_, sorted(ids)) for id_, ids in backend.aborts] == [("i0", ["full", "r", "untouched"])]
@@ -128,8 +117,7 @@ async def test_drain_with_migrate_takes_the_tokens_along() -> None:
     assert again.request.sampling.max_new_tokens == 4
     assert backend.last("untouched").request is untouched.request
     again.end([12], version=4)
-    backend.last("untouched").end()
-    await settle()
+    await backend.end("untouched")
     assert states([ticket, untouched]) == [S.DONE, S.DONE]
     result = ticket.future.result()
     assert (result.token_ids, result.versions, result.stop_reason) == ([10, 11, 12], [3, 3, 4], "stop")
@@ -140,8 +128,7 @@ async def test_drain_with_migrate_takes_the_tokens_along() -> None:
 
 @virtually
 async def test_a_request_moves_as_often_as_it_must() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
+    backend, scheduler = make_scheduler([1])
     (ticket,) = scheduler.put([make_request("r", max_new_tokens=5)])
     for turn in range(4):
         await settle()
@@ -153,47 +140,38 @@ async def test_a_request_moves_as_often_as_it_must() -> None:
         scheduler.remove(f"i{turn}")
     await settle()
     assert backend.last("r").request.sampling.max_new_tokens == 1
-    backend.last("r").end([4], version=4, stop_reason="length")
-    await settle()
+    await backend.end("r", [4], version=4, stop_reason="length")
     assert ticket.future.result().token_ids == ticket.future.result().versions == [0, 1, 2, 3, 4]
     assert ticket.num_attempts == 5
 
 
 @virtually
 async def test_a_sample_does_not_go_back_to_older_weights_and_holds_nobody_up() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1, 1])
-    moves, *_ = scheduler.put(make_requests(3))
-    await settle()
+    backend, scheduler = make_scheduler([1, 1, 1])
+    moves, *_ = await put(scheduler, make_requests(3))
     scheduler.expect_weights(5)
     scheduler.have_weights("i0", 5)
     leaving = await waits(scheduler.drain("i0", migrate=True))
     backend.last("r0").give_back([7, 8], version=5)
     await leaving
     scheduler.put([make_request("r3"), make_request("r4")])
-    backend.last("r1").end(version=4)
-    await settle()
+    await backend.end("r1", version=4)
     assert [call.request_id for call in backend.open("i1")] == ["r3"], "a later one, as the first has tokens by newer weights"
     assert moves.state is S.QUEUED
     scheduler.have_weights("i2", 5)
-    backend.last("r2").end(version=5)
-    await settle()
+    await backend.end("r2", version=5)
     assert [call.request_id for call in backend.open("i2")] == ["r0"], "it has kept its place"
     backend.last("r0").end([9], version=5)
-    backend.last("r3").end(version=4)
-    await settle()
-    backend.last("r4").end(version=4)
-    await settle()
+    await backend.end("r3", version=4)
+    await backend.end("r4", version=4)
     assert moves.future.result().versions == [5, 5, 5]
     assert_empty(scheduler)
 
 
 @virtually
 async def test_a_sample_by_weights_that_never_come_does_not_wait_for_them() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1])
-    (moves,) = scheduler.put(make_requests(1))
-    await settle()
+    backend, scheduler = make_scheduler([1, 1])
+    (moves,) = await put(scheduler, make_requests(1))
     leaving = await waits(scheduler.drain("i0", migrate=True))
     scheduler.expect_weights(3)
     backend.last("r0").give_back([7], version=9)
@@ -206,10 +184,8 @@ async def test_a_sample_by_weights_that_never_come_does_not_wait_for_them() -> N
 
 @virtually
 async def test_what_is_aborted_while_it_moves_ends_with_all_its_tokens() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2])
-    before, after = scheduler.put([make_request("before"), make_request("after")])
-    await settle()
+    backend, scheduler = make_scheduler([2])
+    before, after = await put(scheduler, [make_request("before"), make_request("after")])
     drained = await waits(scheduler.drain("i0", migrate=True))
     await scheduler.abort(["before"])
     backend.last("before").give_back([1], version=1)
@@ -224,58 +200,46 @@ async def test_what_is_aborted_while_it_moves_ends_with_all_its_tokens() -> None
 
 
 @pytest.mark.parametrize("migrate", [False, True])
-def test_a_cancelled_drain_lets_the_instance_serve_again_and_loses_nothing(migrate: bool) -> None:
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [2])
-        tickets = scheduler.put(make_requests(4))
+@virtually
+async def test_a_cancelled_drain_lets_the_instance_serve_again_and_loses_nothing(migrate: bool) -> None:
+    backend, scheduler = make_scheduler([2])
+    tickets = await put(scheduler, make_requests(4))
+    drained = await waits(scheduler.drain("i0", migrate=migrate))
+    await backend.end("r0")
+    assert backend.sent == ["r0", "r1"]
+    drained.cancel()
+    await settle()
+    assert drained.cancelled()
+    assert backend.sent == ["r0", "r1", "r2"]
+    if migrate:
+        await backend.give_back("r1", [5], version=1)
+        assert backend.last("r1").request.prompt_ids == [1, 2, 3, 5]
+    while backend.open():
+        backend.open()[0].end(version=2)
         await settle()
-        drained = await waits(scheduler.drain("i0", migrate=migrate))
-        backend.last("r0").end()
-        await settle()
-        assert backend.sent == ["r0", "r1"]
-        drained.cancel()
-        await settle()
-        assert drained.cancelled()
-        assert backend.sent == ["r0", "r1", "r2"]
-        if migrate:
-            backend.last("r1").give_back([5], version=1)
-            await settle()
-            assert backend.last("r1").request.prompt_ids == [1, 2, 3, 5]
-        while backend.open():
-            backend.open()[0].end(version=2)
-            await settle()
-        assert set(states(tickets)) == {S.DONE}
-        assert tickets[1].future.result().versions == ([1, 2] if migrate else [2])
-        assert_empty(scheduler)
-
-    check()
+    assert set(states(tickets)) == {S.DONE}
+    assert tickets[1].future.result().versions == ([1, 2] if migrate else [2])
+    assert_empty(scheduler)
 
 
 @virtually
 async def test_a_drain_that_is_cancelled_while_it_asks_loses_nothing() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2])
-    tickets = scheduler.put(make_requests(2))
-    await settle()
+    backend, scheduler = make_scheduler([2])
+    tickets = await put(scheduler, make_requests(2))
     backend.abort_gate.clear()
     drained = await waits(scheduler.drain("i0", migrate=True))
     drained.cancel()
     await settle()
     backend.last("r0").end()
-    backend.last("r1").end()
-    await settle()
+    await backend.end("r1")
     assert set(states(tickets)) == {S.DONE}
     assert scheduler.instances["i0"].serves
 
 
 @virtually
 async def test_a_drain_whose_instance_refuses_to_give_back_serves_on() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    scheduler.put(make_requests(1))
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    await put(scheduler, make_requests(1))
     backend.abort_error = RuntimeError("abort is not known here")
     with pytest.raises(RuntimeError, match="not known here"):
         await scheduler.drain("i0", migrate=True)
@@ -283,32 +247,24 @@ async def test_a_drain_whose_instance_refuses_to_give_back_serves_on() -> None:
 
 
 @pytest.mark.parametrize("migrate", [False, True])
-def test_a_drain_ends_with_the_death_of_its_instance(migrate: bool) -> None:
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [2], retries=RetryGeneration())
-        tickets = scheduler.put(make_requests(2))
-        await settle()
-        drained = await waits(scheduler.drain("i0", migrate=migrate))
-        scheduler.set_health("i0", Health.DEAD)
-        await drained
-        scheduler.remove("i0")
-        scheduler.add("i1", 2)
-        await settle()
-        for call in backend.open("i1"):
-            call.end()
-        await settle()
-        assert set(states(tickets)) == {S.DONE}
-
-    check()
+@virtually
+async def test_a_drain_ends_with_the_death_of_its_instance(migrate: bool) -> None:
+    backend, scheduler = make_scheduler([2], retries=RetryGeneration())
+    tickets = await put(scheduler, make_requests(2))
+    drained = await waits(scheduler.drain("i0", migrate=migrate))
+    scheduler.set_health("i0", Health.DEAD)
+    await drained
+    scheduler.remove("i0")
+    scheduler.add("i1", 2)
+    await settle()
+    await backend.end_all("i1")
+    assert set(states(tickets)) == {S.DONE}
 
 
 @virtually
 async def test_one_instance_after_the_other_is_replaced_under_load() -> None:
     """Shrink during routing: nothing is lost, and everything is sent to somebody who is there."""
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2] * 4)
+    backend, scheduler = make_scheduler([2] * 4)
     tickets = scheduler.put(make_requests(100))
     for turn in range(4):
         await settle()
@@ -322,8 +278,6 @@ async def test_one_instance_after_the_other_is_replaced_under_load() -> None:
     await settle()
     assert {call.instance_id for call in backend.open()} == {"new0", "new1", "new2", "new3"}
     while backend.open():
-        for call in backend.open():
-            call.end()
-        await settle()
+        await backend.end_all()
     assert set(states(tickets)) == {S.DONE}
     assert_empty(scheduler)

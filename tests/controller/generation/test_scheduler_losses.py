@@ -11,11 +11,11 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.retries import RetryGeneration, RetryPolicy, RetryUnbegun
 from tests.controller.generation.backends import (
-    HeldBackend,
     assert_empty,
     make_request,
     make_requests,
     make_scheduler,
+    put,
     settle,
     states,
     virtually,
@@ -38,41 +38,32 @@ S = RequestState
         (RetryGeneration(1), False, True),
     ],
 )
-def test_what_was_lost_is_tried_again_as_the_policy_says(
+@virtually
+async def test_what_was_lost_is_tried_again_as_the_policy_says(
     retries: RetryPolicy | None, may_have_begun: bool, is_retried: bool
 ) -> None:
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [1, 1], retries=retries)
-        (ticket,) = scheduler.put([make_request("r")])
-        await settle()
-        backend.last("r").lose(may_have_begun=may_have_begun)
-        await settle()
-        if is_retried:
-            assert backend.last("r").instance_id == "i1"
-            backend.last("r").end()
-            await settle()
-            assert ticket.state is S.DONE
-        else:
-            error = ticket.future.exception(timeout=0)
-            assert ticket.state is S.FAILED
-            assert isinstance(error, InstanceLostError)
-            assert (error.instance_id, error.may_have_begun) == ("i0", True)
-            assert backend.sent == ["r"]
-
-    check()
+    backend, scheduler = make_scheduler([1, 1], retries=retries)
+    (ticket,) = await put(scheduler, [make_request("r")])
+    await backend.lose("r", may_have_begun=may_have_begun)
+    if is_retried:
+        assert backend.last("r").instance_id == "i1"
+        await backend.end("r")
+        assert ticket.state is S.DONE
+    else:
+        error = ticket.future.exception(timeout=0)
+        assert ticket.state is S.FAILED
+        assert isinstance(error, InstanceLostError)
+        assert (error.instance_id, error.may_have_begun) == ("i0", True)
+        assert backend.sent == ["r"]
 
 
 @virtually
 async def test_attempts_are_bounded() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1] * 9, retries=RetryGeneration(3))
+    backend, scheduler = make_scheduler([1] * 9, retries=RetryGeneration(3))
     (ticket,) = scheduler.put([make_request("r")])
     for _ in range(3):
         await settle()
-        backend.last("r").lose()
-    await settle()
+        await backend.lose("r")
     assert ticket.state is S.FAILED
     assert backend.sent == ["r"] * 3
     with pytest.raises(ValueError, match="max_attempts is 0"):
@@ -80,44 +71,37 @@ async def test_attempts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("told", ["by a call", "by supervision"])
-def test_a_retry_policy_that_fails_is_that_requests_failure(told: str) -> None:
+@virtually
+async def test_a_retry_policy_that_fails_is_that_requests_failure(told: str) -> None:
     class Picky:
         def may_retry(self, ticket: Ticket, error: InstanceLostError) -> bool:
             if ticket.request_id == "r0":
                 raise KeyError("no rule for this request")
             return True
 
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [2], retries=Picky())
-        bad, good = scheduler.put(make_requests(2))
-        await settle()
-        if told == "by a call":
-            backend.last("r0").lose()
-        else:
-            scheduler.set_health("i0", Health.DEAD)
-        await settle()
-        assert scheduler.instances["i0"].health is Health.DEAD
-        assert states([bad, good]) == [S.FAILED, S.QUEUED]
-        assert isinstance(bad.future.exception(timeout=0), KeyError)
-        scheduler.add("i1", 1)
-        await settle()
-        backend.open("i1")[0].end()
-        await settle()
-        assert good.state is S.DONE
-        assert_empty(scheduler)
-
-    check()
+    backend, scheduler = make_scheduler([2], retries=Picky())
+    bad, good = await put(scheduler, make_requests(2))
+    if told == "by a call":
+        backend.last("r0").lose()
+    else:
+        scheduler.set_health("i0", Health.DEAD)
+    await settle()
+    assert scheduler.instances["i0"].health is Health.DEAD
+    assert states([bad, good]) == [S.FAILED, S.QUEUED]
+    assert isinstance(bad.future.exception(timeout=0), KeyError)
+    scheduler.add("i1", 1)
+    await settle()
+    backend.open("i1")[0].end()
+    await settle()
+    assert good.state is S.DONE
+    assert_empty(scheduler)
 
 
 @virtually
 async def test_what_was_taken_back_on_purpose_is_no_attempt_too_many() -> None:
     """A request that lasts for many updates of the weights is recalled by each."""
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration(2))
-    (ticket,) = scheduler.put([make_request("r", max_new_tokens=9)])
-    await settle()
+    backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration(2))
+    (ticket,) = await put(scheduler, [make_request("r", max_new_tokens=9)])
     for token in range(5):
         scheduler.suspend()
         recalled = await waits(scheduler.take_back())
@@ -125,10 +109,8 @@ async def test_what_was_taken_back_on_purpose_is_no_attempt_too_many() -> None:
         await recalled
         scheduler.resume()
         await settle()
-    backend.last("r").lose()
-    await settle()
-    backend.last("r").end([5], version=5)
-    await settle()
+    await backend.lose("r")
+    await backend.end("r", [5], version=5)
     assert ticket.state is S.DONE
     assert ticket.future.result(0).token_ids == [0, 1, 2, 3, 4, 5]
 
@@ -136,10 +118,8 @@ async def test_what_was_taken_back_on_purpose_is_no_attempt_too_many() -> None:
 @virtually
 async def test_a_lost_instance_draws_nothing_more() -> None:
     """It would have the fewest tokens outstanding for ever."""
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 2], retries=RetryGeneration())
-    tickets = scheduler.put(make_requests(8))
-    await settle()
+    backend, scheduler = make_scheduler([2, 2], retries=RetryGeneration())
+    tickets = await put(scheduler, make_requests(8))
     begun, unbegun = backend.open("i0")
     unbegun.lose(may_have_begun=False)
     await settle()
@@ -157,12 +137,9 @@ async def test_a_lost_instance_draws_nothing_more() -> None:
 
 @virtually
 async def test_each_lost_request_has_an_error_of_its_own() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3])
-    unbegun, *begun = scheduler.put(make_requests(3))
-    await settle()
-    backend.last("r0").lose(may_have_begun=False)
-    await settle()
+    backend, scheduler = make_scheduler([3])
+    unbegun, *begun = await put(scheduler, make_requests(3))
+    await backend.lose("r0", may_have_begun=False)
     assert unbegun.state is S.QUEUED
     errors = [ticket.future.exception(timeout=0) for ticket in begun]
     assert errors[0] is not errors[1]
@@ -174,9 +151,8 @@ async def test_each_lost_request_has_an_error_of_its_own() -> None:
 
 @virtually
 async def test_what_an_instance_died_of_is_told() -> None:
-    scheduler = make_scheduler(HeldBackend(), [1])
-    (ticket,) = scheduler.put(make_requests(1))
-    await settle()
+    _, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, make_requests(1))
     cause = HelmsmanError("rollout/0 was ended by SIGKILL")
     scheduler.set_health("i0", Health.DEAD, cause)
     assert ticket.future.exception(timeout=0) is cause
@@ -189,10 +165,8 @@ async def test_what_an_instance_died_of_is_told() -> None:
 
 @virtually
 async def test_the_dead_lose_what_they_have_although_their_calls_hang() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [3, 3], retries=RetryGeneration())
-    (first,) = scheduler.put([make_request("running")])
-    await settle()
+    backend, scheduler = make_scheduler([3, 3], retries=RetryGeneration())
+    (first,) = await put(scheduler, [make_request("running")])
     hanging = backend.last("running")
     others = scheduler.put([make_request(id_) for id_ in ("a", "b", "c")])
     on_i0 = [ticket for ticket in others if ticket.instance is scheduler.instances["i0"]]
@@ -214,48 +188,37 @@ async def test_the_dead_lose_what_they_have_although_their_calls_hang() -> None:
 
 
 @pytest.mark.parametrize("late", ["result", "loss", "abort"])
-def test_late_news_of_a_former_life_are_ignored(late: str) -> None:
+@virtually
+async def test_late_news_of_a_former_life_are_ignored(late: str) -> None:
     """The same instance serves again, and has the same request again."""
-
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        scheduler = make_scheduler(backend, [1], retries=RetryGeneration())
-        (ticket,) = scheduler.put([make_request("r")])
-        await settle()
-        former = backend.last("r")
-        for health in (Health.DEAD, Health.RESTARTING, Health.STALE, Health.HEALTHY):
-            scheduler.set_health("i0", health)
-        if late == "result":
-            former.end([66])
-        elif late == "loss":
-            former.lose()
-        else:
-            former.give_back([66])
-        await settle()
-        assert ticket.state is S.RUNNING
-        assert scheduler.instances["i0"].health is Health.HEALTHY
-        assert scheduler.num_in_flight == 1
-        backend.last("r").end([1])
-        await settle()
-        assert ticket.future.result().token_ids == [1]
-        assert_empty(scheduler)
-
-    check()
+    backend, scheduler = make_scheduler([1], retries=RetryGeneration())
+    (ticket,) = await put(scheduler, [make_request("r")])
+    former = backend.last("r")
+    for health in (Health.DEAD, Health.RESTARTING, Health.STALE, Health.HEALTHY):
+        scheduler.set_health("i0", health)
+    if late == "result":
+        former.end([66])
+    elif late == "loss":
+        former.lose()
+    else:
+        former.give_back([66])
+    await settle()
+    assert ticket.state is S.RUNNING
+    assert scheduler.instances["i0"].health is Health.HEALTHY
+    assert scheduler.num_in_flight == 1
+    await backend.end("r", [1])
+    assert ticket.future.result().token_ids == [1]
+    assert_empty(scheduler)
 
 
 @virtually
 async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [2, 1])
-    (running,) = scheduler.put([make_request("running")])
-    await settle()
+    backend, scheduler = make_scheduler([2, 1])
+    (running,) = await put(scheduler, [make_request("running")])
     scheduler.set_health("i0", Health.SUSPECT)
-    scheduler.put(make_requests(3))
-    await settle()
+    await put(scheduler, make_requests(3))
     assert [call.request_id for call in backend.open("i0")] == ["running"]
-    backend.last("running").end()
-    await settle()
+    await backend.end("running")
     assert running.state is S.DONE
     scheduler.set_health("i0", Health.HEALTHY)
     await settle()
@@ -264,8 +227,7 @@ async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
 
 @virtually
 async def test_what_was_admitted_to_a_suspect_goes_elsewhere_at_once() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1])
+    backend, scheduler = make_scheduler([1, 1])
     (ticket,) = scheduler.put([make_request("r")])
     assert ticket.instance is scheduler.instances["i0"]
     scheduler.set_health("i0", Health.SUSPECT)
@@ -275,54 +237,41 @@ async def test_what_was_admitted_to_a_suspect_goes_elsewhere_at_once() -> None:
 
 @virtually
 async def test_an_aborted_request_ends_with_its_instance() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
+    (ticket,) = await put(scheduler, [make_request("r")])
     await scheduler.abort(["r"])
-    backend.last("r").lose()
-    await settle()
+    await backend.lose("r")
     assert ticket.state is S.ABORTED
     assert backend.sent == ["r"]
 
 
 @virtually
 async def test_the_abort_of_what_was_lost_is_no_error() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put([make_request("r")])
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, [make_request("r")])
     backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
     assert await scheduler.abort() == 1
-    backend.last("r").lose()
-    await settle()
+    await backend.lose("r")
     assert ticket.state is S.ABORTED
 
 
 @pytest.mark.parametrize("what", ["abort", "drain"])
-def test_nobody_waits_for_what_a_dead_instance_was_asked(what: str) -> None:
-    @virtually
-    async def check() -> None:
-        backend = HeldBackend()
-        backend.abort_gate.clear()
-        scheduler = make_scheduler(backend, [2], retries=RetryGeneration())
-        tickets = scheduler.put(make_requests(2))
-        await settle()
-        asked = await waits(scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True))
-        scheduler.set_health("i0", Health.DEAD)
-        await settle()
-        assert asked.done()
-        assert set(states(tickets)) == ({S.ABORTED} if what == "abort" else {S.QUEUED})
-
-    check()
+@virtually
+async def test_nobody_waits_for_what_a_dead_instance_was_asked(what: str) -> None:
+    backend, scheduler = make_scheduler([2], retries=RetryGeneration())
+    backend.abort_gate.clear()
+    tickets = await put(scheduler, make_requests(2))
+    asked = await waits(scheduler.abort() if what == "abort" else scheduler.drain("i0", migrate=True))
+    scheduler.set_health("i0", Health.DEAD)
+    await settle()
+    assert asked.done()
+    assert set(states(tickets)) == ({S.ABORTED} if what == "abort" else {S.QUEUED})
 
 
 @virtually
 async def test_a_drain_whose_instance_is_lost_when_asked_ends_with_its_loss() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1])
-    (ticket,) = scheduler.put(make_requests(1))
-    await settle()
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, make_requests(1))
     backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
     drained = await waits(scheduler.drain("i0", migrate=True))
     backend.last("r0").lose()
@@ -332,8 +281,7 @@ async def test_a_drain_whose_instance_is_lost_when_asked_ends_with_its_loss() ->
 
 @virtually
 async def test_a_deadline_holds_across_attempts() -> None:
-    backend = HeldBackend()
-    scheduler = make_scheduler(backend, [1, 1], retries=RetryGeneration())
+    backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
     await asyncio.sleep(20.0)
     backend.last("r").lose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -199,33 +198,6 @@ def test_abort_ends_what_runs_and_what_waits(scheduler: FakeScheduler) -> None:
         assert scheduler.methods("rollout/0").count("abort") == 1
         assert rollout.load().num_queued == 0
         assert rollout.abort() == 0
-
-
-def test_abort_of_some_spares_the_others(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, max_in_flight_per_worker=2) as rollout:
-        futures = submit_all(rollout, [[1]] * 4)
-        assert rollout.abort(["rollout-1", "rollout-3", "unknown"]) == 2
-        settle()
-        assert [future.done() for future in futures] == [False, True, False, True]
-        finish(scheduler, 0)
-        assert [future.result(LIMIT_S).stop_reason for future in futures] == ["length", "abort", "length", "abort"]
-        assert engine(scheduler, 0).served == ["rollout-0", "rollout-1", "rollout-2"]
-
-
-def test_nothing_queued_starts_while_paused(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
-        futures = submit_all(rollout, [[1]] * 2)
-        rollout.pause()
-        assert rollout.load().paused
-        finish(scheduler, 0)
-        futures += submit_all(rollout, [[1]])
-        assert engine(scheduler, 0).served == ["rollout-0"]
-        assert rollout.load().num_queued == 2
-        assert rollout.load().instances["rollout/0"].num_in_flight == 0
-        rollout.resume()
-        while not all(future.done() for future in futures):
-            finish(scheduler, 0)
-        assert engine(scheduler, 0).served == ["rollout-0", "rollout-1", "rollout-2"]
 
 
 def test_a_cancelled_await_withdraws_its_request(scheduler: FakeScheduler) -> None:
@@ -459,10 +431,3 @@ def test_rollouts_can_share_the_workers_of_another_role() -> None:
         actor.close()  # takes along what shares its workers
         rollout.close()
         assert scheduler.status() == []
-
-
-def test_a_future_of_submit_is_an_ordinary_one(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, CountingRollout) as rollout:
-        futures = [rollout.submit([i + 1]) for i in range(5)]
-        done = concurrent.futures.wait(futures, timeout=LIMIT_S).done
-        assert len(done) == 5

@@ -141,7 +141,7 @@ def test_a_rank_that_is_silent_is_ended_and_said_so(
         assert training.done == [1, 2, 3, 4, 5, 6]
         assert training.losses == unbroken
         assert not Path(f"/proc/{stopped}").exists()
-    assert "train/0 was lost (was ended because it had not answered for 1.5 s (RecoveryPolicy.dead_s))" in caplog.text
+    assert "train/0 was lost (was ended because it has not answered for 1.5 s (RecoveryPolicy.dead_s))" in caplog.text
 
 
 def test_a_rank_whose_interpreter_is_held_by_c_code_is_not_ended(scheduler: LocalScheduler, tmp_path: Path) -> None:

@@ -131,30 +131,6 @@ def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for(pool: concu
         assert _items(asked.result(10)) == [0, 3], "and now is the last time"
 
 
-def test_taking_the_first_does_not_wait_and_drops_what_grows_old(pool: concurrent.futures.ThreadPoolExecutor) -> None:
-    held = Held()
-    with WorkflowExecutor(held, sampler=BoundedStaleness(1, takes_first=True)) as executor:
-        source = itertools.count()
-        for version, ended in enumerate([(1, 2), (3, 4), (5, 6)]):
-            asked = pool.submit(executor.prepare_batch, source, 2)
-            held.end(*ended)
-            assert _items(asked.result(10)) == list(ended)
-            executor.set_version(version + 1)
-        asked = pool.submit(executor.prepare_batch, source, 2)
-        wait_until(lambda: executor.figures().num_stopped == 1, "three versions old")
-        held.end(7, 8)
-        assert _items(asked.result(10)) == [7, 8]
-
-
-def test_what_is_of_no_use_is_replaced_at_once() -> None:
-    async def workflow(item: int) -> int | None:
-        return None if item % 3 == 0 else item
-
-    with WorkflowExecutor(workflow, sampler=BoundedStaleness(keep=lambda episode: episode.value % 2 == 0)) as executor:
-        assert _items(executor.prepare_batch(itertools.count(), 3)) == [2, 4, 8]
-        assert executor.figures().num_rejected >= 5
-
-
 def test_failures_are_counted_and_too_many_end_the_batch() -> None:
     async def workflow(item: int) -> int:
         if item % 4 == 1 or item > 100:
@@ -170,16 +146,6 @@ def test_failures_are_counted_and_too_many_end_the_batch() -> None:
             executor.prepare_batch(itertools.count(101), 6)
         assert isinstance(caught.value.__cause__, ValueError)
         assert caught.value.num_failed > 3
-
-
-def test_a_source_that_ends_gives_a_shorter_batch_and_then_empty_ones() -> None:
-    with WorkflowExecutor(_ten_times, sampler=BoundedStaleness(3)) as executor:
-        source = iter(range(5))
-        sizes = []
-        for version in range(4):
-            sizes.append(len(executor.prepare_batch(source, 2)))
-            executor.set_version(version + 1)
-        assert sizes == [2, 2, 1, 0]
 
 
 def test_at_most_so_many_run_at_once() -> None:
