@@ -99,7 +99,7 @@ def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) 
     """Raises: ValueError unless names and shapes are those of one of the forms."""
     problems = [_problems(form, shapes) for form in forms]
     if all(problems):
-        raise ValueError(f"the weights do not fit the model that is served, which was left as it was. {problems[0]}")
+        raise ValueError(f"the weights do not fit the rollout model, which was left as it is. {problems[0]}")
 
 
 def _problems(form: Expected, shapes: Mapping[str, Sequence[int]]) -> str:
