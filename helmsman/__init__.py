@@ -5,14 +5,15 @@ Importing this loads neither torch nor ray; each name below is imported when it 
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helmsman.api.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch as Batch
-    from helmsman.api.cluster_config import ClusterConfig as ClusterConfig
     from helmsman.api.columns import Ragged as Ragged
     from helmsman.api.dispatch import AxisSharding as AxisSharding
     from helmsman.api.dispatch import Collect as Collect
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from helmsman.api.scheduler import Worker as Worker
     from helmsman.api.topology import RankInfo as RankInfo
     from helmsman.api.weights import WeightFormat as WeightFormat
+    from helmsman.api.worker_group import ClusterConfig as ClusterConfig
     from helmsman.api.worker_group import GroupWorker as GroupWorker
     from helmsman.controller._bootstrap.initialize import initialize as initialize
     from helmsman.controller._device_handoff.turns import Turns as Turns
@@ -73,69 +75,17 @@ if TYPE_CHECKING:
     from helmsman.controller._workflows.reward_pool import RewardPool as RewardPool
     from helmsman.controller._workflows.staleness import BoundedStaleness as BoundedStaleness
 
-_HOMES = {
-    "AxisSharding": "helmsman.api.dispatch",
-    "Batch": "helmsman.api.batch",
-    "BoundedStaleness": "helmsman.controller._workflows.staleness",
-    "Checkpoints": "helmsman.controller._training.checkpoints",
-    "Cluster": "helmsman.controller._worker_groups.cluster",
-    "ClusterConfig": "helmsman.api.cluster_config",
-    "Collect": "helmsman.api.dispatch",
-    "Dispatch": "helmsman.api.dispatch",
-    "EngineSpec": "helmsman.api.scheduler",
-    "Execute": "helmsman.api.dispatch",
-    "GenerateScheduler": "helmsman.controller._generation.scheduler",
-    "GenerationRequest": "helmsman.api.generation",
-    "GenerationResult": "helmsman.api.generation",
-    "GroupWorker": "helmsman.api.worker_group",
-    "HelmsmanError": "helmsman.api.errors",
-    "InferenceEngine": "helmsman.api.engines",
-    "InlineScheduler": "helmsman.controller._schedulers.inline",
-    "Job": "helmsman.api.scheduler",
-    "Leaving": "helmsman.api.scheduler",
-    "LeastOutstandingTokens": "helmsman.controller._generation.routing",
-    "LocalScheduler": "helmsman.controller._schedulers.local",
-    "PrefixAffinity": "helmsman.controller._generation.routing",
-    "Ragged": "helmsman.api.columns",
-    "RankInfo": "helmsman.api.topology",
-    "RayScheduler": "helmsman.controller._ray_backend.scheduler",
-    "RecoverableTraining": "helmsman.controller._training.recovery",
-    "RecoveryPolicy": "helmsman.controller._training.recovery_policy",
-    "Replicate": "helmsman.api.dispatch",
-    "RequestOptions": "helmsman.controller._generation.request",
-    "ResourceManager": "helmsman.controller._worker_groups.resource_manager",
-    "ResultHandle": "helmsman.api.scheduler",
-    "RetryGeneration": "helmsman.controller._generation.retries",
-    "RetryUnbegun": "helmsman.controller._generation.retries",
-    "RewardPool": "helmsman.controller._workflows.reward_pool",
-    "RolloutController": "helmsman.controller._rollout.rollout_controller",
-    "RoundRobin": "helmsman.controller._generation.routing",
-    "SamplingParams": "helmsman.api.generation",
-    "Scheduler": "helmsman.api.scheduler",
-    "SchedulingSpec": "helmsman.api.scheduler",
-    "SchedulingStrategy": "helmsman.api.scheduler",
-    "SessionAffinity": "helmsman.controller._generation.routing",
-    "Shard": "helmsman.api.dispatch",
-    "SupervisionPolicy": "helmsman.controller._generation.health",
-    "Timeouts": "helmsman.api.scheduler",
-    "TrainController": "helmsman.controller._training.train_controller",
-    "TrainEngine": "helmsman.api.engines",
-    "Turns": "helmsman.controller._device_handoff.turns",
-    "ViaCollective": "helmsman.controller._weight_sync.sync",
-    "ViaDisk": "helmsman.controller._weight_sync.sync",
-    "ViaMemory": "helmsman.controller._weight_sync.sync",
-    "WeightFormat": "helmsman.api.weights",
-    "WeightSync": "helmsman.controller._weight_sync.sync",
-    "Worker": "helmsman.api.scheduler",
-    "WorkflowExecutor": "helmsman.controller._workflows.executor",
-    "current_platform": "helmsman.api.platforms",
-    "get_placement_group_master_ip_and_port": "helmsman.controller._ray_backend.scheduler",
-    "initialize": "helmsman.controller._bootstrap.initialize",
-    "make_scheduler": "helmsman.controller._schedulers.factory",
-    "register": "helmsman.api.register",
+_HOMES: dict[str, str] = {
+    alias.name: str(node.module)
+    for block in ast.parse(Path(__file__).read_bytes()).body
+    if isinstance(block, ast.If)
+    for node in block.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
+"""The modules of the names above, read from this file, so that each name stands here once."""
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - the table is the one list of names
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - the imports above are the one list of names
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -124,19 +123,6 @@ def test_public_name_resolves_and_has_a_docstring(name: str) -> None:
     assert value is getattr(helmsman, name)
     if callable(value):
         assert value.__doc__
-
-
-def test_type_checkers_see_each_name_where_it_is_loaded_from() -> None:
-    tree = ast.parse(Path(helmsman.__file__).read_text())
-    seen = {
-        alias.asname: (node.module, alias.name)
-        for block in tree.body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert seen == {name: (home, name) for name, home in helmsman._HOMES.items()}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -8,7 +8,7 @@ import time
 from benchmarks.gpu.harness import Machine, check
 from benchmarks.gpu.training import largest_difference, losses_of, samples_of, training
 from helmsman import Job, RolloutController, SamplingParams, SchedulingStrategy, Turns
-from helmsman.api.memory import MemoryFigures
+from helmsman.api.platforms import MemoryStats
 
 PROBE = "helmsman.engines.memory.MemoryProbe"
 ROLLOUT = "helmsman.engines.rollout.HFRolloutEngine"
@@ -34,8 +34,8 @@ def sleep(machine: Machine) -> dict[str, str]:
     with machine.scheduler() as scheduler, training(machine, scheduler, machine.num_devices) as trainer:
         asyncio.run(scheduler.create_engine("train/0", PROBE, "memory"))
 
-        def figures() -> MemoryFigures:
-            found: MemoryFigures = scheduler.call_engine("train/0", "figures", "memory")
+        def figures() -> MemoryStats:
+            found: MemoryStats = scheduler.call_engine("train/0", "figures", "memory")
             return found
 
         trainer.train_batch(batch, "sft")

@@ -15,12 +15,14 @@ from helmsman.api.columns import (
     GivenRows,
     Ragged,
     concat_columns,
+    from_tensordict,
     kind_of,
     row_number,
     row_numbers,
     same,
     shown,
     take,
+    to_tensordict,
     vector,
 )
 from helmsman.api.errors import UnevenBatchError
@@ -85,11 +87,8 @@ class Batch(Frozen):
         self._freeze(kept, meta or {}, next(iter(lengths.values()), 0), 0)
 
     def _freeze(self, columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> None:
-        set_ = object.__setattr__
-        set_(self, "_columns", MappingProxyType(dict(columns)))
-        set_(self, "_meta", MappingProxyType(dict(meta)))
-        set_(self, "_num_rows", num_rows)
-        set_(self, "_num_padding", num_padding)
+        frozen = {"_columns": MappingProxyType(dict(columns)), "_meta": MappingProxyType(dict(meta))}
+        self._fill(**frozen, _num_rows=num_rows, _num_padding=num_padding)
 
     # --- what is in it ----------------------------------------------------------------------------------------------
 
@@ -349,8 +348,6 @@ class Batch(Frozen):
 
         Raises: BackendNotInstalledError without the package tensordict; ValueError for a column 'meta' beside meta.
         """
-        from helmsman.api.tensordicts import to_tensordict
-
         batch = self.unpad()
         return to_tensordict(batch.columns, batch.meta, len(batch))
 
@@ -362,8 +359,6 @@ class Batch(Frozen):
         Raises: BackendNotInstalledError without the package tensordict; ValueError for other batch sizes; TypeError for a
             TensorDict that holds others.
         """
-        from helmsman.api.tensordicts import from_tensordict
-
         columns, meta = from_tensordict(tensordict)
         return cls(columns, meta, num_rows=int(tensordict.batch_size[0]))
 

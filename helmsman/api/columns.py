@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
+
+from helmsman.api.extras import needed_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +30,10 @@ class Frozen:
     """Base of values whose attributes are set once. A plain pickle of one has no memory but its own."""
 
     __slots__ = ()
+
+    def _fill(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a {type(self).__name__} is frozen; {name!r} cannot be set")
@@ -70,7 +76,7 @@ class Ragged(Frozen):
                 f"offsets go from 0 to the {len(values)} values without falling, one more than there are rows; got "
                 f"[{shown(found)}]"
             )
-        self._fill(values, vector(values, found, "int64"))
+        self._fill(values=values, offsets=vector(values, found, "int64"))
 
     @classmethod
     def from_rows(cls, rows: Iterable[Dense]) -> Ragged:
@@ -84,10 +90,6 @@ class Ragged(Frozen):
         for index, row in enumerate(found):
             _require_dense(row, f"row {index} of a ragged column is")
         return cls(_joined(found, "rows of a ragged column: "), list(itertools.accumulate(map(len, found), initial=0)))
-
-    def _fill(self, values: Dense, offsets: Dense) -> None:
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "offsets", offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -122,7 +124,7 @@ class Ragged(Frozen):
 def _ragged(values: Any, offsets: Any) -> Ragged:
     """A ragged column of parts that are known to agree."""
     made = Ragged.__new__(Ragged)
-    made._fill(values, offsets)
+    made._fill(values=values, offsets=offsets)
     return made
 
 
@@ -158,11 +160,8 @@ def kind_of(value: Any) -> str:
 
 
 def row_numbers(given: Any, num_rows: int) -> list[int]:
-    """The rows that an operation takes, counted from the start.
+    """The rows that an operation takes, as GivenRows, counted from the start.
 
-    Args:
-        given: GivenRows.
-        num_rows: how many rows there are.
     Raises: TypeError for what is not one dimension of integers or booleans; IndexError for rows that are not there, or a mask
         of another length.
     """
@@ -229,11 +228,8 @@ def take(column: Column, rows: Sequence[int]) -> Any:
 
 
 def concat_columns(columns: Sequence[Column], where: str = "") -> Column:
-    """One column of all rows; the column itself where there is only one.
+    """One column of all rows; the column itself where there is only one. ``where`` begins the message of an error.
 
-    Args:
-        columns: at least one.
-        where: the beginning of an error's message.
     Raises: TypeError for columns of different kinds or dtypes, ValueError for different shapes of a row or devices.
     """
     kinds = {kind_of(column) for column in columns}
@@ -315,3 +311,75 @@ def same(first: Any, second: Any) -> bool:
 
 def _described(value: Any) -> str:
     return kind_of(value) or f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+# --- TensorDict ---------------------------------------------------------------------------------------------------------
+
+_META = "meta"
+
+
+def to_tensordict(columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int) -> Any:
+    """See Batch.to_tensordict."""
+    library = _library()
+    if _META in columns and meta:
+        raise ValueError(f"a column is called {_META!r}, which is where a TensorDict would have the batch's meta; rename it")
+    made = library.TensorDict({}, batch_size=[num_rows])
+    for name, column in columns.items():
+        entry = _as_tensor(column)
+        made[name] = library.NonTensorStack(*map(library.NonTensorData, _as_items(column))) if entry is None else entry
+    if meta:
+        made.set_non_tensor(_META, dict(meta))
+    return made
+
+
+def _as_items(column: Any) -> Any:
+    return column.tolist() if getattr(getattr(column, "dtype", None), "kind", "") in ("U", "S", "O") else column
+
+
+def _as_tensor(column: Any) -> Any:
+    """A tensor in the same memory, if torch can use it; a tensor of its own for arrays that are read-only, reversed or of the
+    other byte order; None for what cannot be a tensor."""
+    import torch
+
+    kind = kind_of(column)
+    if kind == "ragged":
+        values = _as_tensor(column.values)
+        offsets = _as_tensor(column.offsets)
+        return None if values is None else torch.nested.nested_tensor_from_jagged(values, offsets.to(values.device))
+    if kind == "array" and column.dtype.kind in "biufc" and column.dtype.char not in "gG":  # long doubles
+        if not column.dtype.isnative or not column.flags.writeable or min(column.strides) < 0:
+            column = column.astype(column.dtype.newbyteorder("="), order="C")
+        return torch.from_numpy(column)
+    return column if kind == "tensor" else None
+
+
+def from_tensordict(tensordict: Any) -> tuple[dict[str, Column], dict[str, Any]]:
+    """See Batch.from_tensordict."""
+    library = _library()
+    if not library.is_tensor_collection(tensordict):
+        raise TypeError(f"a TensorDict is needed, not a {type(tensordict).__qualname__}; of a plain dict make a Batch")
+    if len(tensordict.batch_size) != 1:
+        raise ValueError(f"the TensorDict has the batch size {tuple(tensordict.batch_size)}; rows are one dimension")
+    columns: dict[str, Column] = {}
+    meta: dict[str, Any] = {}
+    for name in tensordict.keys():  # noqa: SIM118 - iterating over a TensorDict gives its rows
+        value = tensordict.get(name)
+        if isinstance(value, library.NonTensorStack):
+            columns[name] = value.tolist()
+        elif isinstance(value, library.NonTensorData):
+            meta |= value.data if name == _META and isinstance(value.data, dict) else {name: value.data}
+        elif library.is_tensor_collection(value):
+            raise TypeError(f"entry {name!r} is a TensorDict itself; flatten it first (flatten_keys)")
+        elif getattr(value, "is_nested", False):
+            # One that is a view (narrowed, transposed) has values between its rows, or the other way round.
+            is_plain = "jagged" in str(value.layout) and value.is_contiguous()
+            columns[name] = Ragged(value.values(), value.offsets()) if is_plain else Ragged.from_rows(value.unbind())
+        else:
+            columns[name] = value
+    return columns, meta
+
+
+def _library() -> Any:
+    with needed_by("Batch's way to and from TensorDict", "tensordict"):
+        import tensordict
+    return tensordict

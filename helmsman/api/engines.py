@@ -60,8 +60,11 @@ Head: TypeAlias = Literal["lm", "value"]
 """What stands on top of a model: ``lm`` predicts the next token; ``value`` gives a number per token (critic, reward model)."""
 
 
+_Loss = TypeVar("_Loss", bound="LossFn")
+
+
 class LossTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loss asks of the engine that calls it."""
+    """What a loss asks of the engine that calls it. As a decorator it becomes the function's attribute ``traits``."""
 
     head: Head | None = None
     """The head whose outputs it reads; a train engine with the other one refuses it. None: not checked."""
@@ -73,20 +76,14 @@ class LossTraits(msgspec.Struct, frozen=True, kw_only=True):
     t was drawn from, at temperature 1. A string: only where the argument of this name is given and not 0, since it costs a
     second pass over the logits."""
 
-
-_Loss = TypeVar("_Loss", bound="LossFn")
-
-
-def loss_traits(
-    *, head: Head | None = None, paired: bool = False, needs_entropy: bool | str = False
-) -> Callable[[_Loss], _Loss]:
-    """Decorator of a loss that asks something of the engine: it becomes the function's attribute ``traits``, a LossTraits."""
-
-    def mark(loss: _Loss) -> _Loss:
-        loss.traits = LossTraits(head=head, paired=paired, needs_entropy=needs_entropy)  # type: ignore[attr-defined]
+    def __call__(self, loss: _Loss) -> _Loss:
+        """Mark a loss."""
+        loss.traits = self  # type: ignore[attr-defined]
         return loss
 
-    return mark
+
+loss_traits = LossTraits
+"""``@loss_traits(head="value")`` above a loss that asks something of the engine."""
 
 
 class TrainEngine(abc.ABC):

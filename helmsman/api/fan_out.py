@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,6 @@ class Member(Protocol):
         """It is late."""
 
 
-class _Observation(NamedTuple):
-    what: str
-    forget: Callable[[Any], None] | None
-
-
 class Fanout:
     """Operations that were begun on several workers. Made and used on the event loop.
 
@@ -59,7 +54,8 @@ class Fanout:
         self.pending: dict[str, Member] = {}
         """What has begun, and will be told by ``succeeded`` or ``failed``; who begins it puts it here."""
         self.started = time.monotonic()
-        self._observed: dict[str, _Observation] = {}
+        self._observed: dict[str, tuple[str, Callable[[Any], None] | None]] = {}
+        """By worker: what is logged of its end, and what is given its result."""
         self._until_failure = False
         self._changed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -77,11 +73,11 @@ class Fanout:
         """An operation has ended well."""
         self.pending.pop(worker_id, None)
         if self._observed:
-            observation = self._observed.pop(worker_id, None)
-            if observation is not None:
-                logger.info("%s: ended", observation.what)
-                if observation.forget is not None:
-                    observation.forget(value)
+            what, forget = self._observed.pop(worker_id, ("", None))
+            if what:
+                logger.info("%s: ended", what)
+                if forget is not None:
+                    forget(value)
                 self._release()
                 return
         self.results[worker_id] = value
@@ -91,9 +87,9 @@ class Fanout:
     def failed(self, worker_id: str, error: BaseException) -> None:
         """An operation has failed, or could not even begin."""
         self.pending.pop(worker_id, None)
-        observation = self._observed.pop(worker_id, None)
-        if observation is not None:
-            logger.warning("%s: ended with %s: %s", observation.what, type(error).__name__, error)
+        what, _ = self._observed.pop(worker_id, ("", None))
+        if what:
+            logger.warning("%s: ended with %s: %s", what, type(error).__name__, error)
             self._release()
             return
         self.failures[worker_id] = error
@@ -112,15 +108,14 @@ class Fanout:
 
     def observe(self, worker_id: str, what: str, forget: Callable[[Any], None] | None) -> None:
         """Let an operation run on unawaited: how it ends is logged, and its result is for ``forget``."""
-        self._observed[worker_id] = _Observation(what, forget)
+        self._observed[worker_id] = what, forget
         _observed.add(self)
 
     def _task_ended(self, worker_id: str, task: asyncio.Future[Any]) -> None:
         if task.cancelled():
-            observation = self._observed.get(worker_id)
-            if observation is not None:
-                logger.info("%s: no longer awaited", observation.what)
-                del self._observed[worker_id]
+            what, _ = self._observed.pop(worker_id, ("", None))
+            if what:
+                logger.info("%s: no longer awaited", what)
                 self.pending.pop(worker_id, None)
                 self._release()
             else:

@@ -37,9 +37,7 @@ class Kill(_Fault, frozen=True, kw_only=True):
         return f"kill {self.worker_id} at step {self.at_step}"
 
 
-class Hang(_Fault, frozen=True, kw_only=True):
-    """The worker's process is stopped, as by SIGSTOP: nothing of it answers, and nothing has ended."""
-
+class _Lasting(_Fault, frozen=True, kw_only=True):
     seconds: float | None = None
     """For how long; until its end when None."""
 
@@ -48,26 +46,30 @@ class Hang(_Fault, frozen=True, kw_only=True):
         if self.seconds is not None:
             self._require("seconds", self.seconds, "more than 0", self.seconds > 0)
 
+    @property
+    def _time(self) -> str:
+        return "" if self.seconds is None else f" for {_number(self.seconds)} s"
+
+
+class Hang(_Lasting, frozen=True, kw_only=True):
+    """The worker's process is stopped, as by SIGSTOP: nothing of it answers, and nothing has ended."""
+
     def __str__(self) -> str:
-        return f"hang {self.worker_id} at step {self.at_step}{_for(self.seconds)}"
+        return f"hang {self.worker_id} at step {self.at_step}{self._time}"
 
 
-class Slow(_Fault, frozen=True, kw_only=True):
+class Slow(_Lasting, frozen=True, kw_only=True):
     """The worker's process runs a part of the time only, and is stopped for the rest of each tenth of a second."""
 
     factor: float
     """It runs for one part in so many; 1000 at most, beyond which it would rather hang."""
-    seconds: float | None = None
-    """For how long; until its end when None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("factor", self.factor, "more than 1, and at most 1000", 1 < self.factor <= 1000)
-        if self.seconds is not None:
-            self._require("seconds", self.seconds, "more than 0", self.seconds > 0)
 
     def __str__(self) -> str:
-        return f"slow {self.worker_id} by {_number(self.factor)}x at step {self.at_step}{_for(self.seconds)}"
+        return f"slow {self.worker_id} by {_number(self.factor)}x at step {self.at_step}{self._time}"
 
 
 class DropNode(_Fault, frozen=True, kw_only=True):
@@ -98,7 +100,3 @@ def _number(value: float) -> str:
     """Without an exponent, and so that it is read as the same."""
     text = format(Decimal(repr(value)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _for(seconds: float | None) -> str:
-    return "" if seconds is None else f" for {_number(seconds)} s"

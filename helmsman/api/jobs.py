@@ -82,40 +82,29 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         """Raise a JobError unless the job makes sense on its own, whatever the cluster."""
         self._require_types()
         if not self.role or "/" in self.role or self.role != self.role.strip():
-            raise InvalidSpecError(role=self.role, field="role", value=self.role, expected="a name without '/' or outer blanks")
+            raise self._wrong("role", self.role, "a name without '/' or outer blanks")
         if self.replicas < 1:
-            raise InvalidSpecError(role=self.role, field="replicas", value=self.replicas, expected="1 or more")
+            raise self._wrong("replicas", self.replicas, "1 or more")
         if len(self.tasks) not in (1, self.replicas):
-            raise InvalidSpecError(
-                role=self.role,
-                field="the number of tasks",
-                value=len(self.tasks),
-                expected=f"1 spec, which all replicas share, or {self.replicas}, one for each",
-            )
+            expected = f"1 spec, which all replicas share, or {self.replicas}, one for each"
+            raise self._wrong("the number of tasks", len(self.tasks), expected)
         for spec in self.tasks:
             amounts = {field: getattr(spec, field) for field in ("cpu", "gpu", "mem", "port_count")}
-            for field, amount in (
-                amounts | {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
-            ).items():
+            amounts |= {f"resources[{name!r}]": amount for name, amount in spec.resources.items()}
+            for field, amount in amounts.items():
                 if not (0 <= amount < math.inf):
-                    raise InvalidSpecError(role=self.role, field=field, value=amount, expected="0 or more")
+                    raise self._wrong(field, amount, "0 or more")
             if spec.gpu != int(spec.gpu):
-                raise InvalidSpecError(
-                    role=self.role, field="gpu", value=spec.gpu, expected="a whole number; colocate roles to share a device"
-                )
+                raise self._wrong("gpu", spec.gpu, "a whole number; colocate roles to share a device")
         for field in ("ray_placement_strategy", "node_packing"):
             values = sorted({getattr(spec, field) for spec in self.tasks})
             if len(values) > 1:
-                raise InvalidSpecError(role=self.role, field=field, value=values, expected="the same for all tasks of a job")
+                raise self._wrong(field, values, "the same for all tasks of a job")
         strategy = self.scheduling_strategy
         if strategy.type == "colocation" and not strategy.target:
-            raise InvalidSpecError(
-                role=self.role, field="scheduling_strategy.target", value=strategy.target, expected="the role to colocate with"
-            )
+            raise self._wrong("scheduling_strategy.target", strategy.target, "the role to colocate with")
         if strategy.type == "separation" and (strategy.target or strategy.fork):
-            raise InvalidSpecError(
-                role=self.role, field="scheduling_strategy", value=strategy, expected="target and fork only with colocation"
-            )
+            raise self._wrong("scheduling_strategy", strategy, "target and fork only with colocation")
         if strategy.device_mapping:
             self._require_mapping(strategy)
 
@@ -123,19 +112,15 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
         """Which devices the target has is known later; see colocation.tile."""
         field, mapping = "scheduling_strategy.device_mapping", strategy.device_mapping
         if not strategy.fork:
-            raise InvalidSpecError(role=self.role, field=field, value=mapping, expected="only with colocation and fork")
+            raise self._wrong(field, mapping, "only with colocation and fork")
         if len(mapping) != self.replicas:
-            raise InvalidSpecError(
-                role=self.role, field=field, value=mapping, expected=f"an entry for each of the {self.replicas} replicas"
-            )
+            raise self._wrong(field, mapping, f"an entry for each of the {self.replicas} replicas")
         for index, devices in enumerate(mapping):
             if not devices or min(devices) < 0 or len(set(devices)) < len(devices):
-                raise InvalidSpecError(
-                    role=self.role,
-                    field=f"{field}[{index}]",
-                    value=devices,
-                    expected="devices from 0 on, each once, at least one",
-                )
+                raise self._wrong(f"{field}[{index}]", devices, "devices from 0 on, each once, at least one")
+
+    def _wrong(self, field: str, value: Any, expected: str) -> InvalidSpecError:
+        return InvalidSpecError(role=str(self.role), field=field, value=value, expected=expected)
 
     def _require_types(self) -> None:
         """Structs made in Python are not checked by msgspec; a misspelt strategy would otherwise be taken for another one."""
@@ -148,7 +133,7 @@ class Job(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
             expected = (
                 f"one of {', '.join(map(repr, choices))}" if choices else reason.removeprefix("Expected ").replace("`", "")
             )
-            raise InvalidSpecError(role=str(self.role), field=field, value=_at(self, field), expected=expected) from error
+            raise self._wrong(field, _at(self, field), expected) from error
 
     def spec(self, index: int) -> SchedulingSpec:
         """The spec of replica ``index``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -102,8 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             beside = f" (beside {role.target})" if role.target else ""
             for instance in role.instances:
                 rows += [(role.role + beside, *_row(role, instance, run)) for run in _runs(instance)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return aligned(rows)
 
 
 def _runs(instance: PlannedInstance) -> list[list[PlannedWorker]]:
@@ -134,13 +134,24 @@ def _ids(ids: tuple[str, ...], num_devices: float) -> str:
         return f"{num_devices:g} of those free" if num_devices else "-"
     if not all(map(str.isdecimal, ids)):
         return ",".join(ids)
+    return ranges([int(device) for device in ids])
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """'0-3,6' for [0, 1, 2, 3, 6]."""
     runs: list[list[int]] = []
-    for number in map(int, ids):
+    for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _count(ports: int) -> str:

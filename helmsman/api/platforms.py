@@ -1,7 +1,7 @@
 """The accelerator of this process, behind one object that finds out on first use.
 
 ``current_platform`` belongs to the process that uses it, which is a worker. A driver needs no accelerator and never asks for
-one: it reads ``PLATFORMS``, which is plain data, and its scheduler forbids the rest (``forbid_in_this_process``).
+one: it reads ``PLATFORMS``, which is plain data, and its scheduler forbids the rest (``current_platform.forbid``).
 
 How the kind is found, and what is known of each, is in platform_kinds.py.
 """
@@ -41,17 +41,20 @@ __all__ = [
     "DeviceGrant",
     "MemoryStats",
     "PlatformInfo",
-    "allow_in_this_process",
     "current_platform",
-    "forbid_in_this_process",
 ]
 
 
-class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that torch holds on the current device; all zero on CPU, where torch does not count."""
+_GIB = float(1 << 30)
 
+
+class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a process in bytes: on its current device, all zero on CPU, where torch does not count, and on its host."""
+
+    device: str = ""
+    """Kind of the device; '' where the process has not used one, as on CPU."""
     allocated_bytes: int = 0
-    """In live tensors."""
+    """In its live tensors there."""
     reserved_bytes: int = 0
     """Taken from the device, live tensors included."""
     peak_allocated_bytes: int = 0
@@ -60,6 +63,15 @@ class MemoryStats(msgspec.Struct, frozen=True, kw_only=True):
     """What the device could still give, to any process."""
     total_bytes: int = 0
     """Size of the device."""
+    host_bytes: int = 0
+    """Resident on the host; 0 where only the device was asked for."""
+
+    def __str__(self) -> str:
+        host = f"{self.host_bytes / _GIB:.2f} GiB on the host"
+        if not self.device:
+            return f"no device, {host}"
+        held = f"{self.allocated_bytes / _GIB:.2f} GiB allocated and {self.reserved_bytes / _GIB:.2f} GiB reserved"
+        return f"{held} on {self.device} with {self.free_bytes / _GIB:.2f} of {self.total_bytes / _GIB:.2f} GiB free, {host}"
 
 
 class CurrentPlatform:
@@ -190,6 +202,7 @@ class CurrentPlatform:
         runtime = self._runtime()
         free_bytes, total_bytes = runtime.mem_get_info()
         return MemoryStats(
+            device=self.name,
             allocated_bytes=runtime.memory_allocated(),
             reserved_bytes=runtime.memory_reserved(),
             peak_allocated_bytes=runtime.max_memory_allocated(),
@@ -262,13 +275,3 @@ current_platform = CurrentPlatform()
 
 # A driver that forks a worker must hand it neither its resolution nor its prohibition, nor a lock that another thread held.
 os.register_at_fork(after_in_child=current_platform._reset)
-
-
-def forbid_in_this_process(reason: str) -> contextlib.ExitStack:
-    """For a driver: until the returned stack is closed, resolving ``current_platform`` raises PlatformError for this reason."""
-    return current_platform.forbid(reason)
-
-
-def allow_in_this_process() -> contextlib.ExitStack:
-    """For a driver that runs engines itself: until the returned stack is closed, no forbid counts."""
-    return current_platform.allow()

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from helmsman.api.batch import Batch, Remainder
 from helmsman.api.columns import Ragged
@@ -95,50 +107,43 @@ class _Custom(Protocol):
 
 _Cutting: TypeAlias = Literal[Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST] | AxisSharding
 _Same: TypeAlias = Literal[Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE]
+_All: TypeAlias = Literal[Execute.ALL]
+
+
+class _Cut(TypedDict, total=False):
+    """Options of modes that cut."""
+
+    shard: Sequence[str] | None
+    remainder: Remainder
 
 
 @overload
 def register(dispatch_mode: _Same, execute_mode: Literal[Execute.RANK_ZERO]) -> _AsOne: ...
 @overload
-def register(dispatch_mode: Literal[Dispatch.ONE_TO_ALL], execute_mode: Literal[Execute.ALL] = Execute.ALL) -> _AsList: ...
+def register(dispatch_mode: Literal[Dispatch.ONE_TO_ALL], execute_mode: _All = Execute.ALL) -> _AsList: ...
 @overload
-def register(dispatch_mode: Literal[Dispatch.ONE_TO_ALL_ONE], execute_mode: Literal[Execute.ALL] = Execute.ALL) -> _AsOne: ...
+def register(dispatch_mode: Literal[Dispatch.ONE_TO_ALL_ONE], execute_mode: _All = Execute.ALL) -> _AsOne: ...
 @overload
-def register(dispatch_mode: Literal[Dispatch.ALL_TO_ALL], execute_mode: Literal[Execute.ALL] = Execute.ALL) -> _PerRank: ...
+def register(dispatch_mode: Literal[Dispatch.ALL_TO_ALL], execute_mode: _All = Execute.ALL) -> _PerRank: ...
 @overload
 def register(
     dispatch_mode: _Cutting,
-    execute_mode: Literal[Execute.ALL] = Execute.ALL,
+    execute_mode: _All = Execute.ALL,
     *,
-    shard: Sequence[str] | None = None,
-    remainder: Remainder = "error",
     collect: Literal[Collect.JOIN] = Collect.JOIN,
+    **cut: Unpack[_Cut],
 ) -> _Joined: ...
 @overload
 def register(
-    dispatch_mode: _Cutting,
-    execute_mode: Literal[Execute.ALL] = Execute.ALL,
-    *,
-    shard: Sequence[str] | None = None,
-    remainder: Remainder = "error",
-    collect: Literal[Collect.LIST],
+    dispatch_mode: _Cutting, execute_mode: _All = Execute.ALL, *, collect: Literal[Collect.LIST], **cut: Unpack[_Cut]
 ) -> _AsList: ...
 @overload
 def register(
-    dispatch_mode: _Cutting,
-    execute_mode: Literal[Execute.ALL] = Execute.ALL,
-    *,
-    shard: Sequence[str] | None = None,
-    remainder: Remainder = "error",
-    collect: Callable[[list[Any]], T],
+    dispatch_mode: _Cutting, execute_mode: _All = Execute.ALL, *, collect: Callable[[list[Any]], T], **cut: Unpack[_Cut]
 ) -> _Reduced[T]: ...
 @overload
 def register(
-    dispatch_mode: Literal[Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL],
-    execute_mode: Literal[Execute.ALL] = Execute.ALL,
-    *,
-    shard: Sequence[str] | None = None,
-    remainder: Remainder = "error",
+    dispatch_mode: Literal[Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL], execute_mode: _All = Execute.ALL, **cut: Unpack[_Cut]
 ) -> _AsList: ...
 @overload
 def register(

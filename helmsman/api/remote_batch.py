@@ -38,11 +38,8 @@ class RemoteBatch(Batch):
     _scheduler: Scheduler
 
     def __init__(self, scheduler: Scheduler, pieces: Sequence[Piece], num_padding: int = 0) -> None:
-        set_ = object.__setattr__
-        set_(self, "_scheduler", scheduler)
-        set_(self, "_pieces", _with_rows(pieces))
-        set_(self, "_handles", {piece.handle.id: piece.handle for piece in pieces})  # also of no rows
-        set_(self, "_fetched", None)
+        handles = {piece.handle.id: piece.handle for piece in pieces}  # also of no rows
+        self._fill(_scheduler=scheduler, _pieces=_with_rows(pieces), _handles=handles, _fetched=None)
         self._freeze({}, {}, sum(map(_num_rows, pieces)), num_padding)
 
     @property
@@ -61,7 +58,7 @@ class RemoteBatch(Batch):
             handles = {piece.handle.id: piece.handle for piece in self._pieces}
             found = {id_: self._scheduler.get(handle) for id_, handle in handles.items()}
             values = [(found[piece.handle.id], piece.start, piece.stop) for piece in self._pieces]
-            object.__setattr__(self, "_fetched", _join(values, self.num_padding))
+            self._fill(_fetched=_join(values, self.num_padding))
         assert self._fetched is not None
         return self._fetched
 

@@ -16,11 +16,9 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.fan_out import Fanout
 from helmsman.api.faults import Fault, Injection
 from helmsman.api.jobs import Job as Job
-from helmsman.api.jobs import NodePacking as NodePacking
 from helmsman.api.jobs import PlacementStrategy as PlacementStrategy
 from helmsman.api.jobs import SchedulingSpec as SchedulingSpec
 from helmsman.api.jobs import SchedulingStrategy as SchedulingStrategy
-from helmsman.api.jobs import StrategyType as StrategyType
 from helmsman.api.plan import Node, Plan, Reservation
 from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
@@ -46,9 +44,9 @@ class Scheduler(Closing):
     timeouts: Timeouts
 
     @property
-    @abc.abstractmethod
     def n_gpus_per_node(self) -> int:
         """Accelerators on each node of the cluster (the most that any node has); 0 without accelerators."""
+        return max((node.num_devices for node in self.nodes()), default=0)
 
     @property
     def shares_process(self) -> bool:

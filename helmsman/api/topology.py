@@ -50,7 +50,38 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(f"{axis}={self.along(axis)}/{getattr(self, f'{axis}_size')}" for axis in AXES)
 
 
-class Topology:
+class Sized:
+    """What has ``sizes``: the number of ranks along each axis."""
+
+    sizes: Mapping[Axis, int]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.sizes["dp"]
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.sizes["tp"]
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return self.sizes["pp"]
+
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks."""
+        return self.sizes["cp"]
+
+
+class Topology(Sized):
     """The coordinates of all ranks of a group.
 
     Args:
@@ -69,31 +100,20 @@ class Topology:
         mesh: Sequence[Axis] = DEFAULT_MESH,
     ) -> None:
         dp, tp, pp, cp = map(operator.index, (dp, tp, pp, cp))  # NumPy's integers would reach messages and JSON
-        self.sizes: Mapping[Axis, int] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+        self.sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
         for axis, size in self.sizes.items():
             if size < 1:
                 raise ValueError(f"{axis}_size is {size}; it is 1 or more")
         if len(mesh) != len(AXES) or set(mesh) != set(AXES):
             raise ValueError(f"mesh is {mesh!r}; it names each of {', '.join(AXES)} once, outermost first")
         self.mesh: tuple[Axis, ...] = tuple(mesh)
+        sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
         ranks: list[RankInfo] = []
         self._at: dict[tuple[int, ...], int] = {}
         for rank, position in enumerate(itertools.product(*(range(self.sizes[axis]) for axis in self.mesh))):
             at: dict[str, int] = dict(zip(self.mesh, position, strict=True))
-            ranks.append(
-                RankInfo(
-                    rank=rank,
-                    world_size=self.world_size,
-                    dp_rank=at["dp"],
-                    dp_size=dp,
-                    tp_rank=at["tp"],
-                    tp_size=tp,
-                    pp_rank=at["pp"],
-                    pp_size=pp,
-                    cp_rank=at["cp"],
-                    cp_size=cp,
-                )
-            )
+            coordinates = {f"{axis}_rank": at[axis] for axis in AXES}
+            ranks.append(RankInfo(rank=rank, world_size=self.world_size, **coordinates, **sizes))
             self._at[tuple(at[axis] for axis in AXES)] = rank
         self.ranks: Sequence[RankInfo] = tuple(ranks)
         """All ranks, in order."""
@@ -126,31 +146,6 @@ class Topology:
                 f"{' or '.join(str(model * factor) for factor in sorted(factors))}"
             )
         return cls(dp=world_size // model if dp is None else dp, tp=tp, pp=pp, cp=cp, mesh=mesh)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.sizes.values())
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.sizes["dp"]
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.sizes["tp"]
-
-    @property
-    def pp_size(self) -> int:
-        """Pipeline stages."""
-        return self.sizes["pp"]
-
-    @property
-    def cp_size(self) -> int:
-        """Context-parallel ranks."""
-        return self.sizes["cp"]
 
     def get_rank_info(self, rank: int) -> RankInfo:
         """The coordinates of a rank. Raises: IndexError."""

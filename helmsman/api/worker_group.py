@@ -6,13 +6,15 @@ import abc
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import msgspec
 
 from helmsman.api.dispatch import MethodSpec
-from helmsman.api.topology import RankInfo, Topology
+from helmsman.api.errors import InvalidSpecError
+from helmsman.api.suggestions import Suggesting
+from helmsman.api.topology import DEFAULT_MESH, Axis, RankInfo, Sized, Topology
 
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch
@@ -24,6 +26,46 @@ W_co = TypeVar("W_co", covariant=True)
 W_contra = TypeVar("W_contra", contravariant=True)
 G = TypeVar("G")
 T_co = TypeVar("T_co", covariant=True)
+
+
+class ClusterConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
+    """Size, devices and parallelism of a group's workers."""
+
+    device_mapping: str | Sequence[int] | None = None
+    """Devices of the ResourceManager by number, a list or '0-7,16'; ranks get them in this order. None: workers without
+    devices, spread over the nodes."""
+    num_gpus_per_worker: int = 1
+    """Devices of each worker, where there is a device_mapping."""
+    world_size: int | None = None
+    """Number of workers; with a device_mapping what that gives."""
+    num_cpus: float = 1
+    """CPUs of each worker, from which thread counts follow. Workers without devices ask the cluster for them."""
+    mem: float = 0
+    """Memory of each worker without devices in GB (10^9 bytes)."""
+    env_vars: dict[str, str] = {}
+    """Environment variables of the workers."""
+    max_concurrency: int | None = None
+    """Calls of the group that may be in flight at once; further ones wait in the script, in their order. None: no limit."""
+    dp_size: int | None = None
+    """Data-parallel ranks; what the other sizes leave when None."""
+    tp_size: int = 1
+    """Tensor-parallel ranks."""
+    pp_size: int = 1
+    """Pipeline stages."""
+    cp_size: int = 1
+    """Context-parallel ranks."""
+    mesh: Sequence[Axis] = DEFAULT_MESH
+    """The axes, outermost first."""
+
+    def topology(self, name: str, world_size: int) -> Topology:
+        """The coordinates of so many ranks. Raises: InvalidSpecError, for the cluster called ``name``."""
+        try:
+            return Topology.of(world_size, dp=self.dp_size, tp=self.tp_size, pp=self.pp_size, cp=self.cp_size, mesh=self.mesh)
+        except ValueError as error:
+            sizes = f"dp {self.dp_size}, tp {self.tp_size}, pp {self.pp_size}, cp {self.cp_size}"
+            raise InvalidSpecError(
+                role=name, field="worker_config sizes", value=sizes, expected=f"sizes that make up the group: {error}"
+            ) from error
 
 
 class GroupFuture(Generic[T_co]):
@@ -165,35 +207,15 @@ class GroupMethod(Generic[P, G]):
         return f"<{self.spec.full_name} of {self._group!r}>"
 
 
-class WorkerGroup(abc.ABC, Generic[W_co]):
+class WorkerGroup(Sized, abc.ABC, Generic[W_co]):
     """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
 
     topology: Topology
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.topology.world_size
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.topology.dp_size
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.topology.tp_size
-
-    @property
-    def pp_size(self) -> int:
-        """Pipeline stages."""
-        return self.topology.pp_size
-
-    @property
-    def cp_size(self) -> int:
-        """Context-parallel ranks."""
-        return self.topology.cp_size
+    def sizes(self) -> Mapping[Axis, int]:  # type: ignore[override]
+        """Ranks along each axis."""
+        return self.topology.sizes
 
     def method(self, method: RegisteredMethod[W_co, P, Any, G]) -> GroupMethod[P, G]:
         """A declared method, to be called on this group: ``group.method(Actor.log_probs)(batch)``.

@@ -7,13 +7,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from helmsman.api.errors import HelmsmanError
-from helmsman.api.plan import Plan, Shortfall
+from helmsman.api.plan import Plan, Shortfall, aligned
 from helmsman.api.scheduler import Job
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.up import add_command as add_up
@@ -27,6 +27,8 @@ from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ACCELERATORS
 from helmsman.controller._placement.snapshot import ClusterSnapshot
+
+T = TypeVar("T")
 
 OK, NO, USAGE = 0, 1, 2
 """Exit codes: done; it does not fit, or something is left; the command or a file makes no sense."""
@@ -61,24 +63,21 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan or the shortfall as JSON")
     plan.set_defaults(run=_plan)
 
-    doctor = commands.add_parser("doctor", help="whether this node, or each of a cluster, is fit for runs")
+    node = argparse.ArgumentParser(add_help=False)
+    node.add_argument("--node-rank", type=int, metavar="R", help="rank of this node, 0 for the head; over the launcher's")
+    node.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are, over the launcher's number")
+    node.add_argument("--head", metavar="HOST", help="name or address of the node of rank 0, over the launcher's")
+    node.add_argument("--gpus", type=int, metavar="N", help="accelerators that this node, or each one, must have")
+
+    doctor = commands.add_parser("doctor", parents=[node], help="whether this node, or each of a cluster, is fit for runs")
     doctor.add_argument("--address", help="every node of this Ray cluster instead of this machine")
-    doctor.add_argument("--gpus", type=int, metavar="N", help="accelerators that each node should have")
-    doctor.add_argument("--node-rank", type=int, metavar="R", help="this node's rank, over what the launcher says")
-    doctor.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are, over what the launcher says")
-    doctor.add_argument("--head", metavar="HOST", help="the head that nodes are to reach, over what the launcher says")
-    doctor.add_argument(
-        "--port",
-        type=int,
-        action="append",
-        metavar="P",
-        help="a port that a head would listen on (repeatable; default 6379 and 6380)",
-    )
+    ports = "a port that a head would listen on (repeatable; default 6379 and 6380)"
+    doctor.add_argument("--port", type=int, action="append", metavar="P", help=ports)
     doctor.add_argument("--all", action="store_true", help="of a cluster, also what is in order")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.set_defaults(run=_doctor)
 
-    add_up(commands)
+    add_up(commands, node)
 
     env = commands.add_parser("env", help="which variables of this shell reach workers, and by which rule")
     env.add_argument("--all", action="store_true", help="also those that reach none")
@@ -96,13 +95,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _connect(address: str | None) -> None:
+    """Attach to a cluster that runs; nothing is ever started."""
+    from helmsman.controller._ray_backend.address import choose_address
+
+    chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
+    if chosen is not None:
+        import ray
+
+        ray.init(address=chosen, namespace="helmsman-cli", log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _start_on(node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Start a function on a node of the cluster; returns a reference to its result."""
+    import ray
+
+    from helmsman.controller._ray_backend.placement_groups import on_node
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
+
+
 # --- doctor -------------------------------------------------------------------------------------------------------------
 
 
 def _doctor(options: argparse.Namespace) -> int:
     ports = HEAD_PORTS if options.port is None else options.port
     if options.address:
-        seen, skews_s = _observe_cluster(options.address)
+        _connect(options.address)
+        seen, skews_s = _observe_cluster()
     else:
         here = observe(rank=options.node_rank, count=options.num_nodes, head=options.head, ports=ports)
         seen, skews_s = {"this node": here}, {}
@@ -114,21 +135,17 @@ def _doctor(options: argparse.Namespace) -> int:
     return NO if diagnosis.state == "bad" else OK
 
 
-def _observe_cluster(address: str) -> tuple[dict[str, Observed], dict[str, float]]:
-    _connect(address)
+def _observe_cluster() -> tuple[dict[str, Observed], dict[str, float]]:
     import ray
 
     from helmsman.controller._ray_backend.cluster_state import alive_nodes
-    from helmsman.controller._ray_backend.placement_groups import on_node
 
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(observe)
     seen, skews_s = {}, {}
     for node in alive_nodes():
         name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         name = name if name not in seen else f"{name} {node['NodeID'][:8]}"
         asked_at = time.time()
-        reference = task.options(scheduling_strategy=on_node(node["NodeID"])).remote(ports=(), environ=None)
-        seen[name] = ray.get(reference, timeout=60.0)
+        seen[name] = ray.get(_start_on(node, observe, ports=(), environ=None), timeout=60.0)
         skews_s[name] = skew_s(seen[name], asked_at, time.time())
     return seen, skews_s
 
@@ -188,17 +205,6 @@ def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, st
     return snapshot(), describe_holders("helmsman/none", jobs)
 
 
-def _connect(address: str | None) -> None:
-    """Attach to a cluster that runs; nothing is ever started."""
-    from helmsman.controller._ray_backend.address import choose_address
-
-    chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
-    if chosen is not None:
-        import ray
-
-        ray.init(address=chosen, namespace="helmsman-cli", log_to_driver=False, logging_level=logging.ERROR)
-
-
 # --- env ----------------------------------------------------------------------------------------------------------------
 
 
@@ -206,16 +212,13 @@ def _env(options: argparse.Namespace) -> int:
     report = forwarding_report(os.environ)
     shown = [each for each in report if options.all or each.reach != "nowhere"]
     rows = [("variable", "reaches", "value", "rule"), *((each.name, each.reach, each.value, each.rule) for each in shown)]
-    print(_table([(name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule) for name, reach, value, rule in rows]))
+    print(
+        aligned([(name, reach, value if len(value) <= 60 else f"{value[:57]}...", rule) for name, reach, value, rule in rows])
+    )
     hidden = len(report) - len(shown)
     if hidden:
         print(f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any.")
     return OK
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 # --- runs and clean -----------------------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ def _runs(options: argparse.Namespace) -> int:
         since = age(time.time() - record.since)
         state = "alive" if alive else "dead"
         rows.append((record.run_id, state, str(record.pid), since, record.scheduler, record.command[:60]))
-    print(_table(rows))
+    print(aligned(rows))
     refused = refused_places()
     for _, reason in refused:
         print(f"helmsman: {reason}", file=sys.stderr)
@@ -243,64 +246,57 @@ def _clean(options: argparse.Namespace) -> int:
 def _clean_here(
     run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = (), alive: Sequence[str] = ()
 ) -> list[tuple[str, list[str], list[str]]]:
-    """(what is done, lines about it, problems) for each run of this machine.
+    """(the action, lines about it, problems) for each run of this machine.
 
     Args:
         dead: runs whose controller is known from elsewhere to be dead.
         alive: runs whose controller is known from elsewhere to be alive.
     """
-    told = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
+    actions = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
     for left in leftovers(run_ids, logs=logs, alive=alive):
-        named = left.run_id in run_ids
+        is_named, lines = left.run_id in run_ids, describe(left)
         if left.state == "alive":
-            if named:
-                told.append(
-                    ("kept, since its controller lives", describe(left), [f"run {left.run_id} is alive; end its script"])
-                )
-        elif left.state == "unknown" and not named and left.run_id not in dead:
-            told.append(("kept, since it has no record here (--run ends it)", describe(left), []))
-        elif dry_run:
-            told.append(("would be removed", describe(left), []))
+            if is_named:
+                actions.append(("kept, since its controller lives", lines, [f"run {left.run_id} is alive; end its script"]))
+        elif left.state == "unknown" and not is_named and left.run_id not in dead:
+            actions.append(("kept, since it has no record here (--run ends it)", lines, []))
         else:
-            told.append(("removed", describe(left), remove(left)))
-    return told
+            actions.append(("would be removed", lines, []) if dry_run else ("removed", lines, remove(left)))
+    return actions
 
 
-def _report(told: Sequence[tuple[str, list[str], list[str]]], options: argparse.Namespace, where: str = "") -> int:
-    for done, lines, problems in told:
-        print(f"{where}{lines[0]}: {done}")
-        print(*lines[1:], sep="\n", end="\n" if lines[1:] else "")
+def _report(actions: Sequence[tuple[str, list[str], list[str]]], options: argparse.Namespace, where: str = "") -> int:
+    for action, (first, *rest), problems in actions:
+        print(f"{where}{first}: {action}", *rest, sep="\n")
         for problem in problems:
             print(f"helmsman: {where}{problem}", file=sys.stderr)
-    missing = set(options.run_ids) - {lines[0].split()[1].rstrip(":") for _, lines, _ in told}
+    missing = set(options.run_ids) - {lines[0].split()[1].rstrip(":") for _, lines, _ in actions}
     if not where:
         for run_id in sorted(missing):
             print(f"run {run_id}: nothing of it is here")
-        if not told and not missing:
+        if not actions and not missing:
             print("nothing to clean")
-    return NO if any(problems for _, _, problems in told) else OK
+    return NO if any(problems for _, _, problems in actions) else OK
 
 
 def _clean_cluster(options: argparse.Namespace) -> int:
-    """The same on every node: first who is dead, which the node of each controller knows, then the removal."""
+    """The same on every node: first find the dead runs, which the node of each controller knows, then remove them."""
     _connect(options.address)
     import ray
 
     from helmsman.controller._ray_backend.cluster_state import alive_nodes
-    from helmsman.controller._ray_backend.placement_groups import on_node
 
-    nodes = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in alive_nodes()}
+    nodes = alive_nodes()
 
-    def everywhere(function: Any, *arguments: Any) -> dict[str, Any]:
-        task: Any = ray.remote(num_cpus=0, max_retries=0)(function)
-        asked = {node_id: task.options(scheduling_strategy=on_node(node_id)).remote(*arguments) for node_id in nodes}
-        return {node_id: ray.get(reference, timeout=60.0) for node_id, reference in asked.items()}
+    def everywhere(function: Callable[..., list[T]], *arguments: Any) -> list[list[T]]:
+        return [ray.get(each, timeout=60.0) for each in [_start_on(node, function, *arguments) for node in nodes]]
 
-    found = [left for each in everywhere(leftovers, options.run_ids).values() for left in each]
+    found = [left for each in everywhere(leftovers, options.run_ids) for left in each]
     alive = {left.run_id for left in found if left.state == "alive"}
     dead = sorted({left.run_id for left in found if left.state == "dead"} - alive)
     done = everywhere(_clean_here, options.run_ids, options.dry_run, options.logs, dead, sorted(alive))
-    return max(_report(told, options, f"{nodes[node_id]}: ") for node_id, told in done.items())
+    addresses = [node["NodeManagerAddress"] for node in nodes]
+    return max(_report(actions, options, f"{address}: ") for address, actions in zip(addresses, done, strict=True))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,17 @@ The suite is the module ``helmsman.testing.contract``, which needs pytest.
 """
 
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
-from helmsman.testing._fault_injector import FaultInjector, FaultRecord
-from helmsman.testing._fault_plan import FaultPlan
+from helmsman.testing._faults import FaultInjector, FaultPlan, FaultRecord
 from helmsman.testing._simulation import (
     GENERATED,
     EngineModel,
     Lengths,
     SimulatedBackend,
     SimulatedInstance,
+    VirtualLoop,
     log_normal_lengths,
+    run_virtually,
 )
-from helmsman.testing._virtual_time import VirtualLoop, run_virtually
 
 __all__ = [
     "GENERATED",

@@ -1,8 +1,9 @@
-"""Simulated rollout instances: they take the time that a continuously batching engine would take, on the loop's clock.
+"""Simulated rollout instances, and an event loop on a virtual clock, on which hours of waiting pass in seconds.
 
-An instance decodes all its requests together. A step of ``batch`` requests takes ``step_s + per_request_s * batch`` and gives
-each one token; a request first has its prompt computed, but for the part that the instance's prefix cache holds. Between two
-changes of the batch all progress alike, so only the changes are events: a thousand instances are simulated in seconds.
+An instance takes the time that a continuously batching engine would take, on the loop's clock: it decodes all its requests
+together. A step of ``batch`` requests takes ``step_s + per_request_s * batch`` and gives each one token; a request first has
+its prompt computed, but for the part that the instance's prefix cache holds. Between two changes of the batch all progress
+alike, so only the changes are events: a thousand instances are simulated in seconds.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import heapq
 import itertools
 import math
 import random
+import selectors
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+
+T = TypeVar("T")
 
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,3 +255,39 @@ class SimulatedBackend:
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
         """See Backend."""
         self.instances[instance_id].abort(request_ids)
+
+
+# --- the clock ------------------------------------------------------------------------------------------------------------
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Instead of waiting for a timer, lets the clock jump to it; but first comes what is there already."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            return super().select(None)  # nothing is due ever: a thread or a socket will have to wake us
+        if not (ready := super().select(0)):
+            # By the least step more: after some months asyncio's own tolerance is lost in rounding, and it would wait for ever
+            # for the clock to pass what is due at this very moment.
+            self.now = math.nextafter(self.now + timeout, math.inf)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on a virtual clock, which begins at 0."""
+
+    def __init__(self) -> None:
+        self._clock = _JumpingSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        """Seconds of virtual time."""
+        return self._clock.now
+
+
+def run_virtually(work: Coroutine[Any, Any, T]) -> T:
+    """As ``asyncio.run``, on a virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)

@@ -39,12 +39,12 @@ def test_group_advantages(rewards: list[float], kwargs: dict[str, object], expec
         ({"group_ids": [0]}, "1 group ids for 2 rewards"),
     ],
 )
-def test_group_advantages_says_what_does_not_fit(kwargs: dict[str, object], message: str) -> None:
+def test_group_advantages_refuses(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group_advantages([0.0, 1.0], **kwargs)  # type: ignore[arg-type]
 
 
-def test_sequence_weights_turn_the_mean_over_tokens_into_the_other_means() -> None:
+def test_sequence_weights() -> None:
     num_tokens, losses = [1, 3], [[5.0], [1.0, 2.0, 3.0]]
 
     def mean(weights: list[float]) -> float:
@@ -55,11 +55,8 @@ def test_sequence_weights_turn_the_mean_over_tokens_into_the_other_means() -> No
     assert mean(sequence_weights(num_tokens, "constant", max_tokens=10)) == pytest.approx((0.5 + 0.6) / 2)
 
 
-def test_sequence_weights_of_an_empty_sequence_is_zero() -> None:
+def test_sequence_weights_at_the_edges() -> None:
     assert sequence_weights([0, 2], "sequence") == [0.0, 0.5]
-
-
-def test_sequence_weights_needs_the_constant() -> None:
     with pytest.raises(ValueError, match="max_tokens"):
         sequence_weights([1], "constant")
     with pytest.raises(ValueError, match="expected 'token'"):
@@ -74,13 +71,13 @@ def test_gae_of_a_hand_worked_episode() -> None:
     assert returns == [[0, 1.9375, 1.75, 4]]
 
 
-def test_gae_of_an_episode_that_was_cut_off_counts_the_value_of_its_end() -> None:
+def test_gae_of_a_truncated_episode() -> None:
     # 4 + 0.5 * 8 - 3
     advantages, _ = gae([[0, 4]], [[3, 8]], [[False, True]], gamma=0.5, truncated=[True])
     assert advantages == [[0, 5]]
 
 
-def test_gae_steps_over_tokens_that_the_policy_did_not_choose() -> None:
+def test_gae_skips_tokens_outside_the_mask() -> None:
     # Of two turns: tokens 1 and 4. Before token 4 the value is 6, which is what token 1 leads to.
     rewards, values, masks = [[0, 1, 0, 0, 2]], [[3, 0, 0, 6, 0]], [[False, True, False, False, True]]
     advantages, returns = gae(rewards, values, masks, lam=0.5)
@@ -89,7 +86,7 @@ def test_gae_steps_over_tokens_that_the_policy_did_not_choose() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.5, 0.7)])
-def test_gae_is_the_weighted_sum_of_the_paper(gamma: float, lam: float) -> None:
+def test_gae_follows_the_paper(gamma: float, lam: float) -> None:
     """arXiv:1506.02438 eq. 16 as it is written: a double sum over the errors of one step."""
     random = np.random.default_rng(1)
     lengths = [1, 2, 7, 12]
@@ -109,7 +106,7 @@ def test_gae_is_the_weighted_sum_of_the_paper(gamma: float, lam: float) -> None:
         assert returns[-1][steps[0]] == pytest.approx(sum(gamma**k * rewards[-1][t] for k, t in enumerate(steps)))
 
 
-def test_gae_takes_tensors_and_gives_numbers() -> None:
+def test_gae_of_tensors() -> None:
     tensors = [torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.0]), torch.tensor([False, True])]
     assert gae(*([tensor] for tensor in tensors)) == ([[0.0, 0.5]], [[0.0, 1.0]])  # type: ignore[arg-type]
 
@@ -121,12 +118,12 @@ def test_gae_takes_tensors_and_gives_numbers() -> None:
         (([[0, 1]], [[0]], [[True, True]]), "sample 0: 2 rewards and 1 values for 2 tokens"),
     ],
 )
-def test_gae_says_what_does_not_fit(arguments: tuple[list[list[float]], ...], message: str) -> None:
+def test_gae_refuses(arguments: tuple[list[list[float]], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gae(*arguments)  # type: ignore[arg-type]
 
 
-def test_whitened_advantages_have_the_mean_zero_and_the_deviation_one() -> None:
+def test_whiten() -> None:
     # 1, 2 and 3 count: mean 2, unbiased variance 1.
     rows, masks = [[50, 1, 70], [9, 3, 2]], [[True, True, False], [False, True, True]]
     assert whiten(rows, masks) == [[0, pytest.approx(-1), 0], [0, pytest.approx(1), pytest.approx(0)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import random
@@ -17,7 +18,6 @@ import numpy
 import pytest
 import torch
 
-from helmsman.api import platforms
 from helmsman.api.errors import DeviceMismatchError, PlatformError, PlatformPicklingError
 from helmsman.api.platforms import PLATFORM_ENV_VAR, PLATFORMS, CurrentPlatform, DeviceGrant, MemoryStats, current_platform
 
@@ -26,35 +26,14 @@ class FakeRuntime:
     """What torch.cuda and torch.npu have in common, at torch's boundary."""
 
     def __init__(self, num_devices: int) -> None:
-        self.num_devices = num_devices
         self.calls: list[Any] = []
-
-    def is_available(self) -> bool:
-        return self.num_devices > 0
-
-    def device_count(self) -> int:
-        return self.num_devices
-
-    def set_device(self, device: Any) -> None:
-        self.calls.append(("set_device", device))
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def empty_cache(self) -> None:
-        self.calls.append("empty_cache")
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return 60, 80
-
-    def memory_allocated(self) -> int:
-        return 10
-
-    def memory_reserved(self) -> int:
-        return 20
-
-    def max_memory_allocated(self) -> int:
-        return 15
+        self.is_available = lambda: num_devices > 0
+        self.device_count = lambda: num_devices
+        self.set_device = lambda device: self.calls.append(("set_device", device))
+        self.synchronize = lambda: self.calls.append("synchronize")
+        self.empty_cache = lambda: self.calls.append("empty_cache")
+        self.mem_get_info = lambda: (60, 80)
+        self.memory_allocated, self.memory_reserved, self.max_memory_allocated = lambda: 10, lambda: 20, lambda: 15
 
 
 class FakeTorch(ModuleType):
@@ -79,24 +58,32 @@ def environment_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+class Process(CurrentPlatform):
+    """The platform of a process that has just started, on a machine whose devices the test chooses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.setenv = monkeypatch.setenv
+        self.set_module: Callable[[str, ModuleType | None], None] = functools.partial(monkeypatch.setitem, sys.modules)  # type: ignore[arg-type]
+
+    def install(self, *, cuda: int = 0, npu: int | None = None) -> FakeTorch:
+        """Put a fake torch in place, with torch_npu (which adds torch.npu) when ``npu`` is a number."""
+        fake = FakeTorch(cuda=cuda)
+        self.set_module("torch", fake)
+        self.set_module("torch_npu", None if npu is None else ModuleType("torch_npu"))
+        if npu is not None:
+            fake.npu = FakeRuntime(npu)  # type: ignore[attr-defined]
+        return fake
+
+
 @pytest.fixture
-def platform() -> Iterator[CurrentPlatform]:
-    """The platform of a process that has just started; the random states that it may set are put back."""
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """A new process; the random states that it may set are put back."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    yield CurrentPlatform()
+    yield Process(monkeypatch)
     random.setstate(states[0])
     numpy.random.set_state(states[1])
     torch.set_rng_state(states[2])
-
-
-def install(monkeypatch: pytest.MonkeyPatch, *, cuda: int = 0, npu: int | None = None) -> FakeTorch:
-    """Put a fake torch in place, with torch_npu (which adds torch.npu) when ``npu`` is a number."""
-    fake = FakeTorch(cuda=cuda)
-    monkeypatch.setitem(sys.modules, "torch", fake)
-    monkeypatch.setitem(sys.modules, "torch_npu", None if npu is None else ModuleType("torch_npu"))
-    if npu is not None:
-        fake.npu = FakeRuntime(npu)  # type: ignore[attr-defined]
-    return fake
 
 
 # --- the table, which a driver may read -------------------------------------------------------------------------------
@@ -128,8 +115,8 @@ def test_reading_the_table_resolves_nothing_and_loads_no_torch() -> None:
 # --- which kind -------------------------------------------------------------------------------------------------------
 
 
-def test_cpu_for_real(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
+def test_platform_cpu_for_real(platform: Process) -> None:
+    platform.setenv(PLATFORM_ENV_VAR, "cpu")
     assert not platform.is_resolved()
     assert platform.name == platform.device_type == "cpu"
     assert platform.is_resolved()
@@ -143,56 +130,53 @@ def test_cpu_for_real(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch
     assert repr(platform) == "<current_platform: cpu>"
 
 
-@pytest.mark.parametrize(("cuda", "npu", "kind"), [(2, None, "cuda"), (0, 2, "npu"), (2, 2, "cuda"), (0, 0, "cpu")])
-def test_kind_is_what_torch_counts(
-    platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, cuda: int, npu: int | None, kind: str
-) -> None:
-    install(monkeypatch, cuda=cuda, npu=npu)
+@pytest.mark.parametrize(
+    ("cuda", "npu", "forced", "kind"),
+    [
+        *((2, None, "", "cuda"), (0, 2, "", "npu"), (2, 2, "", "cuda"), (0, 0, "", "cpu")),
+        *((1, 1, "cuda", "cuda"), (1, 1, "npu", "npu"), (1, 1, "cpu", "cpu"), (1, None, "cpu", "cpu")),
+    ],
+)
+def test_platform_kind(platform: Process, cuda: int, npu: int | None, forced: str, kind: str) -> None:
+    """It is what torch counts, unless it is forced; and it is fixed once found."""
+    platform.install(cuda=cuda, npu=npu)
+    platform.setenv(PLATFORM_ENV_VAR, f" {forced.upper()} ")
+    assert platform.name == kind
+    platform.setenv(PLATFORM_ENV_VAR, "cpu")
     assert platform.name == kind
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_accelerator_is_driven_through_its_runtime(
-    platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    fake = install(monkeypatch, cuda=2 * (kind == "cuda"), npu=2 if kind == "npu" else None)
-    runtime = getattr(fake, kind)
+def test_platform_drives_the_runtime(platform: Process, kind: str) -> None:
+    runtime = getattr(platform.install(cuda=2 * (kind == "cuda"), npu=2 if kind == "npu" else None), kind)
     assert cast(Any, platform.device(1)) == (kind, 1)
     assert platform.device_count() == 2
     platform.set_device(1)
     platform.synchronize()
     platform.empty_cache()
     assert runtime.calls == [("set_device", (kind, 1)), "synchronize", "empty_cache"]
-    assert platform.memory_stats() == MemoryStats(
-        allocated_bytes=10, reserved_bytes=20, peak_allocated_bytes=15, free_bytes=60, total_bytes=80
-    )
+    stats = platform.memory_stats()
+    assert (stats.device, stats.allocated_bytes, stats.reserved_bytes, stats.peak_allocated_bytes) == (kind, 10, 20, 15)
+    assert (stats.free_bytes, stats.total_bytes) == (60, 80)
 
 
 @pytest.mark.parametrize("index", [2, -1])
-def test_device_beyond_the_mask_is_an_error(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
-    install(monkeypatch, cuda=2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+def test_device_beyond_the_mask(platform: Process, index: int) -> None:
+    platform.install(cuda=2)
+    platform.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(PlatformError, match=rf"cuda device {index} .*counts 2, under CUDA_VISIBLE_DEVICES='4,5'.*gpu="):
         platform.set_device(index)
 
 
-@pytest.mark.parametrize(("kind", "npu"), [("cuda", 1), ("npu", 1), ("cpu", 1), ("cpu", None)])
-def test_forced_kind_wins(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, kind: str, npu: int | None) -> None:
-    install(monkeypatch, cuda=1, npu=npu)
-    monkeypatch.setenv(PLATFORM_ENV_VAR, f" {kind.upper()} ")
-    assert platform.name == kind
-
-
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 @pytest.mark.parametrize("mask", ["4,5", None])
-def test_forced_kind_that_is_not_there_is_an_error_and_never_a_cpu_run(
-    platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, kind: str, mask: str | None
-) -> None:
-    install(monkeypatch, npu=0)
+def test_forced_kind_without_devices(platform: Process, kind: str, mask: str | None) -> None:
+    """It is an error, and never a run on the CPU."""
+    platform.install(npu=0)
     variable = PLATFORMS[kind].visibility_env_var
     if mask:
-        monkeypatch.setenv(variable, mask)
-    monkeypatch.setenv(PLATFORM_ENV_VAR, kind)
+        platform.setenv(variable, mask)
+    platform.setenv(PLATFORM_ENV_VAR, kind)
     with pytest.raises(PlatformError, match=f"asks for {kind}, but torch 2.99.0 counts 0") as raised:
         _ = platform.device_type
     assert (f"{variable}='4,5'" if mask else f"{variable} unset") in str(raised.value)
@@ -200,24 +184,26 @@ def test_forced_kind_that_is_not_there_is_an_error_and_never_a_cpu_run(
     assert not platform.is_resolved()
 
 
-def test_forced_npu_without_torch_npu_names_the_command(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, npu=None)
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "npu")
-    with pytest.raises(PlatformError, match="'torch_npu', which cannot be imported.*pip install torch_npu"):
+@pytest.mark.parametrize(
+    ("forced", "has_torch", "message"),
+    [
+        ("npu", True, "'torch_npu', which cannot be imported.*pip install torch_npu"),
+        ("cuda", False, r"pip install 'helmsman\[torch\]'"),
+        ("tpu", True, "HELMSMAN_PLATFORM is 'tpu'; set it to one of: cpu, cuda, npu"),
+    ],
+)
+def test_forced_kind_names_the_step(platform: Process, forced: str, has_torch: bool, message: str) -> None:
+    platform.install()
+    if not has_torch:
+        platform.set_module("torch", None)
+    platform.setenv(PLATFORM_ENV_VAR, forced)
+    with pytest.raises(PlatformError, match=message):
         _ = platform.name
 
 
-def test_forced_cuda_without_torch_names_the_command(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cuda")
-    with pytest.raises(PlatformError, match=r"pip install 'helmsman\[torch\]'"):
-        _ = platform.name
-
-
-def test_without_torch_the_kind_is_cpu_and_only_devices_fail(
-    platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
+def test_platform_without_torch_is_cpu(platform: Process) -> None:
+    """Only devices fail."""
+    platform.set_module("torch", None)
     assert platform.name == "cpu"
     platform.seed(1)
     platform.empty_cache()
@@ -225,44 +211,26 @@ def test_without_torch_the_kind_is_cpu_and_only_devices_fail(
         platform.device()
 
 
-def test_unknown_forced_kind_lists_the_kinds(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "tpu")
-    with pytest.raises(PlatformError, match="HELMSMAN_PLATFORM is 'tpu'; set it to one of: cpu, cuda, npu"):
-        _ = platform.name
-
-
 @pytest.mark.parametrize(("mask", "warned"), [("0,1", True), ("", False), ("-1", False), ("NoDevFiles", False)])
 def test_mask_without_its_devices_is_logged(
-    platform: CurrentPlatform,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    mask: str,
-    warned: bool,
+    platform: Process, caplog: pytest.LogCaptureFixture, mask: str, warned: bool
 ) -> None:
-    install(monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    platform.install()
+    platform.setenv("CUDA_VISIBLE_DEVICES", mask)
     assert platform.name == "cpu"
     assert ("running on cpu although CUDA_VISIBLE_DEVICES='0,1'" in caplog.text) is warned
 
 
-def test_mask_set_before_first_use_counts(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install(monkeypatch, cuda=1)
-    fake.cuda.device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))  # type: ignore[method-assign]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+def test_mask_set_before_first_use_counts(platform: Process) -> None:
+    platform.install(cuda=1).cuda.device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    platform.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
     assert platform.device_count() == 3
-
-
-def test_kind_is_fixed_once_found(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, cuda=1)
-    assert platform.name == "cuda"
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
-    assert platform.name == "cuda"
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def test_seed_repeats_random_numpy_and_torch(platform: CurrentPlatform) -> None:
+def test_seed_repeats_random_numpy_and_torch(platform: Process) -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
@@ -276,22 +244,17 @@ def test_seed_repeats_random_numpy_and_torch(platform: CurrentPlatform) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 + 1, 2**70, -1])
-def test_any_integer_is_a_seed(platform: CurrentPlatform, seed: int) -> None:
+def test_seed_is_any_integer_and_does_not_resolve(platform: Process, seed: int) -> None:
     platform.seed(seed)
-
-
-def test_seed_does_not_resolve(platform: CurrentPlatform) -> None:
-    platform.seed(7)
     assert not platform.is_resolved()
 
 
-def test_torch_that_is_loaded_by_resolving_is_seeded_then_and_nothing_is_rewound(
-    platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "torch")
+def test_seed_of_torch_that_resolving_loads(platform: Process) -> None:
+    """It is seeded then, and nothing is rewound."""
+    platform.set_module("torch", None)
     platform.seed(7)
     drawn = random.random()
-    fake = install(monkeypatch, cuda=1)
+    fake = platform.install(cuda=1)
     assert platform.name == "cuda"
     assert fake.seeds == [7]
     assert random.random() != drawn
@@ -302,8 +265,8 @@ def test_torch_that_is_loaded_by_resolving_is_seeded_then_and_nothing_is_rewound
 # --- who may use it ---------------------------------------------------------------------------------------------------
 
 
-def test_forbidden_process_is_told_why(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
+def test_forbidden_process_is_told_why(platform: Process) -> None:
+    platform.setenv(PLATFORM_ENV_VAR, "cpu")
     with platform.forbid("it drives a RayScheduler"):
         with pytest.raises(PlatformError, match="it drives a RayScheduler.*inside an engine.*PLATFORMS"):
             _ = platform.name
@@ -312,10 +275,8 @@ def test_forbidden_process_is_told_why(platform: CurrentPlatform, monkeypatch: p
     assert platform.name == "cpu"
 
 
-def test_inline_engines_lift_every_prohibition_while_they_run(
-    platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
+def test_inline_engines_lift_every_prohibition_while_they_run(platform: Process) -> None:
+    platform.setenv(PLATFORM_ENV_VAR, "cpu")
     with platform.forbid("first"):
         inline = platform.allow()
         with platform.forbid("second"):
@@ -325,14 +286,6 @@ def test_inline_engines_lift_every_prohibition_while_they_run(
                 _ = platform.name
             with platform.allow(), platform.allow():
                 assert platform.name == "cpu"
-
-
-def test_functions_of_the_module_act_on_this_process() -> None:
-    with platforms.forbid_in_this_process("a"), platforms.allow_in_this_process():
-        assert current_platform._forbidden == ["a"]
-        assert current_platform._num_allowed == 1
-    assert not current_platform._forbidden
-    assert current_platform._num_allowed == 0
 
 
 def test_forked_child_finds_its_own_platform() -> None:
@@ -378,11 +331,11 @@ def test_it_cannot_leave_its_process(duplicate: Callable[[CurrentPlatform], obje
         duplicate(CurrentPlatform())
 
 
-def test_pickling_error_names_the_kind_and_resolves_nothing(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickling_error_names_the_kind_and_resolves_nothing(platform: Process) -> None:
     with pytest.raises(PlatformPicklingError):
         pickle.dumps(platform)
     assert not platform.is_resolved()
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
+    platform.setenv(PLATFORM_ENV_VAR, "cpu")
     _ = platform.name
     with pytest.raises(TypeError, match=r"the platform \(cpu\) cannot be pickled"):
         pickle.dumps(SimpleNamespace(platform=platform))
@@ -405,19 +358,13 @@ def grant(kind: str, *ids: str) -> DeviceGrant:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_what_was_granted_is_there(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    install(monkeypatch, cuda=2 if kind == "cuda" else 0, npu=2 if kind == "npu" else 0)
+def test_grant_that_is_there(platform: Process, kind: str) -> None:
+    platform.install(cuda=2 if kind == "cuda" else 0, npu=2 if kind == "npu" else 0)
     platform.expect(grant(kind, "4", "GPU-7"))
     assert not platform.is_resolved()
-    monkeypatch.setenv(MASKS[kind], "4,GPU-7")
+    platform.setenv(MASKS[kind], "4,GPU-7")
     assert platform.name == kind
     assert platform.device_count() == 2
-
-
-def test_nothing_was_granted_and_nothing_is_seen(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    platform.expect(grant(""))
-    assert platform.name == "cpu"
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
@@ -433,17 +380,10 @@ def test_nothing_was_granted_and_nothing_is_seen(platform: CurrentPlatform, monk
         ("", 0, ["=''", "which would run on the CPU"]),
     ],
 )
-def test_other_devices_than_were_granted_are_an_error(
-    platform: CurrentPlatform,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    mask: str | None,
-    num_devices: int,
-    facts: list[str],
-) -> None:
-    install(monkeypatch, cuda=num_devices if kind == "cuda" else 0, npu=num_devices if kind == "npu" else 0)
+def test_grant_of_other_devices(platform: Process, kind: str, mask: str | None, num_devices: int, facts: list[str]) -> None:
+    platform.install(cuda=num_devices if kind == "cuda" else 0, npu=num_devices if kind == "npu" else 0)
     if mask is not None:
-        monkeypatch.setenv(MASKS[kind], mask)
+        platform.setenv(MASKS[kind], mask)
     platform.expect(grant(kind, "4", "5"))
     with pytest.raises(DeviceMismatchError) as caught:
         _ = platform.name
@@ -453,22 +393,24 @@ def test_other_devices_than_were_granted_are_an_error(
         platform.device()  # it stays an error
 
 
-def test_devices_that_nobody_granted_are_an_error(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, cuda=8)
+def test_grant_of_nothing(platform: Process) -> None:
     platform.expect(grant(""))
+    platform.install(cuda=8)
     with pytest.raises(DeviceMismatchError, match=r"granted no accelerator; .*counts 8 cuda.*SchedulingSpec\(gpu="):
         _ = platform.name
+    platform.install()
+    assert platform.name == "cpu"
 
 
-def test_a_granted_npu_without_torch_npu_names_the_command(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, cuda=8, npu=None)
+def test_grant_of_an_npu_without_torch_npu(platform: Process) -> None:
+    platform.install(cuda=8, npu=None)
     platform.expect(grant("npu", "0"))
     with pytest.raises(PlatformError, match="pip install torch_npu"):
         _ = platform.name
 
 
-def test_a_cpu_run_on_purpose_is_not_checked(platform: CurrentPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    monkeypatch.setenv(PLATFORM_ENV_VAR, "cpu")
+def test_grant_and_a_cpu_run_on_purpose(platform: Process) -> None:
+    platform.install()
+    platform.setenv(PLATFORM_ENV_VAR, "cpu")
     platform.expect(grant("cuda", "0", "1"))
     assert platform.name == "cpu"

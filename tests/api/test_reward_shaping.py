@@ -15,7 +15,7 @@ MASK = [False, True, False, True]
     ("estimator", "first", "second"),
     [("k1", 0.5, -1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) + 0.5 - 1, math.exp(1) - 1 - 1)],
 )
-def test_the_score_is_the_last_tokens_and_the_divergence_every_ones(estimator: str, first: float, second: float) -> None:
+def test_token_rewards(estimator: str, first: float, second: float) -> None:
     rewards, divergence = token_rewards(
         [3.0],
         [MASK],
@@ -28,7 +28,7 @@ def test_the_score_is_the_last_tokens_and_the_divergence_every_ones(estimator: s
     assert divergence == pytest.approx(first + second)
 
 
-def test_without_a_divergence_no_log_probabilities_are_needed() -> None:
+def test_token_rewards_without_divergence() -> None:
     assert token_rewards([3.0, 4.0], [MASK, [True, False]]) == ([[0, 0, 0, 3], [0, 0]], 0)
 
 
@@ -43,12 +43,12 @@ def test_without_a_divergence_no_log_probabilities_are_needed() -> None:
         (([1.0], [MASK]), {"estimator": "k4"}, "'k1', 'k2' or 'k3'"),
     ],
 )
-def test_rewards_say_what_does_not_fit(arguments: tuple[object, ...], kwargs: dict[str, object], message: str) -> None:
+def test_token_rewards_refuse(arguments: tuple[object, ...], kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_rewards(*arguments, **kwargs)  # type: ignore[arg-type]
 
 
-def test_the_weight_follows_the_divergence_by_at_most_a_fiftieth() -> None:
+def test_adaptive_kl() -> None:
     control = AdaptiveKl(1.0, target=6.0)
     assert control.update(60.0) == pytest.approx(1.02)  # the error 9 counts as 0.2, times the gain 0.1
     assert control.update(0.0) == pytest.approx(1.02 * 0.98)
@@ -58,7 +58,7 @@ def test_the_weight_follows_the_divergence_by_at_most_a_fiftieth() -> None:
         AdaptiveKl(0.0, target=6.0)
 
 
-def test_long_answers_are_punished_more_and_more() -> None:
+def test_soft_overlong_punishment() -> None:
     # 0 up to 8, -1 from 12 on, a quarter per token between.
     found = [soft_overlong_punishment(length, max_tokens=12, cache_tokens=4) for length in (0, 8, 9, 11, 12, 40)]
     assert found == [0, 0, -0.25, -0.75, -1, -1]
@@ -66,7 +66,7 @@ def test_long_answers_are_punished_more_and_more() -> None:
         soft_overlong_punishment(3, max_tokens=12, cache_tokens=0)
 
 
-def test_nothing_is_learned_from_answers_that_were_cut_off() -> None:
+def test_overlong_filter() -> None:
     nothing = [False] * 4
     assert overlong_filter([MASK] * 3, ["stop", "length", "abort"]) == [MASK, nothing, nothing]
     with pytest.raises(ValueError, match="1 stop reasons for 2 samples"):

@@ -26,7 +26,7 @@ TOPOLOGIES = st.builds(
 
 @QUICK
 @given(TOPOLOGIES)
-def test_each_rank_stands_where_its_coordinates_lead(topology: Topology) -> None:
+def test_rank_at_and_rank_info_agree(topology: Topology) -> None:
     assert [info.rank for info in topology.ranks] == list(range(topology.world_size))
     assert topology.world_size == topology.dp_size * topology.tp_size * topology.pp_size * topology.cp_size
     for info in topology.ranks:
@@ -43,7 +43,7 @@ def test_each_rank_stands_where_its_coordinates_lead(topology: Topology) -> None
 
 @QUICK
 @given(TOPOLOGIES, st.sampled_from(SUBSETS))
-def test_parts_along_any_axes_are_numbered_with_the_first_axis_outermost(topology: Topology, axes: tuple[Axis, ...]) -> None:
+def test_part_of_has_the_first_axis_outermost(topology: Topology, axes: tuple[Axis, ...]) -> None:
     parts = [topology.part_of(rank, axes) for rank in range(topology.world_size)]
     assert topology.num_parts(axes) == math.prod(topology.sizes[axis] for axis in axes)
     assert sorted(set(parts)) == list(range(topology.num_parts(axes)))
@@ -55,7 +55,7 @@ def test_parts_along_any_axes_are_numbered_with_the_first_axis_outermost(topolog
 
 @QUICK
 @given(TOPOLOGIES)
-def test_ranks_lie_as_in_a_device_mesh_of_torch(topology: Topology) -> None:
+def test_ranks_are_those_of_a_device_mesh(topology: Topology) -> None:
     """torch.distributed.init_device_mesh lays out arange(world_size) in the shape of the mesh."""
     layout = np.arange(topology.world_size).reshape([topology.sizes[axis] for axis in topology.mesh])
     for position in np.ndindex(layout.shape):
@@ -71,7 +71,7 @@ def groups(topology: Topology, *axes: Axis) -> list[list[int]]:
     return sorted(found.values())
 
 
-def test_default_order_is_that_of_megatron() -> None:
+def test_default_mesh_is_megatrons() -> None:
     """The example in the docstring of Megatron-LM's initialize_model_parallel: 16 devices, tensor 2, pipeline 4."""
     topology = Topology.of(16, tp=2, pp=4)
     assert groups(topology, "dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
@@ -85,18 +85,12 @@ def test_default_order_is_that_of_megatron() -> None:
     assert groups(topology, "dp", "cp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
 
 
-def test_data_parallel_size_is_what_the_model_leaves() -> None:
-    assert Topology.of(20, tp=2, pp=2).dp_size == 5
-    assert Topology.of(20, dp=5, tp=2, pp=2).sizes == {"dp": 5, "tp": 2, "pp": 2, "cp": 1}
-    assert Topology.of(1).world_size == 1
-
-
 @QUICK
 @given(TOPOLOGIES)
-def test_sizes_make_up_the_world_from_which_they_were_derived(topology: Topology) -> None:
+def test_of_derives_the_data_parallel_size(topology: Topology) -> None:
     sizes: Any = {axis: size for axis, size in topology.sizes.items() if axis != "dp"}
-    derived = Topology.of(topology.world_size, **sizes, mesh=topology.mesh)
-    assert derived.ranks == topology.ranks
+    assert Topology.of(topology.world_size, **sizes, mesh=topology.mesh).ranks == topology.ranks
+    assert Topology.of(topology.world_size, dp=topology.dp_size, **sizes, mesh=topology.mesh).ranks == topology.ranks
 
 
 @pytest.mark.parametrize(
@@ -109,37 +103,31 @@ def test_sizes_make_up_the_world_from_which_they_were_derived(topology: Topology
         ([], "1 = 20 ranks / (tp 2 x pp 2 x cp 1 x dp 5)"),
     ],
 )
-def test_derivation_tells_how_the_number_of_parts_comes_about(axes: list[Axis], text: str) -> None:
+def test_derivation(axes: list[Axis], text: str) -> None:
     assert Topology(dp=5, tp=2, pp=2).derivation(axes) == text
 
 
-def test_table_has_a_line_for_each_rank() -> None:
+def test_table() -> None:
     lines = Topology(dp=2, tp=2).table().splitlines()
     assert lines[1].split() == ["1", "dp=0/2", "tp=1/2", "pp=0/1", "cp=0/1"]
     assert len(lines) == 4
 
 
-def test_numpy_integers_become_plain_ones() -> None:
+def test_sizes_are_plain_integers() -> None:
     topology = Topology(dp=np.int64(2))  # type: ignore[arg-type]
     assert type(topology.get_rank_info(np.int64(1)).dp_size) is int  # type: ignore[arg-type]
-
-
-def test_sizes_that_are_not_integers_are_refused() -> None:
-    with pytest.raises(TypeError, match="float"):
-        Topology(dp=2.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: Topology(dp=2.0), TypeError, "float"),  # type: ignore[arg-type]
         (lambda: Topology(dp=0), ValueError, "dp_size is 0; it is 1 or more"),
-        (lambda: Topology(pp=-2), ValueError, "pp_size is -2; it is 1 or more"),
         (lambda: Topology(mesh=("dp", "tp")), ValueError, "mesh is ('dp', 'tp'); it names each of dp, tp, pp, cp once"),
         (lambda: Topology(mesh=("dp", "dp", "tp", "pp")), ValueError, "it names each of dp, tp, pp, cp once, outermost first"),
         (lambda: Topology(mesh="tp-cp-dp-pp"), ValueError, "mesh is 'tp-cp-dp-pp'; it names each"),  # type: ignore[arg-type]
         (lambda: Topology(mesh=("dp", 3, "tp", "pp")), ValueError, "mesh is ('dp', 3, 'tp', 'pp')"),  # type: ignore[arg-type]
         (lambda: Topology.of(0), ValueError, "world_size is 0; it is 1 or more"),
-        (lambda: Topology.of(-4, tp=2), ValueError, "world_size is -4"),
         (lambda: Topology.of(4, tp=0), ValueError, "tp_size is 0"),
         (lambda: Topology.of(4, dp=0), ValueError, "dp_size is 0"),
         (
@@ -155,15 +143,12 @@ def test_sizes_that_are_not_integers_are_refused() -> None:
         ),
         (lambda: Topology(dp=2).get_rank_info(2), IndexError, "rank 2; there are ranks 0 to 1"),
         (lambda: Topology(dp=2).get_rank_info(-1), IndexError, "rank -1; there are ranks 0 to 1"),
-        (lambda: Topology(dp=2).part_of(-1, ["dp"]), IndexError, "rank -1"),
         (lambda: Topology(dp=2).rank_at(dp=2), IndexError, "dp=2; dp goes from 0 to 1"),
-        (lambda: Topology(dp=2).rank_at(tp=-1), IndexError, "tp=-1; tp goes from 0 to 0"),
         (lambda: Topology(dp=2).rank_at(ddp=1), ValueError, "axes are ddp; they are of dp, tp, pp, cp, each at most once"),
         (lambda: Topology(dp=2).num_parts(["ep"]), ValueError, "axes are ep"),  # type: ignore[list-item]
         (lambda: Topology(dp=2).part_of(0, ["dp", "dp"]), ValueError, "axes are dp, dp"),
-        (lambda: Topology(dp=2).derivation(["dp", "dp"]), ValueError, "axes are dp, dp"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Any, error: type[Exception], message: str) -> None:
+def test_topology_refuses(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         make()

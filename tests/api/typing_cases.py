@@ -10,11 +10,10 @@ from typing import assert_type
 import torch
 
 from helmsman.api.batch import Batch
-from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import AxisSharding, Collect, Dispatch, Execute
 from helmsman.api.register import register
 from helmsman.api.remote_batch import RemoteBatch
-from helmsman.api.worker_group import GroupFuture, GroupWorker
+from helmsman.api.worker_group import ClusterConfig, GroupFuture, GroupWorker
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 

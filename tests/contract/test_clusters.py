@@ -17,10 +17,10 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.batch import Batch, PerPart
-from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import Replicate, Shard
 from helmsman.api.remote_batch import RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler, WorkerState
+from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import AsRecord, Frozen, Member, Plain, WithAMetaclass, WithItsOwnView
@@ -81,7 +81,7 @@ def rows(size: int) -> Batch:
 # --- what it is -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_where(members: Members, resources: ResourceManager) -> None:
+def test_cluster_tells_where_its_ranks_are(members: Members, resources: ResourceManager) -> None:
     assert (members.world_size, members.dp_size, members.tp_size, members.pp_size, members.cp_size) == (8, 2, 2, 2, 1)
     assert members.coordinates() == [str(members.get_rank_info(rank)) for rank in range(8)]
     assert members.worker_to_rank == {f"members/{rank}": rank for rank in range(8)}
@@ -99,12 +99,12 @@ def test_who_is_where(members: Members, resources: ResourceManager) -> None:
     assert resources.holders(3)[0].holder == "members"
 
 
-def test_a_worker_knows_its_place_when_its_constructor_runs(members: Members) -> None:
+def test_group_worker_knows_its_rank_in_its_constructor(members: Members) -> None:
     assert members.method(Member.at_birth)() == list(range(8))
 
 
 @pytest.mark.not_on("inline", "one process, with one environment")
-def test_the_variables_of_torchs_rendezvous(members: Members) -> None:
+def test_rendezvous_variables(members: Members) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"]
     assert members.method(Member.environment)(names) == [
         {
@@ -123,25 +123,12 @@ def test_the_variables_of_torchs_rendezvous(members: Members) -> None:
 # --- declared calls -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_cut_over_dp_and_come_from_the_last_stage(members: Members) -> None:
+def test_rows_go_over_dp_and_come_from_the_last_stage(members: Members) -> None:
     joined = members.add(rows(6), number=10)
     assert joined is not None
     assert joined["x"].tolist() == [110, 111, 112, 113, 114, 115]
     assert joined["rank"] == [4, 4, 4, 6, 6, 6]  # tp 0 of the last stage, in dp order
     assert dict(joined.meta) == {"dp": PerPart((0, 1)), "same": True}
-
-
-@pytest.mark.slow
-def test_five_by_two_by_two_with_stages_that_return_nothing(make_cluster: Callable[..., Members]) -> None:
-    group = make_cluster(world_size=20, tp_size=2, pp_size=2, num_cpus=0.1)
-    joined = group.add(rows(15))
-    assert joined is not None
-    assert joined["x"].tolist() == list(range(15))
-    assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(3)]
-    with pytest.raises(
-        errors.UnevenBatchError, match=r"dp = 20 ranks / \(tp 2 x pp 2 x cp 1\) = 5; nearest valid sizes: 15 and 20"
-    ):
-        group.add(rows(16))
 
 
 def test_every_mode(members: Members) -> None:
@@ -158,13 +145,7 @@ def test_every_mode(members: Members) -> None:
     assert members.method(Member.what_came)() == [2, -1, 2, -1, -1, -1, -1, -1]
 
 
-def test_only_rank_zero_runs_what_is_for_rank_zero(make_cluster: Callable[..., Members]) -> None:
-    group = make_cluster(world_size=3)
-    group.method(Member.rank_of_zero)()
-    assert group.method(Member.steps)() == [1, 0, 0]
-
-
-def test_without_waiting(members: Members) -> None:
+def test_submit(members: Members) -> None:
     futures = [members.add.submit(rows(4), number) for number in range(3)]
     assert [future.result(LIMIT_S)["x"][0] for future in futures] == [100, 101, 102]  # type: ignore[index]
     assert all(future.done() for future in futures)
@@ -184,7 +165,7 @@ async def _awaited(future: Any) -> Any:
     return await future
 
 
-def test_calls_run_in_the_order_in_which_they_were_made(members: Members) -> None:
+def test_submit_keeps_the_order(members: Members) -> None:
     large = Batch({"x": np.zeros((2, 300_000))})
     futures = [members.echo.submit(large if number % 2 else number) for number in range(6)]
     [future.result(LIMIT_S) for future in futures]
@@ -194,7 +175,7 @@ def test_calls_run_in_the_order_in_which_they_were_made(members: Members) -> Non
 # --- calls by name --------------------------------------------------------------------------------------------------------
 
 
-def test_calls_that_no_declaration_describes(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+def test_execute_by_name(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
     group: Cluster[Any] = Cluster(
         "plain", Plain, resources, ClusterConfig(world_size=4, tp_size=2, num_cpus=0.5), kwargs={"text": "t"}
     )
@@ -223,24 +204,22 @@ def test_calls_that_no_declaration_describes(make_cluster: Callable[..., Members
         group.execute_all_sync("tell")
 
 
-@pytest.mark.parametrize("as_path", [False, True])
-def test_a_class_by_its_path_or_as_it_is(make_cluster: Callable[..., Members], as_path: bool) -> None:
-    group = make_cluster("tests.contract.group_workers.Member" if as_path else Member, 7, world_size=2)
-    assert group.add(rows(2))["x"].tolist() == [7, 8]  # type: ignore[index]
-
-
-def test_a_ray_actor_class(make_cluster: Callable[..., Members]) -> None:
-    ray = pytest.importorskip("ray")
-    group = make_cluster(ray.remote(Plain), world_size=2)
-    assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
-
-
-@pytest.mark.parametrize("worker_cls", [Frozen, WithAMetaclass, AsRecord])
-def test_classes_whose_instances_are_made_otherwise(make_cluster: Callable[..., Members], worker_cls: type[Any]) -> None:
+@pytest.mark.parametrize("worker_cls", [Frozen, WithAMetaclass, AsRecord, "tests.contract.group_workers.Frozen"])
+def test_worker_class(make_cluster: Callable[..., Members], worker_cls: Any) -> None:
+    """Instances may be made otherwise than by the class alone, and the class may be a path."""
     assert make_cluster(worker_cls, 7, world_size=2).execute_all_sync("tell") == [(7, 0), (7, 1)]
 
 
-def test_arguments_may_be_called_as_those_of_the_scheduler(members: Members, resources: ResourceManager) -> None:
+def test_worker_class_of_ray_or_of_no_kind(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+    ray = pytest.importorskip("ray")
+    group = make_cluster(ray.remote(Plain), world_size=2)
+    assert group.execute_all_sync("tell", 1) == [("", (1,), {})] * 2
+    with pytest.raises(TypeError, match="worker_cls is a class, a Ray actor class or an import path; got int"):
+        make_cluster(7, name="seven", world_size=1)
+    assert "seven" not in resources.allocations
+
+
+def test_arguments_named_as_those_of_the_scheduler(members: Members, resources: ResourceManager) -> None:
     named = {"timeout": 5, "method": "m", "worker_id": 3}
     assert members.method(Member.with_names_of_calls)(**named) == [(5, "m", 3)] * 8  # type: ignore[arg-type]
     config = ClusterConfig(world_size=1, num_cpus=0.5)
@@ -248,13 +227,13 @@ def test_arguments_may_be_called_as_those_of_the_scheduler(members: Members, res
         assert group.execute_all_sync("tell", worker_id=0, engine_name=1) == [("te", (), {"worker_id": 0, "engine_name": 1})]
 
 
-def test_a_method_may_not_hide_what_a_cluster_has_itself() -> None:
+def test_registered_method_may_not_hide_the_clusters_own() -> None:
     for name in ("close", "name", "workers", "topology"):
         with pytest.raises(errors.DispatchError, match=f"a Cluster has a '{name}' of its own, which Member.echo would hide"):
             type("Hiding", (Cluster,), {name: Member.echo})
 
 
-def test_methods_that_are_not_declared(members: Members) -> None:
+def test_method_refuses_undeclared_methods(members: Members) -> None:
     undeclared: Any = Plain.tell
     for wrong in (undeclared, "echo", Member):
         with pytest.raises(TypeError, match="method takes what register has declared.*execute_all_sync"):
@@ -263,7 +242,7 @@ def test_methods_that_are_not_declared(members: Members) -> None:
         members.execute_all_sync(undeclared)
 
 
-def test_an_interrupt_reaches_whoever_waits(members: Members, tmp_path: Path) -> None:
+def test_interrupt_reaches_each_wait(members: Members, tmp_path: Path) -> None:
     release = tmp_path / "release"
     waits: list[Callable[[], Any]] = [
         lambda: members.method(Member.wait_on)([2], str(release)),
@@ -283,7 +262,7 @@ def test_an_interrupt_reaches_whoever_waits(members: Members, tmp_path: Path) ->
         Path(f"{release}.2").unlink()
 
 
-def test_a_callback_that_would_wait_for_its_own_loop(members: Members, tmp_path: Path) -> None:
+def test_callback_that_would_wait_for_its_own_loop(members: Members, tmp_path: Path) -> None:
     raised: list[BaseException | None] = []
     called = threading.Event()
 
@@ -307,12 +286,6 @@ def _interrupt_once(began: Path) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def test_something_that_is_no_class(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
-    with pytest.raises(TypeError, match="worker_cls is a class, a Ray actor class or an import path; got int"):
-        make_cluster(7, name="seven", world_size=1)
-    assert "seven" not in resources.allocations
-
-
 # --- values ---------------------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +299,7 @@ class Counted:
         return list, ((1, 2),)
 
 
-def test_a_value_for_many_ranks_is_packed_once(members: Members) -> None:
+def test_value_for_many_ranks_is_packed_once(members: Members) -> None:
     Counted.num_packed = 0
     assert members.echo(Counted()) == [[1, 2]] * 8
     assert Counted.num_packed == 1
@@ -335,7 +308,7 @@ def test_a_value_for_many_ranks_is_packed_once(members: Members) -> None:
     assert Counted.num_packed == 2
 
 
-def test_what_arrives_is_each_ranks_own(members: Members, make_cluster: Callable[..., Members]) -> None:
+def test_arguments_are_each_ranks_own(members: Members, make_cluster: Callable[..., Members]) -> None:
     """A value that was put once may not be one memory for several workers to write to."""
     value = np.zeros(1 << 16)
     results = members.echo(value)
@@ -348,7 +321,7 @@ def test_what_arrives_is_each_ranks_own(members: Members, make_cluster: Callable
         assert not value.any()
 
 
-def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable[..., Members]) -> None:
+def test_argument_that_cannot_be_packed(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=2)
     with pytest.raises(errors.ArgumentNotSerializableError, match=r"args\[0\]\['lock'\]"):
         group.echo({"lock": __import__("threading").Lock()})
@@ -360,7 +333,7 @@ def test_an_argument_that_cannot_be_packed_reaches_nobody(make_cluster: Callable
     assert [status.health.num_calls for status in group.health() if status.health] == [1, 1]
 
 
-def test_results_stay_and_go_to_another_group(members: Members, make_cluster: Callable[..., Members]) -> None:
+def test_keep_and_pass_to_another_group(members: Members, make_cluster: Callable[..., Members]) -> None:
     kept = members.make.keep(6)
     assert isinstance(kept, RemoteBatch)
     assert len(kept) == 12 and "members/4" in repr(kept) and "members/6" in repr(kept)
@@ -379,7 +352,7 @@ def test_results_stay_and_go_to_another_group(members: Members, make_cluster: Ca
         other.rows_of(kept)
 
 
-def test_what_stays_needs_no_function_of_its_own(make_cluster: Callable[..., Members]) -> None:
+def test_keep_refuses_custom_collection(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=2)
     for method in (Member.summed, Member.custom):
         with pytest.raises(errors.DispatchError, match="Call it without keep, or declare Collect.LIST"):
@@ -390,9 +363,7 @@ def test_what_stays_needs_no_function_of_its_own(make_cluster: Callable[..., Mem
 
 
 @pytest.mark.parametrize(("instead", "kind"), [(None, "NoneType"), ([1, 2], "list")])
-def test_rows_that_stay_are_joined_as_rows_that_come_back_are(
-    make_cluster: Callable[..., Members], instead: Any, kind: str
-) -> None:
+def test_keep_joins_as_results_are_joined(make_cluster: Callable[..., Members], instead: Any, kind: str) -> None:
     """What stays must not be a batch from which the rows of a part are missing."""
     group = make_cluster(world_size=2)
     for call in (group.method(Member.all_but_one_part), group.method(Member.all_but_one_part).keep):  # type: ignore[var-annotated]
@@ -407,7 +378,7 @@ def test_rows_that_stay_are_joined_as_rows_that_come_back_are(
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
 @pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
 @pytest.mark.parametrize("how", ["a part fails", "a part is late", "nobody waits"])
-def test_what_would_stay_of_a_call_that_fails_does_not(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
+def test_keep_leaves_nothing_of_a_failed_call(make_cluster: Callable[..., Members], tmp_path: Path, how: str) -> None:
     group = make_cluster(world_size=3)
     batch = Batch({"x": np.zeros((3, 1 << 16))})
     call = group.method(Member.same_unless).options(keep=True, timeout=0.5 if how == "a part is late" else LIMIT_S)
@@ -426,7 +397,7 @@ def test_what_would_stay_of_a_call_that_fails_does_not(make_cluster: Callable[..
 
 @pytest.mark.not_on("inline", "what a worker keeps is seen in its process")
 @pytest.mark.not_on("ray", "what a worker keeps is seen in its process")
-def test_parts_without_rows_are_forgotten_with_the_others(make_cluster: Callable[..., Members]) -> None:
+def test_release_forgets_parts_without_rows(make_cluster: Callable[..., Members]) -> None:
     """A batch of no rows may still have much in its meta."""
     group = make_cluster(world_size=3)
     kept = group.method(Member.uneven).keep(Batch({"x": [1, 2]}, {"table": np.zeros(1 << 16)}))
@@ -442,21 +413,18 @@ def _num_kept(group: Members) -> int:
     return sum(group.method(Member.num_segments)())
 
 
-def test_results_without_rows_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
+def test_results_that_stay_as_handles(members: Members, scheduler: Scheduler) -> None:
     kept = members.echo.keep({"a": 1})
     assert [type(each) for each in kept] == [ResultHandle] * 8
     assert scheduler.get(kept[3]) == {"a": 1}  # type: ignore[arg-type]
     assert members.echo(kept[5]) == [{"a": 1}] * 8
     for handle in kept:
         scheduler.release(handle)  # type: ignore[arg-type]
+    with members.make.keep(2) as rows_kept, pytest.raises(TypeError, match="fetch\\(\\) them first"):
+        pickle.loads(pickle.dumps(rows_kept))
 
 
-def test_rows_that_stay_cannot_be_pickled_otherwise(members: Members) -> None:
-    with members.make.keep(2) as kept, pytest.raises(TypeError, match="fetch\\(\\) them first"):
-        pickle.loads(pickle.dumps(kept))
-
-
-def test_values_that_the_script_puts(scheduler: Scheduler, members: Members) -> None:
+def test_put_and_pass_to_ranks(scheduler: Scheduler, members: Members) -> None:
     value = {"x": np.arange(1 << 16)}
     handle = scheduler.put(value)
     assert all(np.array_equal(each["x"], value["x"]) for each in members.echo(handle))
@@ -471,7 +439,7 @@ def test_values_that_the_script_puts(scheduler: Scheduler, members: Members) -> 
 # --- topology -------------------------------------------------------------------------------------------------------------
 
 
-def test_workers_with_a_view_of_their_own_are_asked_once(make_cluster: Callable[..., Members]) -> None:
+def test_topology_check_asks_once(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(WithItsOwnView, world_size=4, tp_size=2)
     group.echo(1)
     assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]  # type: ignore[arg-type]
@@ -480,7 +448,7 @@ def test_workers_with_a_view_of_their_own_are_asked_once(make_cluster: Callable[
     assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]  # type: ignore[arg-type]
 
 
-def test_the_question_for_coordinates_has_the_limit_of_its_call(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_topology_check_has_the_limit_of_its_call(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(WithItsOwnView, world_size=2)
     release = tmp_path / "release"
     waiting = group.method(Member.wait_on).submit([1], str(release))
@@ -514,27 +482,19 @@ def test_submit_does_not_wait_for_the_topology_check(make_cluster: Callable[...,
     assert group.method(WithItsOwnView.asked)() == [1, 1]  # type: ignore[arg-type]
 
 
-def test_submit_failing_topology_check(make_cluster: Callable[..., Members]) -> None:
-    group = make_cluster(WithItsOwnView, 1, world_size=2)
-    added, steps = group.method(Member.add).submit(rows(2)), group.method(Member.steps).submit()
-    with pytest.raises(errors.TopologyMismatchError, match="1 of the 2 ranks"):
-        added.result(LIMIT_S)
-    assert steps.result(LIMIT_S) == [0, 0]
-
-
-def test_workers_that_see_other_coordinates(make_cluster: Callable[..., Members]) -> None:
+def test_topology_check_that_fails(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(WithItsOwnView, 2, world_size=4, tp_size=2, name="astray")
-    with pytest.raises(errors.TopologyMismatchError) as caught:
-        group.add(rows(4))
-    assert "2 of the 4 ranks of cluster 'astray'" in str(caught.value)
+    added, steps = group.method(Member.add).submit(rows(4)), group.method(Member.steps).submit()
+    with pytest.raises(errors.TopologyMismatchError, match="2 of the 4 ranks of cluster 'astray'") as caught:
+        added.result(LIMIT_S)
     assert caught.value.differences == {"astray/2": ("tp_rank=0", "tp_rank=1"), "astray/3": ("tp_rank=1", "tp_rank=2")}
-    assert group.method(Member.steps)() == [0, 0, 0, 0]
+    assert steps.result(LIMIT_S) == [0, 0, 0, 0]
 
 
 # --- failures -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_rank_that_fails_is_the_error(members: Members) -> None:
+def test_failure_of_several_ranks(members: Members) -> None:
     with pytest.raises(errors.GroupCallError) as caught:
         members.fail_on([2, 5, 6], "no room")
     assert caught.value.first.worker_id in ("members/2", "members/5", "members/6")  # type: ignore[attr-defined]
@@ -542,20 +502,20 @@ def test_the_first_rank_that_fails_is_the_error(members: Members) -> None:
     assert members.echo(1) == [1] * 8
 
 
-def test_a_rank_that_never_answers_is_named(members: Members, tmp_path: Path) -> None:
+def test_rank_that_never_answers_is_named(members: Members, tmp_path: Path) -> None:
     release = tmp_path / "release"
     with pytest.raises(errors.HelmsmanError) as caught:
         members.method(Member.wait_on).options(timeout=0.7)([3], str(release))
     text = str(caught.value)
     assert "members/3" in text and "did not finish within" in text and "members/4" not in text
+    running = [status.health.running if status.health else None for status in members.health()]
+    assert [rank for rank, method in enumerate(running) if str(method).endswith("wait_on")] == [3]
     release.touch()
     wait_until(lambda: all(status.state is WorkerState.READY for status in members.health()), "the rank is free again")
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_a_ranks_death_fails_the_call_at_once_and_it_can_be_restarted(
-    make_cluster: Callable[..., Members], tmp_path: Path
-) -> None:
+def test_restart_of_a_dead_rank(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(device_mapping="0-3", tp_size=2)
     pids = group.method(Member.pid)()
     with pytest.raises(errors.HelmsmanError, match="SIGKILL") as caught:
@@ -578,7 +538,7 @@ def test_a_ranks_death_fails_the_call_at_once_and_it_can_be_restarted(
 
 
 @pytest.mark.not_on("inline", "one process, with one environment")
-def test_a_new_rank_zero_has_another_port_that_all_are_told(make_cluster: Callable[..., Members]) -> None:
+def test_restart_of_rank_zero(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=3)
     before = group.method(Member.pid)()
     group.restart(0)
@@ -588,7 +548,7 @@ def test_a_new_rank_zero_has_another_port_that_all_are_told(make_cluster: Callab
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_restarts_at_the_same_time_and_of_several_dead_ranks(make_cluster: Callable[..., Members]) -> None:
+def test_restarts_at_once(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=3)
     first = group.method(Member.pid)()
     with ThreadPoolExecutor() as pool:
@@ -616,7 +576,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
-def test_a_rank_that_does_not_start_again_may_be_tried_again(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
+def test_restart_that_fails_may_be_tried_again(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     group = make_cluster(RefusesWhileBroken, str(broken), world_size=2)
     broken.touch()
@@ -651,7 +611,7 @@ def test_restarting_a_worker_of_another_role(scheduler: Scheduler, role: str) ->
         scheduler.restart_worker(f"{role}/1")
 
 
-def test_a_start_that_fails_leaves_nothing(resources: ResourceManager, scheduler: Scheduler) -> None:
+def test_start_that_fails_leaves_nothing(resources: ResourceManager, scheduler: Scheduler) -> None:
     config = ClusterConfig(device_mapping=[1, 3], num_cpus=0.5, env_vars=ON_CPU)
     with pytest.raises(errors.HelmsmanError, match="this one does not start"):
         Cluster("stillborn", Plain, resources, config, kwargs={"text": "refuse"})
@@ -674,9 +634,7 @@ def test_calls_before_the_first_step_of_64_ranks(make_cluster: Callable[..., Mem
     assert [each.num_calls for each in health if each] == [2] * 64  # the question for its coordinates, and the step
 
 
-def test_calls_in_flight_are_limited_where_the_configuration_says_so(
-    make_cluster: Callable[..., Members], tmp_path: Path
-) -> None:
+def test_max_concurrency(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
     group = make_cluster(AsyncMember, world_size=2, max_concurrency=2)
     releases = [tmp_path / f"release-{number}" for number in range(3)]
     futures = [group.execute_all_async("hold", str(release)) for release in releases]
@@ -703,7 +661,7 @@ class AsyncMember:
 # --- devices --------------------------------------------------------------------------------------------------------------
 
 
-def test_overlapping_mappings_are_colocation_and_recorded(
+def test_overlapping_mappings_are_recorded(
     resources: ResourceManager, make_cluster: Callable[..., Members], members: Members
 ) -> None:
     train = make_cluster(device_mapping="4-7", name="train", num_gpus_per_worker=2)
@@ -730,8 +688,6 @@ def test_overlapping_mappings_are_colocation_and_recorded(
         ({"device_mapping": "0-8"}, r"devices that this ResourceManager holds, which are 0 to 7 \(1 nodes x 8\)"),
         ({"device_mapping": "3-1"}, "ranges that rise; '3-1' falls"),
         ({"device_mapping": "all"}, "'all' is neither"),
-        ({"device_mapping": ""}, "'' is neither"),
-        ({"device_mapping": "range(4)"}, "is neither"),
         ({"device_mapping": []}, "one device at least"),
         ({"device_mapping": [-1]}, "devices from 0 on"),
         ({"device_mapping": [0.5]}, "whole numbers"),
@@ -741,14 +697,11 @@ def test_overlapping_mappings_are_colocation_and_recorded(
         ({}, "a number of workers, or a device_mapping"),
         ({"world_size": 0}, "'world_size'|world_size is 0|1 or more"),
         ({"world_size": 6, "tp_size": 4}, "tp 4 x pp 1 x cp 1 does not make up a world of 6 ranks; it makes up 4 or 8"),
-        ({"world_size": 4, "tp_size": 2, "dp_size": 4}, "dp 4 x tp 2 x pp 1 x cp 1 does not make up a world of 4"),
-        ({"world_size": 4, "tp_size": 0}, "tp_size is 0"),
         ({"world_size": 4, "mesh": ("dp", "tp")}, "names each of"),
         ({"world_size": 2, "max_concurrency": 0}, "max_concurrency is 0; expected 1 or more"),
-        ({"world_size": 2, "max_concurrency": -1}, "max_concurrency is -1; expected 1 or more"),
     ],
 )
-def test_configurations_that_make_no_sense(
+def test_cluster_config_refuses(
     make_cluster: Callable[..., Members], resources: ResourceManager, config: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(errors.InvalidSpecError, match=said):
@@ -756,24 +709,18 @@ def test_configurations_that_make_no_sense(
     assert "nonsense" not in resources.allocations
 
 
-def test_a_name_is_taken_once(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
-    make_cluster(name="once", world_size=1)
+def test_cluster_name(make_cluster: Callable[..., Members], resources: ResourceManager) -> None:
+    """It is given once at a time, and closing twice takes nothing from the next of that name."""
+    first = make_cluster(name="once", world_size=1)
     with pytest.raises(errors.RoleExistsError, match="'once'"):
         make_cluster(name="once", world_size=1)
+    first.close()
+    make_cluster(name="once", world_size=1)
+    first.close()
     assert "once" in resources.allocations
 
 
-def test_closing_twice_takes_nothing_from_the_next_of_that_name(
-    make_cluster: Callable[..., Members], resources: ResourceManager
-) -> None:
-    first = make_cluster(name="reborn", world_size=1)
-    first.close()
-    make_cluster(name="reborn", world_size=1)
-    first.close()
-    assert "reborn" in resources.allocations
-
-
-def test_a_group_whose_role_was_deleted(make_cluster: Callable[..., Members], scheduler: Scheduler) -> None:
+def test_cluster_whose_role_was_deleted(make_cluster: Callable[..., Members], scheduler: Scheduler) -> None:
     group = make_cluster(world_size=2)
     scheduler.delete_workers(group.name)
     assert [status.state for status in group.health()] == [WorkerState.STOPPED] * 2
@@ -782,19 +729,8 @@ def test_a_group_whose_role_was_deleted(make_cluster: Callable[..., Members], sc
 
 
 @pytest.mark.not_on("inline", "its devices are numbers only")
-def test_devices_are_held_and_given_back(scheduler: Scheduler, resources: ResourceManager) -> None:
+def test_devices_are_held(scheduler: Scheduler, resources: ResourceManager) -> None:
     assert len(resources.devices) == 8
     with pytest.raises(errors.PlacementTimeoutError, match="devices"):
         ResourceManager(8, scheduler=scheduler, name="second")
     assert scheduler.nodes()[0].num_free_devices == 0
-
-
-def test_health_is_told_during_a_long_call(make_cluster: Callable[..., Members], tmp_path: Path) -> None:
-    group = make_cluster(world_size=2)
-    release = tmp_path / "release"
-    waiting = group.method(Member.wait_on).submit([1], str(release))
-    wait_until(Path(f"{release}.1").exists, "rank 1 is inside")
-    running = [status.health.running if status.health else None for status in group.health()]
-    assert running[0] is None and str(running[1]).endswith("wait_on")
-    release.touch()
-    assert waiting.result(LIMIT_S) == [0, 1]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.api import errors
 from helmsman.api.environment import MASK, MASK_VARIABLE, EnvironmentVariable
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from tests.contract.engines import Counter
@@ -40,7 +39,7 @@ def torch_threads() -> int:
     return torch.get_num_threads()
 
 
-def test_strange_values_survive(scheduler: Scheduler, role: str) -> None:
+def test_environment_strange_values(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=STRANGE)]))
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *STRANGE) == STRANGE
@@ -53,7 +52,7 @@ def test_strange_values_survive(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("inline", "its workers have the script's own environment")
-def test_what_the_script_has_is_forwarded_by_list(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_forwarded_by_list(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CONTRACT", "a,b=c")
     monkeypatch.setenv("CONTRACT_UNLISTED", "stays")
     monkeypatch.setenv("MASTER_ADDR", "the driver's")
@@ -69,9 +68,7 @@ def test_what_the_script_has_is_forwarded_by_list(scheduler: Scheduler, role: st
     assert found["PATH"].value, "a program can be found in it"
 
 
-def test_each_variable_is_told_with_who_set_it(
-    scheduler: Scheduler, backend: str, role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_sources(scheduler: Scheduler, backend: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_CONTRACT", "x")
     spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "1", "CONTRACT_CHANGED": "1"})
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
@@ -93,7 +90,7 @@ def test_each_variable_is_told_with_who_set_it(
         assert found["HELMSMAN_WORKER_TAG"].source == "helmsman"
 
 
-def test_secrets_do_not_leave_the_worker(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_secrets_are_masked(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
     secrets = {
         "CONTRACT_TOKEN": "hunter2",
@@ -128,21 +125,14 @@ def test_secrets_do_not_leave_the_worker(scheduler: Scheduler, role: str, monkey
     ],
     ids=["cpu=2", "cpu=0.5", "overridden"],
 )
-def test_threads_follow_the_cpus(scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int) -> None:
+def test_environment_threads_follow_the_cpus(scheduler: Scheduler, role: str, spec: SchedulingSpec, count: int) -> None:
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *THREADS) == dict.fromkeys(THREADS, str(count))
     assert engine.call("apply", torch_threads) == count  # torch takes no more than the machine's cores by itself
 
 
-def test_the_environment_of_an_unknown_role(scheduler: Scheduler) -> None:
-    with pytest.raises(errors.RoleNotFoundError):
-        scheduler.environment("nobody")
-
-
-def test_modules_of_a_folder_that_only_the_script_searches(
-    scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_path_of_the_script(scheduler: Scheduler, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script extends sys.path; what it can import then, its workers can import."""
     (tmp_path / "only_the_scripts_own.py").write_text("class Here:\n    def where(self):\n        return __file__\n")
     monkeypatch.syspath_prepend(str(tmp_path))

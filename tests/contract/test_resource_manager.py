@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helmsman.api import errors
-from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.scheduler import Scheduler
+from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._worker_groups.resource_manager import ResourceManager
 from tests.contract.group_workers import Member

@@ -68,10 +68,6 @@ class FakeScheduler(Scheduler):
         self.closed = False
         self._deaths: dict[str, asyncio.Future[None]] = {}
 
-    @property
-    def n_gpus_per_node(self) -> int:
-        return 0
-
     def kill(self, worker_id: str) -> None:
         """Let a worker die; its calls fail."""
         background_loop().call_soon_threadsafe(self._deaths[worker_id].set_result, None)

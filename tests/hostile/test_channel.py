@@ -92,14 +92,6 @@ def num_executed(target: Path) -> int:
 # --- a relay without the key ----------------------------------------------------------------------------------------------
 
 
-async def test_channel_relay_only_relays(worker: Worker, proxy: Proxy, target: Path) -> None:
-    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
-    for _ in range(3):
-        await controller.call(target)
-    assert num_executed(target) == 3
-    controller.channel.close()
-
-
 async def test_channel_relay_drops_connections(worker: Worker, proxy: Proxy, target: Path) -> None:
     controller = await Controller.of(worker, await proxy.relay(worker.address[1]), reconnects=True)
     for number in range(2, 7):
@@ -112,11 +104,18 @@ async def test_channel_relay_drops_connections(worker: Worker, proxy: Proxy, tar
     controller.channel.close()
 
 
-async def test_channel_relay_injects_frame_with_tls(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
+@pytest.mark.parametrize("attack", ["inject", "replay", "alter"])
+async def test_channel_relay_attacks_tls(make_worker: MakeWorker, proxy: Proxy, target: Path, attack: str) -> None:
+    """A frame of the relay's own, one that was sent before, and one with a changed bit end the connection, and do no more."""
     worker = make_worker("tls")
     controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
+    begun = len(proxy.sent)
     await controller.call(target)
-    proxy.inject(request_frame(99, target))
+    if attack == "alter":
+        proxy.alter = True
+        controller.send(target)
+    else:
+        proxy.inject(request_frame(99, target) if attack == "inject" else bytes(proxy.sent[begun:]))
     await asyncio.wait_for(controller.lost, LIMIT_S)
     await (await Controller.of(worker)).call(target)
     assert num_executed(target) == 2
@@ -128,27 +127,6 @@ async def test_channel_relay_injects_frame_without_tls(make_worker: MakeWorker, 
     await Controller.of(worker, await proxy.relay(worker.address[1]))
     proxy.inject(request_frame(99, target))
     await asyncio.to_thread(wait_until, lambda: num_executed(target) == 1, "the frame is executed")
-
-
-async def test_channel_relay_alters_request(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
-    worker = make_worker("tls")
-    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
-    proxy.alter = True
-    controller.send(target)
-    await asyncio.wait_for(controller.lost, LIMIT_S)
-    assert num_executed(target) == 0
-    await (await Controller.of(worker)).call(target)
-
-
-async def test_channel_relay_replays_request(make_worker: MakeWorker, proxy: Proxy, target: Path) -> None:
-    worker = make_worker("tls")
-    controller = await Controller.of(worker, await proxy.relay(worker.address[1]))
-    begun = len(proxy.sent)
-    await controller.call(target)
-    proxy.inject(bytes(proxy.sent[begun:]))
-    await asyncio.wait_for(controller.lost, LIMIT_S)
-    await (await Controller.of(worker)).call(target)
-    assert num_executed(target) == 2
 
 
 async def test_channel_relay_replays_connection(worker: Worker, proxy: Proxy, target: Path) -> None:

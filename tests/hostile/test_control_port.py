@@ -13,39 +13,38 @@ from helmsman.api.errors import ProtocolError
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
-    Link,
-    LinkLostError,
-    Patience,
+    LinkTimeouts,
+    PeerConnection,
+    PeerLostError,
     Welcome,
     connect,
     proof_key,
 )
 from tests.contract.helpers import LIMIT_S
-from tests.controller.bootstrap.nodes import MakeNodes, Node, script
-from tests.controller.bootstrap.plans import VERSIONS
+from tests.controller.bootstrap.nodes import VERSIONS, MakeNodes, Node, script
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind
 from tests.hostile.proxy import Proxy
 
-PATIENCE = Patience(connect_s=LIMIT_S)
+TIMEOUTS = LinkTimeouts(connect_s=LIMIT_S)
 
 
 @pytest.fixture
 async def head(make_nodes: MakeNodes) -> AsyncIterator[Node]:
     """The supervisor of rank 0, which waits for its members."""
-    nodes = make_nodes(NUM_LEGITIMATE + 1, command=script("pass"), patience=Patience())
+    nodes = make_nodes(NUM_LEGITIMATE + 1, command=script("pass"), timeouts=LinkTimeouts())
     started = nodes.start(0)
     await asyncio.to_thread(started.said, "never heard of")
     yield started
     started.process.kill()
 
 
-async def connected(head: Node, port: int | None = None) -> Link:
+async def connected(head: Node, port: int | None = None) -> PeerConnection:
     """A member's link, which is authenticated."""
     key = proof_key(head.plan.secret, head.plan.job)
-    return await connect("127.0.0.1", port or head.plan.control_port, key, PATIENCE, tls=True)
+    return await connect("127.0.0.1", port or head.plan.control_port, key, TIMEOUTS, tls=True)
 
 
-async def join(head: Node, rank: int, port: int | None = None) -> Link:
+async def join(head: Node, rank: int, port: int | None = None) -> PeerConnection:
     """A member's link, once the head has taken it."""
     link = await connected(head, port)
     link.send(
@@ -64,7 +63,7 @@ async def join(head: Node, rank: int, port: int | None = None) -> Link:
     return link
 
 
-async def receive_end(link: Link) -> None:
+async def receive_end(link: PeerConnection) -> None:
     """Return when the head says that the run has ended."""
     while not isinstance(await link.receive(), Ended):
         pass
@@ -94,7 +93,7 @@ async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
     link = await join(head, 1, await proxy.relay(head.plan.control_port))
     message = msgspec.msgpack.encode(Ended(0, "so says the relay"))
     proxy.inject_back(len(message).to_bytes(4, "big") + message)
-    with pytest.raises(LinkLostError, match="the connection was closed"):
+    with pytest.raises(PeerLostError, match="the connection was closed"):
         await receive_end(link)
     await link.close()
     await (await join(head, 1)).close()
@@ -103,7 +102,7 @@ async def test_control_port_relay_injects_end(head: Node, proxy: Proxy) -> None:
 async def test_control_port_relay_alters(head: Node, proxy: Proxy) -> None:
     link = await connected(head, await proxy.relay(head.plan.control_port))
     proxy.alter = True
-    with pytest.raises(LinkLostError):  # at the head, by the first beat
+    with pytest.raises(PeerLostError):  # at the head, by the first beat
         await link.receive()
     await link.close()
     await (await join(head, 1)).close()

@@ -16,7 +16,7 @@ import pytest
 
 from helmsman.api.errors import BootstrapExit, HelmsmanError, UntrustedPathError, WorkerStartError
 from helmsman.api.scheduler import Job
-from helmsman.controller._bootstrap.run_folder import run_folder
+from helmsman.controller._bootstrap.up import run_folder
 from helmsman.controller._node.run_registry import UP, RunLock, RunRecord, default_log_dir, read_runs, user_dir
 from helmsman.controller._schedulers.factory import make_scheduler
 from tests.contract.helpers import ROOT
@@ -25,10 +25,12 @@ ATTACKER = 65_534
 RUN_ID = "0123456789"
 OPTIONS: dict[str, dict[str, Any]] = {"local": {"preload": ()}, "ray": {"address": "local", "num_cpus": 2, "preload": None}}
 
-as_another_user = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user"),
-]
+NEEDS_ROOT = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")]
+
+
+def as_another_user(test: Any) -> Any:
+    """Mark a test that acts as another user."""
+    return NEEDS_ROOT[0](NEEDS_ROOT[1](test))
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ UP_ON_ONE_NODE = ("up", "--show-settings", "--node-rank", "0", "--num-nodes", "1
 class TestAnothersDirectoryOfOurName:
     """The first user to make a directory in /tmp owns it."""
 
-    pytestmark = as_another_user
+    pytestmark = NEEDS_ROOT
 
     @pytest.fixture(autouse=True)
     def planted(self, shared: Path, precious: Path) -> Path:
@@ -161,15 +163,14 @@ class TestRecords:
         plant_record(precious, run_id=run_id)
         assert read_runs() == [] or all(record.run_id != run_id for record, _ in read_runs())
 
-    def test_a_record_that_is_a_link_is_passed_over(self, precious: Path, tmp_path: Path) -> None:
+    def test_record_that_is_a_link_is_passed_over(self, precious: Path, tmp_path: Path) -> None:
         record = plant_record(precious)
         record.replace(tmp_path / "elsewhere.json")
         record.symlink_to(tmp_path / "elsewhere.json")
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
-    @pytest.mark.root
-    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
-    def test_a_record_of_another_user_is_passed_over(self, precious: Path) -> None:
+    @as_another_user
+    def test_record_of_another_user_is_passed_over(self, precious: Path) -> None:
         give_to_attacker(plant_record(precious))
         assert all(found.run_id != RUN_ID for found, _ in read_runs())
 
@@ -213,8 +214,7 @@ class TestFolders:
         assert f"folder {shared / name}" in helmsman("clean").stdout
         assert not (shared / name).exists()
 
-    @pytest.mark.root
-    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+    @as_another_user
     @pytest.mark.parametrize("name", [f"helmsman-{RUN_ID}-x1", f"hm-{RUN_ID}"])
     def test_clean_leaves_another_users(self, shared: Path, name: str) -> None:
         (shared / name).mkdir()
@@ -260,8 +260,7 @@ class TestLogs:
             scheduler.create_workers(Job(role="a"))
             assert log.stat().st_mode & 0o777 == 0o600
 
-    @pytest.mark.root
-    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+    @as_another_user
     def test_a_log_directory_that_another_user_planted_is_refused(self, backend: str, shared: Path, precious: Path) -> None:
         (shared / "logs").symlink_to(precious)
         give_to_attacker(shared / "logs")

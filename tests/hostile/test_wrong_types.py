@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api import errors
-from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.faults import Kill
 from helmsman.api.scheduler import EngineSpec, Job, ResultHandle, Scheduler, Timeouts
+from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._training.train_controller import TrainController

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from helmsman.api import errors
 from helmsman.api.batch import Batch
-from helmsman.api.cluster_config import ClusterConfig
+from helmsman.api.worker_group import ClusterConfig
 from helmsman.controller._ray_backend.scheduler import RayScheduler
 from helmsman.controller._worker_groups.cluster import Cluster
 from helmsman.controller._worker_groups.resource_manager import ResourceManager

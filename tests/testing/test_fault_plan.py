@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from helmsman.api.errors import FaultPlanError, FaultsUnsupportedError
-from helmsman.api.faults import Fault
 from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.testing import DropNode, FaultPlan, Hang, Kill, Slow
@@ -33,54 +32,41 @@ FAULTS = [
 ]
 
 
-def test_text_is_read_in_the_order_of_the_steps() -> None:
+UNREADABLE = "cannot be read"
+
+
+def test_parse_and_text_of_a_plan() -> None:
     plan = FaultPlan.parse(TEXT)
-    assert plan == FaultPlan(FAULTS)  # type: ignore[arg-type]
+    assert plan == FaultPlan.parse(TEXT.splitlines()) == FaultPlan(FAULTS)  # type: ignore[arg-type]
     assert [fault.at_step for fault in plan.faults] == [0, 3, 5, 7, 9, 10]
-    assert FaultPlan.parse(TEXT.splitlines()) == plan
     assert FaultPlan.parse("") == FaultPlan()
-
-
-def test_a_plan_is_written_as_it_is_read() -> None:
     plan = FaultPlan([*FAULTS, Hang("b/0", at_step=1, seconds=1e-5), Slow("b/0", at_step=1, factor=10 / 3)])  # type: ignore[list-item]
     assert "slow rollout/2 by 3x at step 3 for 90 s" in str(plan)
     assert FaultPlan.parse(str(plan)) == plan
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "expected"),
+    ("text", "reason"),
     [
-        ("kil rollout/3 at step 5", "'kil'", "'kill', 'hang', 'slow' or 'drop'"),
-        ("kill", "the end", "a worker's id, 'role/index'"),
-        ("kill rollout at step 5", "'rollout'", "a worker's id, 'role/index'"),
-        ("kill rollout/x at step 5", "'rollout/x'", "a worker's id, 'role/index'"),
-        ("kill rollout/3", "the end", "'at', as in 'at step 5'"),
-        ("kill rollout/3 at 5", "'5'", "'step', as in 'at step 5'"),
-        ("kill rollout/3 at step five", "'five'", "the number of a step"),
-        ("kill rollout/3 at step -1", "'-1'", "the number of a step"),
-        pytest.param(f"kill a/3 at step {'9' * 5000}", f"'{'9' * 5000}'", "the number of a step", id="too many digits"),
-        ("kill rollout/3 at step 5 for 20 s", "'for 20 s'", "the end"),
-        ("hang rollout/3 at step 5 20 s", "'20'", "'for' and a time, as in 'for 20 s', or the end"),
-        ("hang rollout/3 at step 5 for long", "'long'", "a time, as in '20 s', '500 ms', '2 min' or '1 h'"),
-        ("hang rollout/3 at step 5 for 20", "the end", "a unit of time (ms, s, min or h)"),
-        ("hang rollout/3 at step 5 for 0 s", "a number out of range", "seconds is 0"),
-        ("slow rollout/3 at step 5", "'at'", "'by' and a factor, as in 'by 3x'"),
-        ("slow rollout/3 by much at step 5", "'much'", "a factor, as in '3x'"),
-        (
-            "slow rollout/3 by 1x at step 5",
-            "a number out of range",
-            "factor is 1 in a fault of rollout/3; expected more than 1",
+        *((text, UNREADABLE) for text in ("kil a/3 at step 5", "kill", "kill a at step 5", "kill a/x at step 5", "kill a/3")),
+        *(
+            (text, UNREADABLE)
+            for text in ("kill a/3 at 5", "kill a/3 at step five", "kill a/3 at step -1", "slow a/3 at step 5")
         ),
-        ("drop node of rollout/3 at step 5", "'node'", "'the', as in 'drop the node of rollout/0'"),
+        *((text, UNREADABLE) for text in ("kill a/3 at step 5 for 20 s", "hang a/3 at step 5 20 s", "slow a/3 at step 5")),
+        *((text, UNREADABLE) for text in ("hang a/3 at step 5 for long", "hang a/3 at step 5 for 20", "drop a/3 at step 5")),
+        pytest.param(f"kill a/3 at step {'9' * 5000}", UNREADABLE, id="too many digits"),
+        ("hang a/3 at step 5 for 0 s", "seconds is 0 in a fault of a/3; expected more than 0"),
+        ("slow a/3 by 1x at step 5", "factor is 1 in a fault of a/3; expected more than 1, and at most 1000"),
     ],
 )
-def test_what_cannot_be_read_is_told_exactly(text: str, found: str, expected: str) -> None:
+def test_parse_refuses_text(text: str, reason: str) -> None:
     with pytest.raises(FaultPlanError) as caught:
         FaultPlan.parse(f"kill a/0 at step 1\n{text}; kill a/0 at step 1\n")
     error = caught.value
-    assert (error.line, error.text, error.found) == (2, text, found)
-    assert expected in error.expected
-    assert f"line 2: {text!r}: found {found} where {error.expected} is expected. Write 'kill rollout/3" in str(error)
+    assert (error.line, error.text) == (2, text)
+    assert reason in error.reason
+    assert f"line 2: {text!r} {error.reason}. Write 'kill rollout/3" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +77,12 @@ def test_what_cannot_be_read_is_told_exactly(text: str, found: str, expected: st
         (lambda: Hang("rollout/0", at_step=1, seconds=float("nan")), "seconds is nan"),
         (lambda: Hang("rollout/0", at_step=1, seconds=float("inf")), "seconds is inf"),
         (lambda: Slow("rollout/0", at_step=1, factor=1001), "factor is 1001"),
+        (lambda: FaultPlan.random(1, WORKERS, 10, {"burn": 0.1}), "rates has 'burn': 0.1; expected"),
+        (lambda: FaultPlan.random(1, WORKERS, 10, {"kill": 1.5}), "rates has 'kill': 1.5; expected"),
+        (lambda: FaultPlan.random(1, [], 10, {"kill": 0.1}), "workers is empty; expected"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(make: Callable[[], Fault], message: str) -> None:
+def test_faults_and_rates_that_make_no_sense(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -105,7 +94,7 @@ RATES = {"kill": 0.2, "hang": 0.1, "slow": 0.05, "drop": 0.01}
 WORKERS = [f"rollout/{index}" for index in range(8)]
 
 
-def test_the_same_seed_gives_the_same_plan_on_any_machine() -> None:
+def test_random_is_the_same_for_a_seed() -> None:
     plan = FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan == FaultPlan.random(7, WORKERS, 500, RATES)
     assert plan != FaultPlan.random(8, WORKERS, 500, RATES)
@@ -121,7 +110,7 @@ slow rollout/7 by 3.173x at step 10 for 34.054 s
 hang rollout/2 at step 12 for 19.255 s"""
 
 
-def test_rates_are_chances_of_each_step_and_do_not_change_what_others_draw() -> None:
+def test_random_rates_are_chances_of_each_step() -> None:
     plan = FaultPlan.random(1, WORKERS, 10_000, RATES, seconds=(1.0, 2.0), factor=(3.0, 4.0))
     counts = Counter(type(fault) for fault in plan.faults)
     for kind, rate in ((Kill, 0.2), (Hang, 0.1), (Slow, 0.05), (DropNode, 0.01)):
@@ -136,12 +125,6 @@ def test_rates_are_chances_of_each_step_and_do_not_change_what_others_draw() -> 
     assert list(alone.faults) == slow
 
 
-@pytest.mark.parametrize(("rates", "workers"), [({"burn": 0.1}, WORKERS), ({"kill": 1.5}, WORKERS), ({"kill": 0.1}, [])])
-def test_rates_that_make_no_sense_are_refused(rates: dict[str, float], workers: list[str]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        FaultPlan.random(1, workers, 10, rates)
-
-
 # --- drills -------------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +134,7 @@ def _fake(*steps: int) -> tuple[FakeScheduler, FaultPlan]:
     return scheduler, FaultPlan(Kill("a/0", at_step=step) for step in steps)
 
 
-def test_each_fault_happens_once_as_the_script_comes_to_it() -> None:
+def test_injector_injects_each_fault_once() -> None:
     scheduler, plan = _fake(1, 2, 4, 5, 9)
     drill = plan.begin(scheduler)
     happened = {step: [record.fault.at_step for record in drill.step(step)] for step in (1, 2, 2, 3, 6, 5, 8)}
@@ -160,7 +143,7 @@ def test_each_fault_happens_once_as_the_script_comes_to_it() -> None:
     assert [(record.step, record.fault.at_step) for record in drill.record] == [(1, 1), (2, 2), (6, 4), (6, 5)]
 
 
-def test_a_run_that_is_resumed_does_not_suffer_again() -> None:
+def test_injector_of_a_resumed_run_leaves_out_earlier_steps() -> None:
     scheduler, plan = _fake(1, 2, 4, 5)
     drill = plan.begin(scheduler)
     assert [record.fault.at_step for record in asyncio.run(drill.astep(4))] == [4]
@@ -168,7 +151,7 @@ def test_a_run_that_is_resumed_does_not_suffer_again() -> None:
     assert [fault.at_step for fault in scheduler.injected] == [4, 5]
 
 
-def test_what_is_aimed_at_nobody_says_so_and_does_not_end_the_run() -> None:
+def test_injector_records_a_missing_worker() -> None:
     scheduler, _ = _fake()
     drill = FaultPlan.parse("kill b/7 at step 1; kill a/0 at step 1").begin(scheduler)
     missed, hit = drill.step(1)
@@ -178,10 +161,9 @@ def test_what_is_aimed_at_nobody_says_so_and_does_not_end_the_run() -> None:
     assert hit.injection.done
     assert str(hit) == "kill a/0 at step 1: a/0 (pid 1 on 127.0.0.1): recorded"
     assert drill.record == [missed, hit]
-    assert 0 < missed.at <= hit.at
 
 
-def test_workers_in_the_scripts_own_process_are_spared() -> None:
+def test_injector_refuses_workers_in_the_script() -> None:
     with make_scheduler("inline") as scheduler:
         scheduler.create_workers(Job(role="a"))
         with pytest.raises(FaultsUnsupportedError, match="InlineScheduler has its workers in the script's own process"):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 
+import msgspec
 import pytest
 
 from helmsman.api.errors import InstanceLostError
-from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.routing import LeastOutstandingTokens, PrefixAffinity, RoundRobin, RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.testing import (
-    GENERATED,
     EngineModel,
     Lengths,
     SimulatedBackend,
@@ -51,53 +52,47 @@ async def timed(instance: SimulatedInstance, request: GenerationRequest) -> tupl
 
 # --- time ---------------------------------------------------------------------------------------------------------------
 
+STRAGGLER = msgspec.structs.replace(MODEL, slowdown=3.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "limit", "takes_s", "num_tokens", "stop_reason"),
+    [
+        (MODEL, 10_000, 50 * 0.001 + 100 * 0.03, 100, "stop"),
+        (STRAGGLER, 10_000, 3.0 * (50 * 0.001 + 100 * 0.03), 100, "stop"),
+        (MODEL, 40, 50 * 0.001 + 40 * 0.03, 40, "length"),
+    ],
+)
+def test_instance_takes_time_for_prompt_and_steps(
+    model: EngineModel, limit: int, takes_s: float, num_tokens: int, stop_reason: str
+) -> None:
+    async def main() -> tuple[GenerationResult, float]:
+        return await timed(make_instance(model), sized("r-100", num_prompt=50, max_new_tokens=limit))
+
+    result, at = run_virtually(main())
+    assert at == pytest.approx(takes_s)
+    assert (len(result.token_ids), result.stop_reason) == (num_tokens, stop_reason)
+
 
 @virtually
-async def test_one_request_takes_its_prompt_and_its_steps() -> None:
-    result, at = await timed(make_instance(), sized("r-100", num_prompt=50))
-    assert at == pytest.approx(50 * 0.001 + 100 * 0.03)
-    assert (len(result.token_ids), result.stop_reason) == (100, "stop")
-
-
-@virtually
-async def test_a_batch_is_slower_for_each_and_quicker_when_some_have_left() -> None:
+async def test_instance_is_slower_with_a_larger_batch() -> None:
     instance = make_instance()
-    ended = await asyncio.gather(*(timed(instance, sized(id_)) for id_ in ("a-10", "b-20", "c-40")))
-    first = 10 * 0.05
+    others = [asyncio.create_task(timed(instance, sized(id_))) for id_ in ("a-10", "b-20", "c-40")]
+    given_up = await waits(instance.generate(sized("d-100")))
+    await asyncio.sleep(5 * 0.06 - 1e-6)
+    given_up.cancel()
+    first = 5 * 0.06 + 5 * 0.05
     second = first + 10 * 0.04
-    third = second + 20 * 0.03
-    assert [at for _, at in ended] == pytest.approx([first, second, third])
-    assert instance.num_new_tokens == 70
+    await asyncio.sleep(second + 10 * 0.03 - now())
+    joins = asyncio.create_task(timed(instance, sized("e-5")))
+    third = second + 10 * 0.03 + 5 * 0.04 + 5 * 0.03
+    ended = await asyncio.gather(*others)
+    assert [at for _, at in ended] == pytest.approx([first, second, third], abs=1e-4)
+    assert (await joins)[1] == pytest.approx(second + 10 * 0.03 + 5 * 0.04, abs=1e-4)
 
 
 @virtually
-async def test_who_joins_slows_down_who_is_there() -> None:
-    instance = make_instance()
-    first = asyncio.create_task(timed(instance, sized("a-100")))
-    await asyncio.sleep(30 * 0.03)
-    second = asyncio.create_task(timed(instance, sized("b-10")))
-    joined = 30 * 0.03
-    left = joined + 10 * 0.04
-    assert (await second)[1] == pytest.approx(left)
-    assert (await first)[1] == pytest.approx(left + 60 * 0.03)
-
-
-@virtually
-async def test_a_straggler_is_so_many_times_slower() -> None:
-    model = EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, slowdown=3.0)
-    _, at = await timed(make_instance(model), sized("r-100", num_prompt=50))
-    assert at == pytest.approx(3.0 * (50 * 0.001 + 100 * 0.03))
-
-
-@virtually
-async def test_a_limit_ends_a_request_with_its_reason() -> None:
-    result, at = await timed(make_instance(), sized("r-100", max_new_tokens=40))
-    assert at == pytest.approx(40 * 0.03)
-    assert (len(result.token_ids), result.stop_reason) == (40, "length")
-
-
-@virtually
-async def test_the_prefix_cache_saves_what_it_holds() -> None:
+async def test_prefix_cache_saves_what_it_holds() -> None:
     instance = make_instance(EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001, cached_tokens=256))
     shared = [5] * 128
 
@@ -115,19 +110,13 @@ async def test_the_prefix_cache_saves_what_it_holds() -> None:
 
 
 @virtually
-async def test_ten_thousand_requests_over_time_keep_the_books() -> None:
+async def test_instance_counts_the_tokens_of_ten_thousand_requests() -> None:
     instance = make_instance(EngineModel(), log_normal_lengths(0, 50.0, 1.0))
     results = await asyncio.gather(*(instance.generate(make_request(f"r{n}", max_new_tokens=500)) for n in range(10_000)))
     assert instance.num_new_tokens == sum(len(result.token_ids) for result in results)
-    _, at = await timed(instance, make_request("after", prompt=[], max_new_tokens=1))
-    assert at > 0.0
-    assert await waits_for(instance, 0.02005) == pytest.approx(0.02005), "the batch is empty again"
-
-
-async def waits_for(instance: SimulatedInstance, step_s: float) -> float:
     start = now()
     await instance.generate(make_request("one", prompt=[], max_new_tokens=1))
-    return now() - start
+    assert now() - start == pytest.approx(0.02005), "the batch is empty again"
 
 
 # --- early ends ---------------------------------------------------------------------------------------------------------
@@ -140,14 +129,18 @@ async def test_abort_gives_the_tokens_so_far() -> None:
     other = asyncio.create_task(timed(instance, sized("b-100")))
     await asyncio.sleep(25.5 * 0.04)
     instance.abort(["a-100", "unknown"])
+    again = asyncio.create_task(instance.generate(sized("a-100")))  # its id may be used again at once
     result, at = await aborted
     assert at == pytest.approx(25.5 * 0.04)
     assert (len(result.token_ids), result.stop_reason) == (25, "abort")
-    assert (await other)[1] == pytest.approx(25.5 * 0.04 + 74.5 * 0.03)
+    await asyncio.sleep(10.5 * 0.04)
+    instance.abort(["a-100"])
+    assert len((await again).token_ids) == 10
+    assert (await other)[1] == pytest.approx(36 * 0.04 + 64 * 0.03)
 
 
 @virtually
-async def test_abort_and_death_come_during_the_prompt_too() -> None:
+async def test_abort_and_death_during_the_prompt() -> None:
     instance = make_instance()
     aborted, lost = [asyncio.create_task(timed(instance, sized(id_, num_prompt=1000))) for id_ in ("a-5", "b-5")]
     await asyncio.sleep(0.1)
@@ -166,52 +159,11 @@ async def test_abort_and_death_come_during_the_prompt_too() -> None:
     assert not after.value.may_have_begun
 
 
-@virtually
-async def test_an_id_may_be_used_again_in_the_turn_of_its_abort() -> None:
-    instance = make_instance()
-    first = await waits(instance.generate(sized("r-100")))
-    instance.abort(["r-100"])
-    second = asyncio.create_task(instance.generate(sized("r-100")))
-    assert (await first).stop_reason == "abort"
-    await asyncio.sleep(10.5 * 0.03)
-    instance.abort(["r-100"])
-    assert len((await second).token_ids) == 10
-
-
-@virtually
-async def test_a_call_that_is_given_up_leaves_the_batch() -> None:
-    instance = make_instance()
-    other = asyncio.create_task(timed(instance, sized("a-100")))
-    given_up = await waits(instance.generate(sized("b-100")))
-    await asyncio.sleep(10 * 0.04 - 1e-6)
-    given_up.cancel()
-    assert (await other)[1] == pytest.approx(10 * 0.04 + 90 * 0.03)
-
-
-@virtually
-async def test_what_goes_on_elsewhere_has_what_is_left_of_its_length() -> None:
-    here, there = make_instance(version=1), make_instance(version=2)
-    request = sized("r-100", num_prompt=10, max_new_tokens=1000)
-    task = asyncio.create_task(here.generate(request))
-    await asyncio.sleep(10 * 0.001 + 30.5 * 0.03)
-    here.abort(["r-100"])
-    first = await task
-    assert first.token_ids == [GENERATED] * 30
-    again = GenerationRequest(
-        request_id="r-100",
-        prompt_ids=[*request.prompt_ids, *first.token_ids],
-        sampling=SamplingParams(max_new_tokens=970),
-        num_generated=30,
-    )
-    second = await there.generate(again)
-    assert (len(second.token_ids), second.stop_reason, set(second.versions)) == (70, "stop", {2})
-
-
 # --- versions -----------------------------------------------------------------------------------------------------------
 
 
 @virtually
-async def test_a_token_bears_the_version_that_finished_it() -> None:
+async def test_token_has_the_version_that_finished_it() -> None:
     instance = make_instance(version=3)
     task = asyncio.create_task(instance.generate(sized("r-100")))
     await asyncio.sleep(20.5 * 0.03)
@@ -220,24 +172,18 @@ async def test_a_token_bears_the_version_that_finished_it() -> None:
     instance.version = 5
     instance.version = 7
     assert (await task).versions == [3] * 20 + [4] * 30 + [7] * 50
-    assert (await instance.generate(sized("s-5"))).versions == [7] * 5
-
-
-@virtually
-async def test_an_aborted_request_bears_the_versions_so_far() -> None:
-    instance = make_instance(version=3)
-    task = asyncio.create_task(instance.generate(sized("r-100")))
+    task = asyncio.create_task(instance.generate(sized("s-100")))
     await asyncio.sleep(10.5 * 0.03)
-    instance.version = 4
+    instance.version = 8
     await asyncio.sleep(2 * 0.03)
-    instance.abort(["r-100"])
-    assert (await task).versions == [3] * 10 + [4] * 2
+    instance.abort(["s-100"])
+    assert (await task).versions == [7] * 10 + [8] * 2
 
 
 # --- lengths and the clock ----------------------------------------------------------------------------------------------
 
 
-def test_lengths_are_each_requests_own_and_have_the_mean_that_was_asked() -> None:
+def test_lengths_have_the_mean() -> None:
     lengths = log_normal_lengths(1, mean=500.0, sigma=1.0)
     drawn = [lengths(make_request(f"r{number}")) for number in range(20_000)]
     assert drawn == [lengths(make_request(f"r{number}")) for number in range(20_000)]
@@ -246,7 +192,7 @@ def test_lengths_are_each_requests_own_and_have_the_mean_that_was_asked() -> Non
     assert drawn != [log_normal_lengths(2, 500.0, 1.0)(make_request(f"r{number}")) for number in range(20_000)]
 
 
-def test_the_clock_jumps_and_timers_keep_their_order() -> None:
+def test_clock_jumps_and_timers_keep_their_order() -> None:
     seen: list[tuple[str, float]] = []
 
     async def wait(name: str, seconds: float) -> None:
@@ -255,25 +201,18 @@ def test_the_clock_jumps_and_timers_keep_their_order() -> None:
 
     async def main() -> None:
         await asyncio.gather(wait("years", 1e8), wait("day", 86_400.0), wait("tick", 1e-3))
+        for _ in range(30):  # what is due at once is done at once, however late it is
+            await asyncio.sleep(1e7)
+            done = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.0, done.set)
+            await done.wait()
 
     run_virtually(main())
     assert [name for name, _ in seen] == ["tick", "day", "years"]
     assert [at for _, at in seen] == pytest.approx([1e-3, 86_400.0, 1e8])
 
 
-def test_what_is_due_at_once_is_done_at_once_however_late_it_is() -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        for _ in range(30):
-            await asyncio.sleep(1e7)
-            done = asyncio.Event()
-            loop.call_later(0.0, done.set)
-            await done.wait()
-
-    run_virtually(main())
-
-
-def test_what_has_come_is_seen_before_the_clock_jumps() -> None:
+def test_clock_jumps_only_when_nothing_has_come() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -290,27 +229,26 @@ def test_what_has_come_is_seen_before_the_clock_jumps() -> None:
 # --- policies -----------------------------------------------------------------------------------------------------------
 
 
+LENGTHS = log_normal_lengths(seed=7, mean=1000.0, sigma=1.0)
+PLACES = 64
+
+
 async def makespan(
     policy: RoutingPolicy, requests: list[GenerationRequest], model: EngineModel, num: int
 ) -> tuple[float, float]:
-    """Seconds from the first to the last of a batch over 64 instances of 64 places; and its share of cached prompt tokens."""
+    """Seconds from the first to the last of a batch over instances of 64 places; and its share of cached prompt tokens."""
     instances = {f"i{k:02}": SimulatedInstance(f"i{k:02}", model, LENGTHS) for k in range(num)}
     scheduler = GenerateScheduler(SimulatedBackend(instances), policy=policy)
     for id_ in instances:
         scheduler.add(id_, PLACES)
     start = now()
-    tickets = scheduler.put(requests)
-    async for ticket in scheduler.stream(tickets):
+    async for ticket in scheduler.stream(scheduler.put(requests)):
         assert ticket.future.exception() is None
     cached = sum(each.num_cached_tokens for each in instances.values())
     return now() - start, cached / sum(each.num_prompt_tokens for each in instances.values())
 
 
-LENGTHS = log_normal_lengths(seed=7, mean=1000.0, sigma=1.0)
-PLACES = 64
-
-
-def test_a_steps_batch_with_a_long_tail_ends_near_the_bound() -> None:
+def test_routing_of_a_long_tail_ends_near_the_bound() -> None:
     """4,096 log-normal requests on 64 instances: within 5 % of what no policy can beat."""
     model, limit, num = EngineModel(), 16_384, 64
     requests = [make_request(f"r{n}", prompt=[1] * 64, max_new_tokens=limit) for n in range(num * PLACES)]
@@ -318,29 +256,24 @@ def test_a_steps_batch_with_a_long_tail_ends_near_the_bound() -> None:
     bound_s = max(sum(lengths) / (num * PLACES * model.rate(PLACES)), max(lengths) / model.rate(1))
     default_s, _ = run_virtually(makespan(LeastOutstandingTokens(), requests, model, num))
     in_turn_s, _ = run_virtually(makespan(RoundRobin(), requests, model, num))
-    print(f"bound {bound_s:.1f} s, default {default_s / bound_s:.3f} of it, round-robin {in_turn_s / bound_s:.3f}")
     assert bound_s <= default_s <= 1.05 * bound_s
     assert default_s <= in_turn_s * 1.01
 
 
-def test_prefix_affinity_finds_more_in_the_caches_and_ends_no_later() -> None:
+def test_routing_by_prefix_finds_more_in_the_caches() -> None:
     """61 prompts of 2,048 tokens, 8 samples each in any order, on caches of which each holds a quarter of the prompts."""
     model, num = EngineModel(prefill_s=0.0002, cached_tokens=16 * 2048), 8
-    requests = [
-        make_request(f"{sample}-{group}", prompt=[group] * 2048, max_new_tokens=256)
-        for sample in range(8)
-        for group in range(61)
-    ]
+    cases = itertools.product(range(8), range(61))
+    requests = [make_request(f"{n}-{group}", prompt=[group] * 2048, max_new_tokens=256) for n, group in cases]
     random.Random(3).shuffle(requests)
     affine_s, affine = run_virtually(makespan(PrefixAffinity(), requests, model, num))
     least_s, least = run_virtually(makespan(LeastOutstandingTokens(), requests, model, num))
-    print(f"prefix affinity {affine_s:.1f} s, {affine:.0%} cached; least outstanding {least_s:.1f} s, {least:.0%} cached")
     assert affine > 2 * least
     assert affine_s <= 1.01 * least_s
 
 
 @virtually
-async def test_a_migrated_request_ends_with_its_whole_length_and_its_versions() -> None:
+async def test_migrated_request_has_its_whole_length_and_versions() -> None:
     instances = {id_: SimulatedInstance(id_, MODEL, by_id, version) for version, id_ in enumerate(("i0", "i1"))}
     scheduler = GenerateScheduler(SimulatedBackend(instances))
     scheduler.add("i0", 4)

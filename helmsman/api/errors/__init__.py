@@ -85,7 +85,7 @@ tests/api/test_errors.py a row. Fields must be picklable: errors are rebuilt fro
 
 from helmsman.api.errors._backends import *
 from helmsman.api.errors._base import HelmsmanError as HelmsmanError
+from helmsman.api.errors._base import signal_name as signal_name
 from helmsman.api.errors._calls import *
 from helmsman.api.errors._jobs import *
 from helmsman.api.errors._runs import *
-from helmsman.api.errors._text import signal_name as signal_name

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helmsman.api.errors._base import HelmsmanError, _LoggedError
-from helmsman.api.errors._text import few, quoted, stack_section
+from helmsman.api.errors._base import HelmsmanError, _LoggedError, few, quoted, stack_section
 
 
 class CallError(HelmsmanError):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from helmsman.api.errors._base import HelmsmanError, _LoggedError
-from helmsman.api.errors._text import few, indented
+from helmsman.api.errors._base import HelmsmanError, _LoggedError, few, indented
 
 
 class JobError(HelmsmanError, ValueError):

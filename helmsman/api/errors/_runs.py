@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helmsman.api.errors._base import HelmsmanError
+from helmsman.api.errors._base import HelmsmanError, indented, output_section, stack_section
 from helmsman.api.errors._calls import WorkerFailedError
-from helmsman.api.errors._text import indented, output_section, stack_section
 
 
 class GenerationError(HelmsmanError):
@@ -83,46 +82,41 @@ class EngineDeadError(HelmsmanError, ConnectionError):
     )
 
 
-class ServerLostError(EngineDeadError):
-    """An inference server that has ended, or whose connection broke; what it was generating is lost."""
-
-    engine: str = "ServerEngine"
+class _ServerError(HelmsmanError):
     address: str
+    reason: str
     exit_code: int | None
     """Negative for a signal; None when it was running."""
     log_tail: str
+
+    @property
+    def output(self) -> str:
+        return output_section(self.log_tail)
+
+
+class ServerLostError(_ServerError, EngineDeadError):
+    """An inference server that has ended, or whose connection broke; what it was generating is lost."""
+
+    engine: str = "ServerEngine"
     template = (
         "the inference server at {address} was lost: {reason}. What it had begun was not sent again; give the rollout "
         "controller supervision, so that the instance is replaced, and retries=RetryGeneration() to have its requests "
         "continued elsewhere.{output}"
     )
 
-    @property
-    def output(self) -> str:
-        return output_section(self.log_tail)
 
-
-class ServerStartError(HelmsmanError):
+class ServerStartError(_ServerError):
     """An inference server that did not get ready."""
 
     command: str
     """Its command line, without the key."""
-    address: str
-    reason: str
-    exit_code: int | None
-    """Negative for a signal; None when it was running."""
     elapsed_s: float
     limit_s: float
-    log_tail: str
     step: str
     template = (
         "the inference server was to be ready at {address} within {limit_s:g} s, and {reason} after {elapsed_s:.1f} s. {step}."
         "\ncommand: {command}{output}"
     )
-
-    @property
-    def output(self) -> str:
-        return output_section(self.log_tail)
 
 
 class ServerRequestError(HelmsmanError):
@@ -308,12 +302,11 @@ class FaultPlanError(HelmsmanError, ValueError):
     line: int
     """From 1; parts of a line that ';' divides have one number."""
     text: str
-    found: str
-    expected: str
+    reason: str
     template = (
-        "fault plan, line {line}: {text!r}: found {found} where {expected} is expected. Write 'kill rollout/3 at step 5', "
-        "'hang rollout/1 at step 7 for 20 s', 'slow rollout/2 by 3x at step 3 for 60 s' (without 'for', until its end) or "
-        "'drop the node of rollout/0 at step 9', one on each line or divided by ';'."
+        "fault plan, line {line}: {text!r} {reason}. Write 'kill rollout/3 at step 5', 'hang rollout/1 at step 7 for 20 s', "
+        "'slow rollout/2 by 3x at step 3 for 60 s' (or ms, min, h; without 'for', until its end) or 'drop the node of "
+        "rollout/0 at step 9', one on each line or divided by ';'."
     )
 
 

@@ -6,50 +6,48 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Coroutine
 from typing import Any
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, ProtocolError
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._bootstrap.async_utils import StoppedError, Tell, cancelled, first, unless
+from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, cancelled, first, unless
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
-    Join,
     Joined,
     Leaving,
-    Link,
-    LinkLostError,
+    Message,
+    PeerConnection,
+    PeerLostError,
     Refused,
     Waiting,
     Welcome,
     connect,
     proof_key,
 )
-from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray_start, ray_token
+from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray_token
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.rpc_server._process.guardian import guard
-from helmsman.rpc_server.ports import PortLeases
 
 _RETRY_S = 0.2
 
 
-class Member:
+class JoiningNode:
     """The supervisor of a rank above 0.
 
     Args:
-        tell: prints news.
+        report: prints news.
         stop: settled when this process is told to stop.
     """
 
-    def __init__(self, plan: NodePlan, tell: Tell, stop: asyncio.Future[StoppedError]) -> None:
-        self._plan, self._tell, self._stop = plan, tell, stop
+    def __init__(self, plan: NodePlan, report: StatusPrinter, stop: asyncio.Future[StoppedError]) -> None:
+        self._plan, self._report, self._stop = plan, report, stop
         self._where = f"{plan.identity.head}:{plan.control_port}"
-        self._key = proof_key(plan.secret, plan.job)
-        self._leases = PortLeases()
-        self._link: Link | None = None
-        self._run_id = ""
+        self._connection: PeerConnection | None = None
         self._ray: RayProcess | None = None
+        self._run_id = ""
+        self._has_joined = False
+        self._reported: set[str] = set()
 
     async def run(self) -> int:
         """Live; returns 0 when this node had joined and the head then ended its run, or 128 and the number of the signal that
@@ -61,7 +59,7 @@ class Member:
         try:
             ended = await self._live()
         except StoppedError as stopped:
-            self._tell(f"{stopped}; it leaves")
+            self._report(f"{stopped}; it leaves")
             await self._say_goodbye(Leaving(str(stopped), stopped.number), self._plan.grace_s)
             return stopped.exit_code
         except BootstrapError as error:
@@ -71,63 +69,58 @@ class Member:
         finally:
             if self._ray is not None:
                 await self._ray.stop()
-            if self._link is not None:
-                await self._link.close()
-            self._leases.close()
-        self._tell(f"the run has ended: {ended.reason}; this node has left")
+            if self._connection is not None:
+                await self._connection.close()
+        self._report(f"the run has ended: {ended.reason}; this node has left")
         return 0
 
     async def _live(self) -> Ended:
         """Join, and stay until the run has ended; returns how."""
-        plan, deadline = self._plan, Deadline(self._plan.timeout_s)
-        welcome, head = await unless(self._stop, self._arrive(deadline))
+        plan = self._plan
+        welcome = await unless(self._stop, self._arrive(Deadline(plan.timeout_s)))
+        assert self._connection is not None
         self._run_id = welcome.run_id
         token = ray_token(plan.secret, welcome.run_id) if plan.secret else welcome.token
-        environ = node_environ(plan, welcome.variables, token, os.environ)
-        command = ray_start(plan, welcome.run_id, self._leases, head)
-        log = plan.folder / "ray_start.log"
-        self._ray = RayProcess(command, environ, self._plan.tag, log, plan.ray_start_s, self._tell)
-        await unless(self._stop, self._or_died(self._ray.start()))
-        assert self._link is not None
-        self._link.send(Joined())
-        self._tell(f"joined the cluster at {head}")
-        died = asyncio.ensure_future(self._ray.ended())
+        self._ray = ray = RayProcess(plan, node_environ(plan, welcome.variables, token, os.environ), self._report)
+        starting = asyncio.ensure_future(ray.start(welcome.run_id, welcome.address))
         attending = asyncio.ensure_future(self._attend())
         try:
-            await first(died, attending, self._stop)
-            if not attending.done() and not self._stop.done() and not await self._link.is_heard():
-                await first(attending, self._stop)  # Ray ends by itself where its head is gone: what matters is the head
+            await first(starting, attending, self._stop)
+            if starting.done() and not self._stop.done():
+                starting.result()
+                self._has_joined = True
+                self._connection.send(Joined())
+                self._report(f"joined the cluster at {welcome.address}")
+                await first(ray.ended, attending, self._stop)
+                while not (attending.done() or self._stop.done() or await self._connection.is_heard()):
+                    continue  # Ray ends by itself where its head is gone: what matters is the head
             if attending.done():
                 return attending.result()
             if self._stop.done():
                 raise self._stop.result()
-            raise BootstrapError(f"Ray has died on this node: {died.result()}", exit_code=BootstrapExit.RAY_DIED)
+            raise BootstrapError(f"Ray has died on this node: {ray.ended.result()}", exit_code=BootstrapExit.RAY_DIED)
         finally:
-            await cancelled(died, attending)
+            await cancelled(starting, attending)
 
-    # --- before it has joined ---------------------------------------------------------------------------------------------
+    def _report_once(self, news: str, details: str = "") -> None:
+        if news not in self._reported:
+            self._reported.add(news)
+            self._report(news + details)
 
-    async def _arrive(self, deadline: Deadline) -> tuple[Welcome, str]:
-        """Find the head, and wait until its Ray is up; returns its address. Raises: BootstrapError."""
-        told = ""
+    async def _arrive(self, deadline: Deadline) -> Welcome:
+        """Find the head, and wait until its Ray is up. Raises: BootstrapError."""
         while True:
             try:
-                welcome = await self._introduce()
-                if self._run_id != welcome.run_id:
-                    self._run_id = welcome.run_id
-                    self._tell(f"the head at {self._where} knows this node; waiting for its Ray")
-                return welcome, await self._await_join()
+                return await self._introduce()
             except ProtocolError as error:
                 raise BootstrapError(
                     f"the head was not joined: {error}. Give every node of this run the same token (--token-file, or "
                     "HELMSMAN_TOKEN), number of nodes and --control-port",
                     exit_code=BootstrapExit.REFUSED,
                 ) from error
-            except (OSError, LinkLostError) as error:
+            except (OSError, PeerLostError) as error:
                 news = f"the head at {self._where} does not answer ({error})"
-                if news != told:
-                    told = news
-                    self._tell(f"{news}; it is sought for {deadline.remaining_s:.0f} s more")
+                self._report_once(news, f"; it is sought for {deadline.remaining_s:.0f} s more")
                 if deadline.passed:
                     raise BootstrapError(
                         f"{news}, after {deadline.limit_s:g} s: rank 0 is missing. Look at what it has printed; that host must "
@@ -136,18 +129,16 @@ class Member:
                     ) from error
             await asyncio.sleep(_RETRY_S)
 
-    async def _introduce(self, run_id: str = "") -> Welcome:
-        """Connect and say who this is.
+    async def _introduce(self) -> Welcome:
+        """Connect, and wait until the head takes this node.
 
-        Args:
-            run_id: of the run to which it belongs; '' before it has joined.
-
-        Raises: OSError and LinkLostError (nobody answers), ProtocolError (another run's head, or no head, does),
-            BootstrapError (the head refuses this node).
+        Raises: OSError and PeerLostError (the head does not answer), ProtocolError (another run's head, or no head, does),
+            BootstrapError (the head refuses this node, or has ended the run).
         """
         plan = self._plan
-        link = await connect(plan.identity.head, plan.control_port, self._key, plan.patience, tls=plan.tls)
-        link.send(
+        key = proof_key(plan.secret, plan.job)
+        connection = await connect(plan.identity.head, plan.control_port, key, plan.timeouts, tls=plan.tls)
+        connection.send(
             Hello(
                 rank=plan.identity.rank,
                 count=plan.identity.count,
@@ -157,78 +148,47 @@ class Member:
                 versions=plan.versions,
                 num_devices=plan.num_devices,
                 device_kind=plan.device_kind,
-                run_id=run_id,
+                run_id=self._run_id,
+                has_joined=self._has_joined,
             )
         )
+        self._connection = connection
+        self._report_once(f"the head at {self._where} answers; waiting for its Ray")
         try:
-            answer = await link.receive()
-            if isinstance(answer, Refused):
-                if answer.ended:
-                    raise ProtocolError(f"the head at {self._where} is another run's: {answer.reason}")
-                text = f"the head at {self._where} does not take this node: {answer.reason}"
-                raise BootstrapError(text, exit_code=BootstrapExit.REFUSED)
-            if not isinstance(answer, Welcome):
-                raise LinkLostError("the head says something else than it should")
-        except BaseException:
-            await link.close()
+            while not isinstance(message := await self._next(connection), Welcome):
+                if isinstance(message, Refused) and message.ended:
+                    raise ProtocolError(f"the head at {self._where} is another run's: {message.reason}")
+                if isinstance(message, Refused):
+                    text = f"the head at {self._where} does not take this node: {message.reason}"
+                    raise BootstrapError(text, exit_code=BootstrapExit.REFUSED)
+        except Exception:  # a cancelled wait keeps the connection, for the goodbye
+            await connection.close()
             raise
-        self._link = link
-        return answer
+        return message
 
-    async def _await_join(self) -> str:
-        assert self._link is not None
-        try:
-            async for message in self._link.messages():
-                if isinstance(message, Join):
-                    return message.address
-                if isinstance(message, Waiting):
-                    self._tell(message.text)
-                elif isinstance(message, Ended):
-                    raise _never_part_of(message)
-            raise LinkLostError
-        except LinkLostError:
-            await self._link.close()
-            raise
+    async def _next(self, connection: PeerConnection) -> Message:
+        """The next message that is not for people alone. Raises: PeerLostError, BootstrapError."""
+        while isinstance(message := await connection.receive(), Waiting):
+            self._report(message.text)
+        return self._required(message) if isinstance(message, Ended) else message
 
-    async def _or_died(self, start: Coroutine[Any, Any, None]) -> None:
-        """Ray's start, unless the head gives up meanwhile."""
-        assert self._link is not None
-        starting, hearing = asyncio.ensure_future(start), asyncio.ensure_future(self._hear_of_failure(self._link))
-        try:
-            await first(starting, hearing)
-            if not starting.done():
-                await hearing  # raises
-            await starting
-        finally:
-            await cancelled(starting, hearing)
-
-    async def _hear_of_failure(self, link: Link) -> None:
-        try:
-            async for message in link.messages():
-                if isinstance(message, Ended):
-                    raise _never_part_of(message)
-        except LinkLostError as error:
-            text = f"the head at {self._where} was lost before this node had joined: {error}"
-            raise BootstrapError(text, exit_code=BootstrapExit.NOT_JOINED) from error
-
-    # --- once it has joined -----------------------------------------------------------------------------------------------
+    def _required(self, ended: Ended) -> Ended:
+        """The same. Raises: BootstrapError where this node was never part of the run."""
+        if ended.failed or not self._has_joined:
+            how = "the run did not begin" if ended.failed else "the run has ended before this node had joined"
+            raise BootstrapError(f"{how}: {ended.reason}", exit_code=BootstrapExit.NOT_JOINED)
+        return ended
 
     async def _attend(self) -> Ended:
         """Stay with the head until it ends the run; returns how. Raises: BootstrapError."""
-        assert self._link is not None
+        assert self._connection is not None
         while True:
             try:
-                async for message in self._link.messages():
-                    if isinstance(message, Waiting):
-                        self._tell(message.text)
-                    elif isinstance(message, Ended):
-                        if message.failed:
-                            raise _never_part_of(message)
-                        return message
-            except LinkLostError as error:
-                await self._link.close()
-                ended = await self._seek_again(str(error))
-                if ended is not None:
+                if isinstance(message := await self._next(self._connection), Ended):
+                    return message
+            except PeerLostError as error:
+                await self._connection.close()
+                if ended := await self._seek_again(str(error)):
                     return ended
 
     async def _seek_again(self, why: str) -> Ended | None:
@@ -236,20 +196,20 @@ class Member:
 
         Raises: BootstrapError: the head is lost, or another node has taken this rank.
         """
-        patience = self._plan.patience
-        deadline, refusals = Deadline(patience.unreachable_s), Deadline(patience.refused_s)
+        timeouts = self._plan.timeouts
+        deadline, refusals = Deadline(timeouts.unreachable_s), Deadline(timeouts.refused_s)
         while True:
             try:
-                await self._introduce(self._run_id)
-                self._tell("the connection to the head was lost, and is back")
+                await self._introduce()
+                self._report("the connection to the head was lost, and is back")
                 return None
             except ConnectionRefusedError:
                 if refusals.passed:
-                    return Ended(0, "its head is gone")
+                    return self._required(Ended(0, "its head is gone"))
             except ProtocolError:
-                return Ended(0, "its head is gone, and another program has taken its port")
-            except (OSError, LinkLostError) as error:
-                refusals = Deadline(patience.refused_s)
+                return self._required(Ended(0, "its head is gone, and another program has taken its port"))
+            except (OSError, PeerLostError) as error:
+                refusals = Deadline(timeouts.refused_s)
                 if deadline.passed:
                     raise BootstrapError(
                         f"the head at {self._where} cannot be reached ({why}, then: {error}); whether the run goes on there is "
@@ -259,24 +219,20 @@ class Member:
             await asyncio.sleep(_RETRY_S)
 
     async def _say_goodbye(self, message: Leaving, wait_s: float) -> None:
-        """Tell the head, and let it end the run on its side for so long before Ray leaves here. A run that goes on is rid of
-        this node earlier, when nothing of it is left here: then Ray, which the head has told, ends by itself."""
-        if self._link is None:
+        """Send the reason to the head, and let it end the run on its side for so long before Ray leaves here.
+
+        A run that goes on drops this node earlier, once none of its work is left here: then Ray, which the head has drained,
+        ends by itself.
+        """
+        if self._connection is None:
             return
-        self._link.send(message)
-        answered = asyncio.ensure_future(self._until_ended(self._link))
-        left = asyncio.ensure_future(self._ray.ended()) if self._ray is not None else answered
-        await asyncio.wait([answered, left], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        await cancelled(answered, left)
+        self._connection.send(message)
+        answered = asyncio.ensure_future(self._until_ended(self._connection))
+        waited: list[asyncio.Future[Any]] = [answered, *([self._ray.ended] if self._ray else [])]
+        await asyncio.wait(waited, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        await cancelled(answered)
 
-    async def _until_ended(self, link: Link) -> None:
-        with contextlib.suppress(LinkLostError):
-            async for answer in link.messages():
-                if isinstance(answer, Ended):
-                    return
-
-
-def _never_part_of(ended: Ended) -> BootstrapError:
-    """Of a run that has ended before this node was part of it."""
-    how = "the run did not begin" if ended.failed else "the run has ended before this node had joined"
-    return BootstrapError(f"{how}: {ended.reason}", exit_code=BootstrapExit.NOT_JOINED)
+    async def _until_ended(self, connection: PeerConnection) -> None:
+        with contextlib.suppress(PeerLostError):
+            while not isinstance(await connection.receive(), Ended):
+                pass

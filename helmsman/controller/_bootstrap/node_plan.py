@@ -1,4 +1,4 @@
-"""All that ``helmsman up`` will do on a node, decided before anything is started; and the command line that follows for Ray."""
+"""The plan of ``helmsman up`` for a node, made before anything is started, and the command line of Ray that follows from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.connection import Patience
+from helmsman.controller._bootstrap.connection import LinkTimeouts
 from helmsman.controller._bootstrap.settings import Setting, resource_arguments
 from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
@@ -33,7 +33,7 @@ RAY_COMMAND = (sys.executable, "-m", "helmsman.controller._ray_backend.start_lim
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What this node is to do. Times in seconds, sizes in bytes."""
+    """The part of this node in a run. Times in seconds, sizes in bytes."""
 
     run_id: str
     """Of this node's part of the run; that of rank 0 is the run's."""
@@ -42,7 +42,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The script and its arguments."""
     address: str
     port: int
-    """Of the head's Ray."""
+    """Of the head's Ray; 0 to lease one, with one node."""
     control_port: int
     """On which the head's supervisor listens; 0 with one node."""
     secret: str
@@ -63,13 +63,13 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
     dashboard: bool = False
     tls: bool = True
-    """Whether the nodes' supervisors talk to each other by TLS."""
+    """Whether the nodes' supervisors use TLS."""
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
     ray_start_s: float = 60.0
     """Seconds that Ray may take to start (--start-timeout). It takes a few, and more on an overloaded node."""
-    patience: Patience = Patience()
+    timeouts: LinkTimeouts = LinkTimeouts()
 
     @property
     def tag(self) -> str:
@@ -78,7 +78,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def job(self) -> str:
-        """What tells this job from others where nobody has given a secret; with one, the head says itself what differs."""
+        """Distinguishes jobs without a secret; with one it is the same for all, so that the head can say what differs."""
         return "" if self.secret else f"{self.identity.count} {self.control_port}"
 
 
@@ -110,7 +110,7 @@ def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ
 
 
 def lease(leases: PortLeases, count: int) -> list[int]:
-    """Ports that nobody has to know beforehand, below the ephemeral range. Raises: PreflightError."""
+    """Ports that need not be known beforehand, below the ephemeral range. Raises: PreflightError."""
     try:
         return leases.lease(count)
     except (OSError, ValueError) as error:
@@ -138,7 +138,7 @@ def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -
     """The command that starts Ray on this node.
 
     Args:
-        leases: from which all ports that nobody has to know beforehand are taken.
+        leases: the source of all ports that need not be known beforehand.
         head: address of the cluster to join; '' to be its head.
 
     Raises: PreflightError when there are not enough ports.

@@ -1,4 +1,4 @@
-"""What is known of this node before anything is started: whether it can take part, told at once where it cannot."""
+"""Checks before anything is started: versions, the address of this node, and the ports on which it listens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import struct
 
 from helmsman.api.errors import PreflightError
 from helmsman.api.version import __version__
-from helmsman.controller._node.checks import address_towards
+from helmsman.controller._node.checks import address_towards, bind_error
 from helmsman.controller._node.launchers import NodeIdentity
 
 _SIOCGIFADDR = 0x8915
@@ -38,11 +38,13 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
     By ``interface`` when it is given, else by the route to the head; the head's own is the one by which the others know it.
     Raises: PreflightError where there is none, or where only this host could use it.
     """
+    interfaces = _interfaces()
+    described = ", ".join(f"{name} {address or 'without address'}" for name, address in interfaces.items()) or "none"
     if interface:
-        address = _address_of(interface)
+        address = interfaces.get(interface, "")
         if not address:
             raise PreflightError(
-                f"--interface {interface!r} is no interface of this node with an IPv4 address; it has {_described_interfaces()}"
+                f"--interface {interface!r} is no interface of this node with an IPv4 address; it has {described}"
             )
     elif identity.count == 1:
         address = address_towards("")
@@ -51,66 +53,49 @@ def node_address(identity: NodeIdentity, interface: str) -> tuple[str, str]:
         address = address_towards(identity.head)
         if identity.rank == 0 and address.startswith("127."):  # many hosts have their own name there
             address = address_towards("")
-    others = identity.count - 1
-    if others and not address:
+    if identity.count > 1 and (problem := _why_unreachable(address, identity)):
+        raise PreflightError(
+            f"{problem}; it has {described}. Name an interface with an IPv4 address that leads to the other nodes with "
+            "--interface, or the head's address with --head"
+        )
+    return address, interface or next((name for name, own in interfaces.items() if own == address), "")
+
+
+def _why_unreachable(address: str, identity: NodeIdentity) -> str:
+    if not address:
         whom = f"to the head {identity.head}" if identity.rank else "to anywhere"
-        raise PreflightError(
-            f"this node has no route {whom}, and {others} other node{'s' if others > 1 else ''} must reach it; it has "
-            f"{_described_interfaces()}. Name the interface that leads to them with --interface"
-        )
-    if others and ":" in address:
-        raise PreflightError(
-            f"this node's address would be {address}, and nodes meet by IPv4 alone; it has {_described_interfaces()}. Name an "
-            "interface with an IPv4 address with --interface"
-        )
-    if others and address.startswith("127."):
-        raise PreflightError(
-            f"this node's address would be {address}, which no other host can reach"
-            + (f" (the head's name {identity.head!r} means this very host here)" if identity.rank else "")
-            + f"; it has {_described_interfaces()}. Name the interface that leads to the others with --interface, or the "
-            "head's address with --head"
-        )
-    return address, interface or _interface_of(address)
+        return f"this node has no route {whom}, and the {identity.count - 1} other nodes must reach it"
+    if ":" in address:
+        return f"this node's address would be {address}, and nodes meet by IPv4 alone"
+    if address.startswith("127."):
+        why = f" (the head's name {identity.head!r} means this very host here)" if identity.rank else ""
+        return f"this node's address would be {address}, which no other host can reach{why}"
+    return ""
 
 
-def _address_of(interface: str) -> str:
+def _interfaces() -> dict[str, str]:
+    """IPv4 addresses by interface; '' for one without."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
+        for _, name in socket.if_nameindex():
+            found[name] = ""
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
-def _interface_of(address: str) -> str:
-    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), "")
-
-
-def _described_interfaces() -> str:
-    return ", ".join(f"{name} {_address_of(name) or 'without address'}" for _, name in socket.if_nameindex()) or "none"
-
-
-def require_port(port: int, what: str, flag: str) -> None:
-    """Raise PreflightError where a number is no port."""
+def require_port(port: int, what: str, flag: str, *, listens: bool) -> None:
+    """Raise PreflightError where a number is no port, or is taken (naming the program) and this node is to listen on it."""
     if not 0 < port < 1 << 16:
         raise PreflightError(f"port {port}, {what}, is none: they go from 1 to 65535. Choose another by {flag}")
-
-
-def require_free(port: int, what: str, flag: str) -> None:
-    """Raise PreflightError, saying who has it, where a port that this node is to listen on is taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise PreflightError(
-                    f"port {port}, {what}, cannot be had: {error.strerror}; choose another by {flag}"
-                ) from error
-            raise PreflightError(
-                f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another port by {flag}, the same on all "
-                "nodes"
-            ) from error
+    reason = bind_error(port) if listens else 0
+    if reason == errno.EADDRINUSE:
+        raise PreflightError(
+            f"port {port}, {what}, is held by {_holder(port)}. End that, or choose another by {flag}, the same on all nodes"
+        )
+    if reason:
+        raise PreflightError(f"port {port}, {what}, cannot be had: {os.strerror(reason)}; choose another by {flag}")
 
 
 def _holder(port: int) -> str:

@@ -1,4 +1,4 @@
-"""Ray's processes on this node: started by ``ray start``, watched, and ended with all that they have started.
+"""Ray on this node: its processes, which are watched and ended with all that they have started, and the head's node table.
 
 ``ray stop`` is never used: it ends processes by their names, also those of other runs.
 """
@@ -13,66 +13,79 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._bootstrap.async_utils import Tell
+from helmsman.controller._bootstrap.async_utils import StatusPrinter
+from helmsman.controller._bootstrap.node_plan import NodePlan, lease, ray_start
+from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
 from helmsman.controller._ray_backend.ray_logs import last_warnings, newest_session_logs
 from helmsman.controller._ray_backend.start_limits import CORE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, end_family, family, process_table, wait_until
+from helmsman.rpc_server.ports import PortLeases
 
 _STARTED = "Ray runtime started."
 _POLL_S = 0.05
 _END_S = 2.0
 """How long Ray may take to end in order."""
 _LOOK_S = 1.0
+_ANSWER_S = 2.0
 
 
 class RayProcess:
     """``ray start --block`` as a child, and what it has started.
 
     Args:
-        command: what to run.
-        environ: its environment.
-        tag: by which all that it starts is recognised.
-        log_path: for what it prints.
-        start_s: seconds that it may take to start.
-        tell: prints news.
+        plan: of this node.
+        environ: the environment of Ray.
+        report: prints news.
     """
 
-    def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], tag: str, log_path: Path, start_s: float, tell: Tell
-    ) -> None:
-        self._command, self._environ = list(command), {**environ, TAG_VARIABLE: tag}
-        self._tag, self._log_path, self._start_s, self._tell = tag, log_path, start_s, tell
+    def __init__(self, plan: NodePlan, environ: Mapping[str, str], report: StatusPrinter) -> None:
+        self._plan, self._environ, self._report = plan, {**environ, TAG_VARIABLE: plan.tag}, report
+        self._log_path = plan.folder / "ray_start.log"
+        self._leases = PortLeases()
         self._watched: set[int] = set()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pidfds: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when a process without which the node is none has ended; its result says which."""
 
-    async def start(self) -> None:
+    async def start(self, run_id: str, head: str = "") -> str:
         """Start it, and wait until it prints that Ray is up; a start that fails within its time is tried once more.
+
+        Args:
+            head: address of the cluster to join; '' to be its head.
+
+        Returns: the address of the head.
 
         Raises:
             BootstrapError: with the end of what it printed, and the warnings and errors in the logs of Ray's processes.
         """
-        deadline = Deadline(self._start_s)
+        plan, limit_s = self._plan, self._plan.ray_start_s
+        if not (head or plan.port):
+            plan = msgspec.structs.replace(plan, port=lease(self._leases, 1)[0])
+        command, deadline = ray_start(plan, run_id, self._leases, head), Deadline(limit_s)
         try:
-            await self._start(deadline)
+            await self._start(command, deadline)
         except BootstrapError as error:
             if deadline.passed:
                 raise
-            self._tell(f"{error}\nRay is started once more (after {deadline.elapsed_s:.1f} s of at most {self._start_s:g} s)")
-            await self.stop()
-            self._ended = asyncio.get_running_loop().create_future()
-            await self._start(deadline)
+            self._report(f"{error}\nRay is started once more (after {deadline.elapsed_s:.1f} s of at most {limit_s:g} s)")
+            await self._end()
+            self.ended = asyncio.get_running_loop().create_future()
+            await self._start(command, deadline)
+        return head or f"{plan.address}:{plan.port}"
 
-    async def _start(self, deadline: Deadline) -> None:
+    async def _start(self, command: Sequence[str], deadline: Deadline) -> None:
         with self._log_path.open("wb") as log:
             # Not in a thread: a start that is cancelled must know the process that it has to end.
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a few milliseconds, once in a run
-                self._command,
+                command,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -82,83 +95,142 @@ class RayProcess:
         self._watch(self._process.pid, "ray start")
         looked_at = time.monotonic()
         while _STARTED not in self._log_path.read_text(errors="replace"):
-            if self._ended.done():
-                raise self._not_started(f": {self._ended.result()}")
+            if self.ended.done():
+                raise self._not_started(f": {self.ended.result()}")
             if deadline.passed:
                 raise self._not_started(
-                    f" within {self._start_s:g} s; where the node is only busy, give more with --start-timeout"
+                    f" within {deadline.limit_s:g} s; where the node is only busy, give more with --start-timeout"
                 )
             if time.monotonic() - looked_at > _LOOK_S:  # Ray itself goes on waiting for a raylet that has exited
-                self._watch_members()
+                self._watch_core()
                 looked_at = time.monotonic()
             await asyncio.sleep(_POLL_S)
-        self._watch_members()
+        self._watch_core()
 
     def _not_started(self, why: str) -> BootstrapError:
-        return BootstrapError(f"Ray did not start on this node{why}", exit_code=BootstrapExit.RAY_DIED, log=self._log())
-
-    def _log(self) -> str:
-        """The end of what ``ray start`` printed, and the last warnings and errors of the processes that it has started."""
         logs = newest_session_logs(self._log_path.parent / "ray", "session_2*")
-        return "\n".join([tail_of(str(self._log_path)), *(last_warnings(logs) if logs else ())])
+        log = "\n".join([tail_of(str(self._log_path)), *(last_warnings(logs) if logs else ())])
+        return BootstrapError(f"Ray did not start on this node{why}", exit_code=BootstrapExit.RAY_DIED, log=log)
 
-    def _watch_members(self) -> None:
-        for pid, name in self._members():
+    def _watch_core(self) -> None:
+        for pid, name in self._core().items():
             if pid not in self._watched:
                 self._watched.add(pid)
                 self._watch(pid, name)
 
-    def _members(self) -> list[tuple[int, str]]:
+    def _core(self) -> dict[int, str]:
         """Pids and names of the processes without which the node is none; also of those that ``ray start`` has not reaped."""
         assert self._process is not None
-        found = []
-        for pid in family(self._process.pid, self._tag) | descendants(self._process.pid, process_table()):
+        found = {}
+        for pid in family(self._process.pid, self._plan.tag) | descendants(self._process.pid, process_table()):
             with contextlib.suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text().strip()
                 if name in CORE:
-                    found.append((pid, name))
+                    found[pid] = name
         return found
 
     def _watch(self, pid: int, name: str) -> None:
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self._has_ended(name, None)
+            self._has_ended(name)
             return
         self._pidfds.append(pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._has_ended, name, pidfd)
 
-    def _has_ended(self, name: str, pidfd: int | None) -> None:
+    def _has_ended(self, name: str, pidfd: int | None = None) -> None:
         if pidfd is not None:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            self._pidfds.remove(pidfd)
-            os.close(pidfd)
+            self._forget(pidfd)
         code = self._process.poll() if name == "ray start" and self._process is not None else None
         how = "has ended" if code is None else describe_exit(*split_returncode(code))
-        if not self._ended.done():
-            self._ended.set_result(f"{name} {how}")
+        if not self.ended.done():
+            self.ended.set_result(f"{name} {how}")
 
-    async def ended(self) -> str:
-        """Wait until a process without which the node is none has ended; returns which."""
-        return await asyncio.shield(self._ended)
+    def _forget(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        self._pidfds.remove(pidfd)
+        os.close(pidfd)
 
     async def stop(self) -> None:
         """End all of it: the raylet in order, so that its head knows, and the rest, which keeps nothing, by force."""
-        if self._process is None:
-            return
-        await asyncio.to_thread(self._finish, self._process)
-        while self._pidfds:
-            pidfd = self._pidfds.pop()
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
+        await self._end()
+        with contextlib.suppress(OSError):
+            self._leases.close()
+
+    async def _end(self) -> None:
+        if self._process is not None:
+            await asyncio.to_thread(self._finish, self._process)
+        for pidfd in list(self._pidfds):
+            self._forget(pidfd)
 
     def _finish(self, process: subprocess.Popen[bytes]) -> None:
-        raylets = {pid for pid, name in self._members() if name == "raylet"}
+        raylets = {pid for pid, name in self._core().items() if name == "raylet"}
         for pid in raylets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not raylets & family(process.pid, self._tag), _END_S, _POLL_S)
+        wait_until(lambda: not raylets & family(process.pid, self._plan.tag), _END_S, _POLL_S)
         process.kill()
-        end_family(process.pid, self._tag)
+        end_family(process.pid, self._plan.tag)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, which alone can end it
             process.wait(_END_S)
+
+
+class NodeSeen(msgspec.Struct, frozen=True):
+    """A living node of the run."""
+
+    node_id: str
+    """Ray's."""
+    address: str
+    resources: Mapping[str, float]
+    is_twice: bool = False
+    """Whether Ray still counts one of its rank that was killed before, for half a minute or so; work would be sent there."""
+
+
+class NodeView:
+    """The nodes that Ray's head knows, without a driver's connection, which takes a second and is the script's to make.
+
+    Its client is private in Ray.
+    """
+
+    def __init__(self, address: str, environ: Mapping[str, str]) -> None:
+        self._address = address
+        self._client: Any = None
+        # Ray reads them when it is imported, which is later.
+        os.environ.update({name: value for name, value in environ.items() if name.startswith("RAY_")})
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+            self._client = GcsClient(address=self._address)
+        return self._client
+
+    def nodes(self, run_id: str) -> dict[int, NodeSeen]:
+        """Living nodes of the run, by rank; none while the head does not answer within two seconds."""
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
+        from ray.exceptions import RaySystemError, RpcError
+
+        try:
+            rows = self._connected().get_all_node_info(timeout=_ANSWER_S)
+        except (RpcError, RaySystemError):
+            return {}
+        seen: dict[int, NodeSeen] = {}
+        for node_id, row in rows.items():
+            if row.state == GcsNodeInfo.ALIVE and row.labels.get(RUN_LABEL) == run_id:
+                rank = int(row.labels[RANK_LABEL])
+                seen[rank] = NodeSeen(node_id.hex(), row.node_manager_address, dict(row.resources_total), is_twice=rank in seen)
+        return seen
+
+    def drain(self, node_id: str, reason: str, limit_s: float) -> None:
+        """Drain a node that ends in so many seconds, as ``ray drain-node`` does. Raises: ConnectionError."""
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
+        from ray.exceptions import RaySystemError, RpcError
+
+        until_ms = int((time.time() + limit_s) * 1000)
+        try:
+            client = self._connected()
+            accepted, why = client.drain_node(node_id, DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, reason, until_ms)
+        except (RpcError, RaySystemError) as error:
+            raise ConnectionError(str(error)) from error
+        if not accepted:
+            raise ConnectionError(why)

@@ -8,45 +8,51 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from helmsman.api.errors import PreflightError
+from helmsman.controller._bootstrap.async_utils import StoppedError, first
 
+_ORPHANED_S = 3.0
+"""How long the script may go on when the run ends by something else than a signal."""
 _KILLED_S = 2.0
 """What the kernel may take to end a script that was killed: one that hangs in a file system is left to it."""
 
 
-class Script:
-    """A running script, in the process group of its supervisor: it may read from the terminal, and a Ctrl-C reaches it."""
+async def run_script(command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float) -> int:
+    """Run the script in the process group of this one: it may read from the terminal, and a Ctrl-C reaches it.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._ending = asyncio.ensure_future(process.wait())
+    Args:
+        stop: when done, its result is the exception that ends the script. A signal is passed on; others are a SIGTERM to it.
+        grace_s: seconds between a signal and the kill.
 
-    @classmethod
-    async def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> Script:
-        """Start it. Raises: PreflightError when there is no such program."""
-        try:
-            return cls(await asyncio.create_subprocess_exec(*command, env=environ))
-        except OSError as error:
-            raise PreflightError(f"the script cannot be started: {command[0]}: {error.strerror}") from error
+    Returns: its exit code, as a shell has it.
 
-    async def ended(self) -> int:
-        """Wait for its end; returns its exit code, as a shell has it."""
-        code = await asyncio.shield(self._ending)
-        return code if code >= 0 else 128 - code
-
-    async def stop(self, number: int, grace_s: float) -> None:
-        """Hand the signal on, and kill the script if it has not ended within ``grace_s`` seconds."""
+    Raises: the result of ``stop``, once the script has ended; PreflightError when there is no such program.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(*command, env=environ)
+    except OSError as error:
+        raise PreflightError(f"the script cannot be started: {command[0]}: {error.strerror}") from error
+    ending = asyncio.ensure_future(process.wait())
+    await first(ending, stop)
+    if not ending.done():
+        why = stop.result()
+        number, limit_s = (why.number, grace_s) if isinstance(why, StoppedError) else (signal.SIGTERM, _ORPHANED_S)
         if not (number == signal.SIGINT and _is_from_terminal()):
-            self._signal(number)
-        await asyncio.wait({self._ending}, timeout=grace_s)
-        if not self._ending.done():
-            self._signal(signal.SIGKILL)
-            await asyncio.wait({self._ending}, timeout=_KILLED_S)
+            _signal(process, number)
+        await asyncio.wait({ending}, timeout=limit_s)
+        if not ending.done():
+            _signal(process, signal.SIGKILL)
+            await asyncio.wait({ending}, timeout=_KILLED_S)
+        raise why
+    code = ending.result()
+    return code if code >= 0 else 128 - code
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
 
 
 def _is_from_terminal() -> bool:

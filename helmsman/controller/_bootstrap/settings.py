@@ -1,4 +1,4 @@
-"""What ``helmsman up`` sets on a node, and why: one table, which users' own values override."""
+"""The variables that ``helmsman up`` sets on a node, with reasons; users' own values override them. Sizes and resources."""
 
 from __future__ import annotations
 
@@ -23,108 +23,100 @@ _FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus", "memory": "--memory"}
 Source = Literal["default", "your environment", "--env"]
 
 
-class Default(msgspec.Struct, frozen=True):
-    """A variable that Helmsman sets where the user has not."""
+class Setting(msgspec.Struct, frozen=True):
+    """A variable that Helmsman sets on a node, or has from the user."""
 
     name: str
     value: str
-    reason: str
+    reason: str = ""
+    source: Source = "default"
 
 
 MANY_NODES = 32
 """From so many nodes on, Ray is set to survive a busy head; below, to detect a lost host soon."""
 
 _FEW = (
-    Default("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
-    Default("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
-    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
+    Setting("RAY_grpc_client_keepalive_time_ms", "5000", "a host that vanishes is noticed in 21 s instead of 241 s"),
+    Setting("RAY_grpc_client_keepalive_timeout_ms", "5000", "the same"),
+    Setting("RAY_gcs_rpc_server_reconnect_timeout_s", "10", "Ray's processes outlive their head by 12 s at most, not by 62 s"),
 )
 _MANY = (
-    Default("RAY_grpc_client_keepalive_time_ms", "60000", "thousands of workers do not load the head with pings"),
-    Default("RAY_grpc_client_keepalive_timeout_ms", "60000", "a head that answers late keeps its connections"),
-    Default("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
-    Default("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
-    Default("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
-    Default("RAY_gcs_server_request_timeout_seconds", "120", "a worker waits for a busy head, instead of 60 s"),
-    Default("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
-    Default("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
-    Default("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
-    Default("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
-    Default("RAY_raylet_report_resources_period_milliseconds", "500", "nodes report five times less often to the head"),
-    Default("RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"),
+    Setting("RAY_grpc_client_keepalive_time_ms", "60000", "thousands of workers do not load the head with pings"),
+    Setting("RAY_grpc_client_keepalive_timeout_ms", "60000", "a head that answers late keeps its connections"),
+    Setting("RAY_grpc_keepalive_time_ms", "60000", "the head sends fewer pings while it is busy"),
+    Setting("RAY_grpc_keepalive_timeout_ms", "60000", "workers that answer late keep their connections"),
+    Setting("RAY_gcs_rpc_server_reconnect_timeout_s", "120", "nodes survive a head that is busy for up to two minutes"),
+    Setting("RAY_gcs_server_request_timeout_seconds", "120", "a worker waits for a busy head, instead of 60 s"),
+    Setting("RAY_worker_register_timeout_seconds", "300", "workers that register late are not killed, as after 60 s"),
+    Setting("RAY_gcs_server_rpc_server_thread_num", "64", "thousands of registrations are read; one thread per 4 CPUs lags"),
+    Setting("RAY_gcs_server_rpc_client_thread_num", "64", "the same for the answers of nodes and workers"),
+    Setting("RAY_num_server_call_thread", "32", "the same for the answers of the head"),
+    Setting("RAY_raylet_report_resources_period_milliseconds", "500", "nodes report five times less often to the head"),
+    Setting("RAY_task_events_report_interval_ms", "5000", "the same for what Ray's dashboard shows"),
 )
 _ALL = (
-    Default("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
-    Default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
-    Default("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
-    Default("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
-    Default("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
+    Setting("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0", "a busy actor does not hold up the end of a node for 30 s"),
+    Setting("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0", "workers without devices keep the masks that they inherit"),
+    Setting("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0", "a script started by 'uv run' gives its workers no environment to build"),
+    Setting("RAY_worker_niceness", "0", "workers run at the priority of the script; Ray's default of 15 starves them"),
+    Setting("RAY_USAGE_STATS_ENABLED", "0", "nothing is reported to anybody"),
 )
 
 
-def cluster_defaults(num_nodes: int) -> tuple[Default, ...]:
-    """Ray's own variables for a cluster of so many nodes. They must be the same on all: the head's values hold everywhere."""
-    return (*(_FEW if num_nodes < MANY_NODES else _MANY), *_ALL)
+def cluster_defaults(num_nodes: int, start_s: float = 60.0) -> tuple[Setting, ...]:
+    """Ray's own variables for a cluster. They must be the same on all nodes: the head's values hold everywhere.
 
-
-def start_limits(start_s: float) -> tuple[Default, ...]:
-    """Ray's own limits for parts of a start that may take so many seconds; on a busy node its defaults end it earlier."""
+    Args:
+        start_s: seconds that a start of Ray may take; on a busy node its own limits for parts of it end it earlier.
+    """
     seconds, reason = max(1, round(start_s)), "as --start-timeout; a busy node takes longer than Ray's {} s"
     return (
-        Default(LIMIT_VARIABLE, str(seconds), reason.format("20 to 30")),
-        Default("RAY_agent_register_timeout_ms", str(1000 * seconds), reason.format(30)),
-        Default("RAY_gcs_rpc_server_connect_timeout_s", str(seconds), reason.format(5)),
+        *(_FEW if num_nodes < MANY_NODES else _MANY),
+        *_ALL,
+        Setting(LIMIT_VARIABLE, str(seconds), reason.format("20 to 30")),
+        Setting("RAY_agent_register_timeout_ms", str(1000 * seconds), reason.format(30)),
+        Setting("RAY_gcs_rpc_server_connect_timeout_s", str(seconds), reason.format(5)),
     )
 
 
 NODE_DEFAULTS = (
-    Default("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),
-    Default("NCCL_DEBUG", "WARN", "NCCL says why it fails"),
-    Default("HCCL_CONNECT_TIMEOUT", "600", "ranks that load a large model late are waited for (seconds; 120 by default)"),
-    Default("PYTHONUNBUFFERED", "1", "what workers print is in their logs at once"),
+    Setting("NCCL_CUMEM_ENABLE", "0", "vLLM switches it off, and trainers that share a communicator with it must agree"),
+    Setting("NCCL_DEBUG", "WARN", "NCCL says why it fails"),
+    Setting("HCCL_CONNECT_TIMEOUT", "600", "ranks that load a large model late are waited for (seconds; 120 by default)"),
+    Setting("PYTHONUNBUFFERED", "1", "what workers print is in their logs at once"),
 )
 """Of every node, for what runs there."""
 
 
-class Setting(msgspec.Struct, frozen=True):
-    """A variable as it is set on this node."""
-
-    name: str
-    value: str
-    source: Source
-    reason: str = ""
-
-
-def variables(defaults: Iterable[Default], environ: Mapping[str, str], given: Mapping[str, str]) -> list[Setting]:
-    """These defaults as the user has them.
+def variables(defaults: Iterable[Setting], environ: Mapping[str, str], given: Mapping[str, str]) -> list[Setting]:
+    """These defaults, or the user's values for them.
 
     Args:
         environ: this process's environment, whose values come before the defaults.
-        given: what --env says, which comes first.
+        given: values of --env, which come first.
     """
-    found = []
-    for default in defaults:
-        name = default.name
-        if name in given:
-            found.append(Setting(name, given[name], "--env", default.reason))
-        elif name in environ:
-            found.append(Setting(name, environ[name], "your environment", default.reason))
-        else:
-            found.append(Setting(name, default.value, "default", default.reason))
-    return found
+    layers: tuple[tuple[Source, Mapping[str, str]], ...] = (("--env", given), ("your environment", environ))
+
+    def chosen(default: Setting) -> Setting:
+        found = (
+            Setting(default.name, own[default.name], default.reason, source) for source, own in layers if default.name in own
+        )
+        return next(found, default)
+
+    return list(map(chosen, defaults))
 
 
-def of_address(address: str, interface: str, *, chosen: bool) -> list[Default]:
+def of_address(address: str, interface: str, *, chosen: bool) -> list[Setting]:
     """Variables by which libraries find the node's address.
 
     Args:
         interface: that has the address; '' when it is not known.
         chosen: whether the user named it; NCCL and HCCL, which may have faster ones, are then held to it.
     """
-    found = [Default("VLLM_HOST_IP", address, "the address that other nodes reach")]
+    found = [Setting("VLLM_HOST_IP", address, "the address that other nodes reach")]
     if interface:
         names = ["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"] if chosen else [])]
-        found += [Default(name, interface, "the interface of the node's address") for name in names]
+        found += [Setting(name, interface, "the interface of the node's address") for name in names]
     return found
 
 

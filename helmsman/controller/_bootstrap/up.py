@@ -7,18 +7,19 @@ import asyncio
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, PreflightError
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.controller._bootstrap.async_utils import StoppedError, Tell, first, stop_signals, teller
+from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, status_printer, stop_signals
 from helmsman.controller._bootstrap.head import Head
-from helmsman.controller._bootstrap.joining_node import Member
+from helmsman.controller._bootstrap.joining_node import JoiningNode
 from helmsman.controller._bootstrap.node_plan import NodePlan
-from helmsman.controller._bootstrap.preflight import node_address, require_free, require_port, versions
-from helmsman.controller._bootstrap.run_folder import keep_logs, run_folder
-from helmsman.controller._bootstrap.script import Script
+from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
+from helmsman.controller._bootstrap.script import run_script
 from helmsman.controller._bootstrap.settings import (
     NODE_DEFAULTS,
     Setting,
@@ -28,21 +29,37 @@ from helmsman.controller._bootstrap.settings import (
     parse_resources,
     parse_variables,
     shown,
-    start_limits,
     variables,
 )
-from helmsman.controller._node.checks import HEAD_PORTS, cpus_allowed, memory_available, size
+from helmsman.controller._node.checks import (
+    HEAD_PORTS,
+    RAY_SOCKET_BYTES,
+    SOCKET_PATH_BYTES,
+    cpus_allowed,
+    memory_available,
+    size,
+)
+from helmsman.controller._node.cleanup import leftovers, remove, remove_old_logs, up_folder, up_places
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._node.launchers import NodeIdentity, identify_node
+from helmsman.controller._node.run_registry import UP, RunLock, default_log_dir, make_log_dir, new_run_id
+from helmsman.rpc_server._process.safe_files import private_directory, remove_tree
 from helmsman.rpc_server._wire.tls import TLS_VARIABLE, uses_tls
 
 TOKEN_VARIABLE = "HELMSMAN_TOKEN"
+_LONGEST_PLACE = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
+"""Bytes of a path below which Ray's sockets still fit into the address of one."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe ``helmsman up`` to the command line."""
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], node_options: argparse.ArgumentParser) -> None:
+    """Describe ``helmsman up`` to the command line.
+
+    Args:
+        node_options: the options by which a node is identified.
+    """
     up = commands.add_parser(
         "up",
+        parents=[node_options],
         help="bring a Ray cluster up on the nodes of this job, and run a script on it",
         usage="%(prog)s [options] -- program [argument ...]",
         description="Give it to every node of a job. Rank 0 starts a Ray cluster, waits for all nodes and runs the program; "
@@ -50,34 +67,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "variables (Slurm, Kubernetes, Beaker, SkyPilot, torchrun, Volcano, PAI, dstack, MPI) or from flags. "
         f"The nodes' supervisors use TLS; {TLS_VARIABLE}=0 on all nodes switches it off.",
     )
-    up.add_argument("--node-rank", type=int, metavar="R", help="rank of this node, 0 for the head")
-    up.add_argument("--num-nodes", type=int, metavar="N", help="how many nodes there are")
-    up.add_argument("--head", metavar="HOST", help="name or address of the node of rank 0")
-    up.add_argument("--port", type=int, metavar="P", help=f"of the head's Ray (default {HEAD_PORTS[0]}; any with one node)")
-    up.add_argument("--control-port", type=int, metavar="P", help="on which the nodes' supervisors meet (default: --port + 1)")
-    up.add_argument("--interface", default="", metavar="NAME", help="network interface that leads to the other nodes")
-    up.add_argument(
-        "--token-file",
-        metavar="FILE",
-        help=f"a secret that the nodes share (or {TOKEN_VARIABLE}); without it, any host can join",
-    )
-    up.add_argument("--gpus", type=int, metavar="N", help="accelerators that this node must have")
-    up.add_argument("--resources", default="{}", metavar="JSON", help="what Ray is told of, over what is found: '{\"NPU\": 8}'")
-    up.add_argument(
-        "--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the available memory)"
-    )
-    up.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="how long nodes are waited for (default 600)")
-    up.add_argument(
-        "--start-timeout", type=_seconds, default=60.0, metavar="S", help="seconds for Ray to start on a node (default 60)"
-    )
-    up.add_argument(
-        "--grace", type=_seconds, default=5.0, metavar="S", help="what the program has to end when it is told to (default 5)"
-    )
-    up.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable on this node (repeatable)")
-    up.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on the head")
-    up.add_argument("--elastic", action="store_true", help="go on when another node is told to leave")
-    up.add_argument("--show-settings", action="store_true", help="print what would be set on this node, and start nothing")
-    up.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add = up.add_argument
+    add("--port", type=int, metavar="P", help=f"of the head's Ray (default {HEAD_PORTS[0]}; any with one node)")
+    add("--control-port", type=int, metavar="P", help="on which the nodes' supervisors meet (default: --port + 1)")
+    add("--interface", default="", metavar="NAME", help="network interface that leads to the other nodes")
+    add("--token-file", metavar="FILE", help=f"a secret of the nodes (or {TOKEN_VARIABLE}); without it, any host can join")
+    add("--resources", default="{}", metavar="JSON", help="resources for Ray, over those that are found: '{\"NPU\": 8}'")
+    add("--object-store", type=float, metavar="GIB", help="size of Ray's object store (default: 30%% of the available memory)")
+    seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
+    add("--timeout", default=600.0, **seconds, help="how long nodes are waited for (default %(default)g)")
+    add("--start-timeout", default=60.0, **seconds, help="seconds for Ray to start on a node (default %(default)g)")
+    add("--grace", default=5.0, **seconds, help="for the program to end when it is told to (default %(default)g)")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable on this node (repeatable)")
+    add("--dashboard", action="store_true", help="start Ray's dashboard on the head")
+    add("--elastic", action="store_true", help="go on when another node is told to leave")
+    add("--show-settings", action="store_true", help="print what would be set on this node, and start nothing")
+    add("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     up.set_defaults(run=run)
 
 
@@ -91,10 +96,10 @@ def _seconds(text: str) -> float:
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out; returns its exit code."""
-    tell = teller(options.node_rank or 0)
+    report = status_printer(options.node_rank or 0)
     try:
         identity = identify_node(os.environ, rank=options.node_rank, count=options.num_nodes, head=options.head)
-        tell = teller(identity.rank)
+        report = status_printer(identity.rank)
         command = options.program[1:] if options.program[:1] == ["--"] else options.program
         if not command and not options.show_settings:
             raise PreflightError("there is no program to run: helmsman up [options] -- python train.py")
@@ -102,53 +107,95 @@ def run(options: argparse.Namespace) -> int:
             print(f"{identity.said_by['attach_to']}: the program runs on that cluster, and nothing is set here")
             return 0
         if identity.attach_to:
-            return asyncio.run(_on_cluster_there(identity, command, options.grace, tell))
+            return asyncio.run(_on_existing_cluster(identity, command, options.grace, report))
         with run_folder(os.environ) as (run_id, folder):
             plan = make_plan(options, identity, command, run_id, folder)
             if options.show_settings:
                 print(describe(plan))
                 return 0
-            code = asyncio.run(_live(plan, tell))
+            code = asyncio.run(_live(plan, report))
             if code:
-                keep_logs(run_id, folder, tell)
+                keep_logs(run_id, folder, report)
             return code
     except BootstrapError as error:
-        tell(str(error))
+        report(str(error))
         return error.exit_code
 
 
-async def _live(plan: NodePlan, tell: Tell) -> int:
+async def _live(plan: NodePlan, report: StatusPrinter) -> int:
     stop = stop_signals()
-    tell(_outline(plan))
+    report(_outline(plan))
     if not plan.secret and plan.identity.count > 1:
-        tell(f"no token is given (--token-file, {TOKEN_VARIABLE}): any host that reaches port {plan.control_port} could join")
-    supervisor = Member if plan.identity.rank else Head
+        report(f"no token is given (--token-file, {TOKEN_VARIABLE}): any host that reaches port {plan.control_port} could join")
+    supervisor = JoiningNode if plan.identity.rank else Head
     try:
-        return await supervisor(plan, tell, stop).run()
+        return await supervisor(plan, report, stop).run()
     except BootstrapError as error:
-        tell(str(error))
+        report(str(error))
         return error.exit_code
 
 
-async def _on_cluster_there(identity: NodeIdentity, command: list[str], grace_s: float, tell: Tell) -> int:
-    """Run the program on a cluster that somebody else keeps (RAY_ADDRESS): nothing is started, and nothing ended."""
+async def _on_existing_cluster(identity: NodeIdentity, command: list[str], grace_s: float, report: StatusPrinter) -> int:
+    """Run the program on a cluster that is there already (RAY_ADDRESS), of which nothing is started or ended."""
     from helmsman.controller._ray_backend.address import require_answer
 
     require_answer(identity.attach_to)
-    stop = stop_signals()
-    tell(f"{identity.said_by['attach_to']}: the program runs on that cluster")
-    script = await Script.start(command, os.environ)
-    ended = asyncio.ensure_future(script.ended())
-    await first(ended, stop)
-    if ended.done():
-        return ended.result()
-    stopped: StoppedError = stop.result()
-    await script.stop(stopped.number, grace_s)
-    return stopped.exit_code
+    report(f"{identity.said_by['attach_to']}: the program runs on that cluster")
+    try:
+        return await run_script(command, os.environ, stop_signals(), grace_s)
+    except StoppedError as stopped:
+        return stopped.exit_code
+
+
+@contextlib.contextmanager
+def run_folder(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """(id, folder) for all that Ray writes in this node's part of a run.
+
+    The folder belongs to this user alone, has a record that the run is alive, and is removed with the run or, where that was
+    killed, by the next. Raises: PreflightError where there is no place for it.
+    """
+    run_id = new_run_id()
+    fitting = (place for place in up_places(environ) if len(os.fsencode(place)) <= _LONGEST_PLACE)
+    folder = up_folder(next(fitting, Path("/tmp")), run_id)
+    with contextlib.ExitStack() as undo:
+        try:
+            for left in leftovers():
+                if left.state == "dead" and left.record is not None and left.record.scheduler == UP:
+                    remove(left)
+            remove_old_logs()
+            undo.callback(RunLock(run_id, UP, folder).release)
+            with private_directory(folder.parent, folder.name):
+                undo.callback(_remove_folder, folder)
+        except OSError as error:
+            raise PreflightError(
+                f"there is no place for Ray's files and the record of the run (in {folder.parent}): {error}. Name a folder "
+                "that can be written to by TMPDIR, and by RAY_TMPDIR if that is set"
+            ) from error
+        yield run_id, folder
+
+
+def _remove_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # the next run, or helmsman clean, removes the rest
+        remove_tree(folder)
+
+
+def keep_logs(run_id: str, folder: Path, report: StatusPrinter) -> None:
+    """Keep the logs of Ray of a run that failed."""
+    kept = default_log_dir(run_id)
+    for path in [folder / "ray_start.log", *folder.glob("ray/session_2*/logs")]:
+        if path.exists():
+            try:
+                make_log_dir(kept, run_id)
+                shutil.move(path, kept / path.name)
+            except OSError as error:  # such as a full disk; the exit code is of the run, and not of its logs
+                report(f"Ray's logs of this node cannot be kept in {kept}: {error}")
+                return
+    if kept.exists():
+        report(f"Ray's logs of this node are kept in {kept}")
 
 
 def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list[str], run_id: str, folder: Path) -> NodePlan:
-    """What this node is to do; see NodePlan for the arguments. Raises: PreflightError when it cannot."""
+    """Make the plan for this node; see NodePlan for the arguments. Raises: PreflightError when it cannot take part."""
     address, interface = node_address(identity, options.interface)
     alone = identity.count == 1
     port = options.port or (0 if alone else HEAD_PORTS[0])
@@ -160,9 +207,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         (control_port, "on which the nodes' supervisors meet", "--control-port"),
     ):
         if number:
-            require_port(number, what, flag)
-            if identity.rank == 0:
-                require_free(number, what, flag)
+            require_port(number, what, flag, listens=identity.rank == 0)
     given = parse_variables(options.env)
     pool = detect_devices(None, None)
     resources = {"CPU": float(max(1, int(cpus_allowed(os.environ))))}
@@ -177,7 +222,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
             "(nvidia-smi, npu-smi), the visibility variables, and what the container was given"
         )
     local = of_address(address, interface, chosen=bool(options.interface))
-    defaults = (*cluster_defaults(identity.count), *start_limits(options.start_timeout))
+    defaults = cluster_defaults(identity.count, options.start_timeout)
     known = {default.name for default in (*defaults, *NODE_DEFAULTS, *local)}
     return NodePlan(
         identity=identity,
@@ -194,7 +239,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
         cluster_settings=variables(defaults, os.environ, given),
         node_settings=[
             *variables((*NODE_DEFAULTS, *local), os.environ, given),
-            *(Setting(name, value, "--env") for name, value in given.items() if name not in known),
+            *(Setting(name, value, source="--env") for name, value in given.items() if name not in known),
         ],
         run_id=run_id,
         timeout_s=options.timeout,
@@ -208,7 +253,7 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
 
 
 def _outline(plan: NodePlan) -> str:
-    """What is set here, and what of it is the user's own, on a line."""
+    """A line with the amounts and the user's own settings."""
     settings = (*plan.cluster_settings, *plan.node_settings)
     own = [f"{each.name}={masked(each.name, each.value)}" for each in settings if each.source != "default"]
     kind = f"your own settings: {', '.join(own)}" if own else "default settings"
@@ -222,12 +267,11 @@ def _amounts(plan: NodePlan) -> str:
 
 
 def describe(plan: NodePlan) -> str:
-    """What will be set, as people read it."""
+    """A report of what will be set."""
     identity = plan.identity
-    where = f"node {identity.rank} of {identity.count} ({identity.launcher}), address {plan.address}"
     return "\n".join(
         [
-            where,
+            f"node {identity.rank} of {identity.count} ({identity.launcher}), address {plan.address}",
             f"Ray is told of {_amounts(plan)}",
             f"object store {size(plan.store_bytes)}",
             "",

@@ -31,7 +31,7 @@ from helmsman.api.errors import (
     HelmsmanError,
     RequestsInFlightError,
 )
-from helmsman.api.memory import MemoryFigures
+from helmsman.api.platforms import MemoryStats
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._rollout.rollout_controller import RolloutController
@@ -223,15 +223,15 @@ class Turns:
 
     # --- figures ----------------------------------------------------------------------------------------------------------
 
-    def memory(self) -> dict[str, MemoryFigures | str]:
+    def memory(self) -> dict[str, MemoryStats | str]:
         """What each worker of both sides holds, or why that is not known."""
         return run_sync(self._memory())
 
-    async def _memory(self) -> dict[str, MemoryFigures | str]:
+    async def _memory(self) -> dict[str, MemoryStats | str]:
         ids = self._worker_ids()
         answers = await asyncio.gather(*map(self._ask_probe, ids), return_exceptions=True)
         return {
-            id_: answer if isinstance(answer, MemoryFigures) else f"not known, {_first_line(answer)}"
+            id_: answer if isinstance(answer, MemoryStats) else f"not known, {_first_line(answer)}"
             for id_, answer in zip(ids, answers, strict=True)
         }
 

@@ -1,4 +1,4 @@
-"""What a node is like, and whether runs will like it: what is observed is plain data, and judging it looks at nothing else."""
+"""Node health checks: ``observe`` collects facts as plain data, ``judge`` evaluates them and looks at nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from helmsman.rpc_server._wire.segments import HAS_SEGMENTS, can_reuse
 State = Literal["ok", "warn", "bad"]
 
 HEAD_PORTS = (6379, 6380)
-"""What a head listens on unless it is told otherwise: its Ray, and its supervisor."""
+"""Default ports of a head: of its Ray, and of its supervisor."""
 
 _PACKAGES = ("ray", "torch", "transformers", "vllm")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
@@ -56,7 +56,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as it was found. Sizes in bytes."""
+    """The facts about a node. Sizes in bytes."""
 
     hostname: str
     address: str
@@ -149,7 +149,11 @@ def observe(
         device_kind=pool.kind,
         temp_dir=temp_dir,
         temp_free=_space(temp_dir)[1],
-        busy_ports={port: reason for port in ports if (reason := _why_busy(port))},
+        busy_ports={
+            port: "a program listens there" if number == errno.EADDRINUSE else os.strerror(number)
+            for port in ports
+            if (number := bind_error(port))
+        },
         tried_ports=list(ports),
         proxies={name: masked(name, value) for name, value in sorted(environ.items()) if name.lower() in _PROXIES and value},
         no_proxy=environ.get("no_proxy") or environ.get("NO_PROXY") or "",
@@ -159,33 +163,85 @@ def observe(
 
 
 def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
-    """What to think of it.
+    """Evaluate a node.
 
     Args:
         num_devices: accelerators that the node should have; any number will do when None.
     """
+    needed, wanted_shm = STORE_LEAST + MEMORY_BESIDE_STORE, int(seen.memory_available * OBJECT_STORE_SHARE)
+    num_found = len(seen.devices)
+    memory = (
+        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from "
+        "/dev/shm, or raise the limit of the container or the job"
+    )
+    shm = (
+        f"Ray's object store would take {size(wanted_shm)} (30 % of the available memory): enlarge it (docker --shm-size, an "
+        "emptyDir with medium Memory), or what does not fit goes to disk"
+    )
+    files = f"A head of many nodes needs {_FILES_WANTED}: ulimit -n {_FILES_WANTED}"
+    if seen.open_files_hard < _FILES_WANTED:
+        files = (
+            f"A head of many nodes needs {_FILES_WANTED}: raise the hard limit of {seen.open_files_hard} (LimitNOFILE of the "
+            "service, docker --ulimit, limits.conf)"
+        )
+    devices = (
+        f"{num_devices} are expected: look at the driver (nvidia-smi, npu-smi), the mask variable, and what the container was "
+        "given"
+    )
+    cpus = "Less than one CPU is allowed: raise the limit of the container or the job"
+    temp = f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by RAY_TMPDIR"
+    ports = "A head that is to listen there cannot: choose another port, or end the program that holds it (ss -tlnp)"
     return [
-        Check("launcher", seen.launcher, "bad" if seen.launcher_error else "ok", seen.launcher_error),
+        _check("launcher", seen.launcher, bool(seen.launcher_error), seen.launcher_error, "bad"),
         _address(seen),
-        Check("python", seen.python),
+        _check("python", seen.python),
         *_versions(seen),
-        Check("kernel", seen.kernel),
-        Check(
-            "cpus",
-            f"{seen.cpus_allowed:g} of {seen.cpus}",
-            "warn" if seen.cpus_allowed < 1 else "ok",
-            "" if seen.cpus_allowed >= 1 else "Less than one CPU is allowed: raise the limit of the container or the job",
+        _check("kernel", seen.kernel),
+        _check("cpus", f"{seen.cpus_allowed:g} of {seen.cpus}", seen.cpus_allowed < 1, cpus),
+        _check("memory", size(seen.memory)),
+        _check("available memory", size(seen.memory_available), seen.memory_available < needed, memory, "bad"),
+        _check("/dev/shm", f"{size(seen.shm_free)} free of {size(seen.shm_total)}", seen.shm_free < wanted_shm, shm),
+        _check(
+            "open files",
+            "unlimited" if seen.open_files >= _UNLIMITED else str(seen.open_files),
+            seen.open_files < _FILES_WANTED,
+            files,
         ),
-        Check("memory", size(seen.memory)),
-        _memory_available(seen),
-        _shm(seen),
-        _open_files(seen),
-        _devices(seen, num_devices),
-        *_temp(seen),
-        _ports(seen),
+        _check(
+            "accelerators",
+            f"{num_found} {seen.device_kind} ({','.join(seen.devices)})" if num_found else "none",
+            num_devices not in (None, num_found),
+            devices,
+            "bad",
+        ),
+        _check("temp folder", f"{seen.temp_dir}, {size(seen.temp_free)} free", seen.temp_free < _TEMP_FREE_WANTED, temp),
+        *_socket_paths(seen),
+        _check(
+            "ports",
+            "; ".join(f"{port}: {reason}" for port, reason in seen.busy_ports.items())
+            or (f"{', '.join(map(str, seen.tried_ports))} free" if seen.tried_ports else "none tried"),
+            bool(seen.busy_ports),
+            ports,
+        ),
         _proxies(seen),
-        _segments(seen),
+        _SEGMENTS[seen.segments],
     ]
+
+
+_SEGMENTS = {
+    "reused": Check("shared memory", "memfd, used again"),
+    "fresh": Check(
+        "shared memory",
+        "memfd, used once",
+        "warn",
+        "This kernel grants no leases: large values take several times as long",
+    ),
+    "none": Check("shared memory", "none", "warn", "Large values are copied through sockets: memfd needs Linux"),
+}
+
+
+def _check(name: str, value: str, is_wrong: bool = False, advice: str = "", state: State = "warn") -> Check:
+    return Check(name, value, state, advice) if is_wrong else Check(name, value)
 
 
 def _address(seen: Observed) -> Check:
@@ -193,99 +249,24 @@ def _address(seen: Observed) -> Check:
         return Check(
             "address", "no route", "warn", "Runs of several nodes need one: give the network to this container or host"
         )
-    if seen.address.startswith("127."):
-        return Check("address", seen.address, "warn", "Nobody else can reach a loopback address: name another by --interface")
-    return Check("address", seen.address)
+    advice = "No other host can reach a loopback address: name another by --interface"
+    return _check("address", seen.address, seen.address.startswith("127."), advice)
 
 
 def _versions(seen: Observed) -> list[Check]:
     checks = [Check(name, version) for name, version in seen.versions.items() if version]
     if not seen.versions.get("ray"):
-        checks.append(
-            Check("ray", "not installed", "warn", "Only the local and inline schedulers work: pip install 'helmsman[ray]'")
-        )
+        advice = "Only the local and inline schedulers work: pip install 'helmsman[ray]'"
+        checks.append(Check("ray", "not installed", "warn", advice))
     return checks
 
 
-def _memory_available(seen: Observed) -> Check:
-    needed = STORE_LEAST + MEMORY_BESIDE_STORE
-    if seen.memory_available >= needed:
-        return Check("available memory", size(seen.memory_available))
-    return Check(
-        "available memory",
-        size(seen.memory_available),
-        "bad",
-        f"Ray does not start with less than {size(needed)}: end other programs (ps aux --sort=-rss), remove files from "
-        "/dev/shm, or raise the limit of the container or the job",
-    )
-
-
-def _shm(seen: Observed) -> Check:
-    wanted = int(seen.memory_available * OBJECT_STORE_SHARE)
-    value = f"{size(seen.shm_free)} free of {size(seen.shm_total)}"
-    if seen.shm_free >= wanted:
-        return Check("/dev/shm", value)
-    return Check(
-        "/dev/shm",
-        value,
-        "warn",
-        f"Ray's object store would take {size(wanted)} (30 % of the available memory): enlarge it (docker --shm-size, an "
-        "emptyDir with medium Memory), or what does not fit goes to disk",
-    )
-
-
-def _open_files(seen: Observed) -> Check:
-    if seen.open_files >= _FILES_WANTED:
-        return Check("open files", _count(seen.open_files))
-    step = f"ulimit -n {_FILES_WANTED}"
-    if seen.open_files_hard < _FILES_WANTED:
-        step = f"raise the hard limit of {seen.open_files_hard} (LimitNOFILE of the service, docker --ulimit, limits.conf)"
-    return Check("open files", _count(seen.open_files), "warn", f"A head of many nodes needs {_FILES_WANTED}: {step}")
-
-
-def _devices(seen: Observed, wanted: int | None) -> Check:
-    found = len(seen.devices)
-    value = f"{found} {seen.device_kind} ({','.join(seen.devices)})" if found else "none"
-    if wanted is None or wanted == found:
-        return Check("accelerators", value)
-    return Check(
-        "accelerators",
-        value,
-        "bad",
-        f"{wanted} are expected: look at the driver (nvidia-smi, npu-smi), the mask variable, and what the container was given",
-    )
-
-
-def _temp(seen: Observed) -> list[Check]:
-    few = seen.temp_free < _TEMP_FREE_WANTED
-    checks = [
-        Check(
-            "temp folder",
-            f"{seen.temp_dir}, {size(seen.temp_free)} free",
-            "warn" if few else "ok",
-            f"Logs and spilled objects go there: name a folder with {size(_TEMP_FREE_WANTED)} by RAY_TMPDIR" if few else "",
-        )
-    ]
+def _socket_paths(seen: Observed) -> list[Check]:
     length = len(os.fsencode(seen.temp_dir)) + RAY_SOCKET_BYTES
-    if length > SOCKET_PATH_BYTES:
-        checks.append(
-            Check(
-                "socket paths",
-                f"{length} bytes",
-                "bad",
-                f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR",
-            )
-        )
-    return checks
-
-
-def _ports(seen: Observed) -> Check:
-    if not seen.busy_ports:
-        return Check("ports", f"{', '.join(map(str, seen.tried_ports))} free" if seen.tried_ports else "none tried")
-    busy = "; ".join(f"{port}: {reason}" for port, reason in seen.busy_ports.items())
-    return Check(
-        "ports", busy, "warn", "A head that is to listen there cannot: choose another port, or end who holds it (ss -tlnp)"
-    )
+    if length <= SOCKET_PATH_BYTES:
+        return []
+    advice = f"The system takes {SOCKET_PATH_BYTES}: name a shorter temp folder by RAY_TMPDIR or TMPDIR"
+    return [Check("socket paths", f"{length} bytes", "bad", advice)]
 
 
 def _proxies(seen: Observed) -> Check:
@@ -295,19 +276,8 @@ def _proxies(seen: Observed) -> Check:
     spared = [each.strip() for each in seen.no_proxy.split(",")]
     if "*" in spared or (seen.address and seen.address in spared):
         return Check("proxies", f"{names}, not for this node")
-    return Check(
-        "proxies", names, "bad", "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or unset them"
-    )
-
-
-def _segments(seen: Observed) -> Check:
-    if seen.segments == "reused":
-        return Check("shared memory", "memfd, used again")
-    if seen.segments == "fresh":
-        return Check(
-            "shared memory", "memfd, used once", "warn", "This kernel grants no leases: large values take several times as long"
-        )
-    return Check("shared memory", "none", "warn", "Large values are copied through sockets: memfd needs Linux")
+    advice = "gRPC would send Ray's messages there: put the nodes' addresses in no_proxy, or unset them"
+    return Check("proxies", names, "bad", advice)
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -419,14 +389,15 @@ def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") 
     return found
 
 
-def _why_busy(port: int) -> str:
+def bind_error(port: int) -> int:
+    """The error number of a bind to this port; 0 where it is free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            return "somebody listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
-    return ""
+            return error.errno or errno.EADDRNOTAVAIL
+    return 0
 
 
 def size(num_bytes: int) -> str:
@@ -435,7 +406,3 @@ def size(num_bytes: int) -> str:
         if num_bytes >= 1 << power:
             return f"{num_bytes / (1 << power):.1f} {unit}"
     return f"{num_bytes} bytes"
-
-
-def _count(number: int) -> str:
-    return "unlimited" if number >= _UNLIMITED else str(number)

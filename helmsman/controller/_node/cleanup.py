@@ -17,7 +17,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -166,20 +166,12 @@ def remove(left: Leftover) -> list[str]:
 
     Returns: what could not be removed, a line each.
     """
-    problems: list[str] = []
-    targets = {process.pid: process for process in left.processes}
-    for process in targets.values():
-        _kill(process)
-    wait_until(lambda: not any(map(_lives, targets.values())), _END_S)
-    # What a process started while it was being ended bears the mark or tag, too.
-    for process in _marked():
-        if process.run_id == left.run_id:
-            _kill(process)
-            targets[process.pid] = process
-    wait_until(lambda: not any(map(_lives, targets.values())), _END_S)
-    problems += [
+    _end(left.processes)
+    later = [process for process in _marked() if process.run_id == left.run_id]  # what those started meanwhile
+    _end(later)
+    problems = [
         f"process {process.pid} ({process.command}) does not end; kill -9 {process.pid}"
-        for process in targets.values()
+        for process in dict.fromkeys([*left.processes, *later])
         if _lives(process)
     ]
     problems += _remove_trees([*left.folders, *left.logs])
@@ -228,19 +220,14 @@ def _tag_of(pid: int) -> str:
     return ""
 
 
-def _kill(process: LeftProcess) -> None:
-    """Through a pidfd, so that a successor of the pid cannot be hit."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except OSError:
-        return
-    try:
-        if _lives(process):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except OSError:
-        return
-    finally:
-        os.close(pidfd)
+def _end(processes: Sequence[LeftProcess]) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            pidfd = os.pidfd_open(process.pid)  # so that a successor of the pid cannot be hit
+            stack.callback(os.close, pidfd)
+            if _lives(process):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    wait_until(lambda: not any(map(_lives, processes)), _END_S)
 
 
 def _lives(process: LeftProcess) -> bool:

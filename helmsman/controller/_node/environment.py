@@ -1,12 +1,13 @@
-"""What reaches a worker's environment, as one pure function from the driver's.
+"""A worker's environment as a pure function of the driver's.
 
-A fork hands down everything, a cluster nothing. Everything is wrong: the driver's device mask, its rank under a launcher or its
-node's address in another process is a fault that shows later, as a hang. Nothing is wrong, too: NCCL_DEBUG is then set in vain.
-So what is forwarded is a list, what looks like it but must stay is another, and ``SchedulingSpec.env_vars`` wins over both.
+A fork hands down everything, a cluster nothing. Both are wrong: the driver's device mask, rank or address in another process
+shows later as a hang, and without forwarding NCCL_DEBUG has no effect. So lists decide, and ``SchedulingSpec.env_vars`` wins
+over them.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -32,72 +33,64 @@ THREAD_VARIABLES = (
 """Set from ``SchedulingSpec.cpu``: each library else takes every core of the node, in every worker of the node."""
 
 
-def _by_name(rules: Mapping[str, str]) -> dict[str, str]:
-    """From rule -> names to name -> rule."""
-    return {name: rule for rule, names in rules.items() for name in names.split()}
+_MASKS = " ".join(info.visibility_env_var for info in PLATFORMS.values())
 
-
-_EVERYWHERE_PREFIXES = {
-    "communication": "NCCL_ HCCL_ GLOO_ UCX_ NVSHMEM_ TENSORPIPE_",
-    "torch and its compilers": "TORCH_ PYTORCH_ TORCHINDUCTOR_ TORCHDYNAMO_ TRITON_ NVTE_",
-    "CUDA and its libraries": "CUDA_ CUBLAS_ CUDNN_",
-    "CANN and torch_npu": "ASCEND_ ACL_ ATB_",
-    "how libraries compute": "OMP_ KMP_ MKL_ OPENBLAS_ NVPL_",
-    "models and data": "HF_ TRANSFORMERS_ TOKENIZERS_ DATASETS_ SAFETENSORS_ MODELSCOPE_",
-    "inference engines": "VLLM_ SGLANG_ SGL_ FLASHINFER_ FLASH_ATTENTION_ LMCACHE_",
-    "experiment trackers": "WANDB_ MLFLOW_ SWANLAB_ TENSORBOARD_",
-    "Helmsman": "HELMSMAN_",
-}
-
-_EVERYWHERE = _by_name(
-    {
-        # Read when an interpreter starts, so they reach what an engine launches.
-        "Python's switches": "PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONWARNINGS PYTHONDONTWRITEBYTECODE PYTHONHASHSEED",
-        "switches of torch_npu": "TASK_QUEUE_ENABLE INF_NAN_MODE_ENABLE COMBINED_ENABLE MULTI_STREAM_MEMORY_REUSE "
-        "CPU_AFFINITY_CONF",
-    }
+_RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
+    (
+        "nowhere",
+        {
+            "a device mask of the driver; each worker has its own": f"{_MASKS} *_VISIBLE_DEVICES ASCEND_DEVICE_ID DEVICE_ID "
+            "GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK ONEAPI_DEVICE_SELECTOR TPU_VISIBLE_CHIPS NEURON_RT_VISIBLE_CORES "
+            "HABANA_VISIBLE_MODULES",
+            "the driver's place in a process group; a worker is given its own": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
+            "NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT RANK_ID "
+            "RANK_SIZE RANK_TABLE_FILE VLLM_PORT VLLM_HOST_PORT VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE "
+            "VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT NCCL_COMM_ID",
+            "a thread count; it follows SchedulingSpec.cpu": " ".join(THREAD_VARIABLES),
+            "a mark of one worker": f"{TAG_VARIABLE} HELMSMAN_INSTANCE_DEVICES {PORTS_VARIABLE}",
+            "torchrun's own": "TORCHELASTIC_* PET_*",
+            "Ray's own; its workers have theirs from their raylet": "RAY_*",
+        },
+    ),
+    (
+        "this machine",
+        {
+            # What a program needs in order to run at all; another node has its own.
+            "the user's session": "PATH HOME USER LOGNAME SHELL LANG LANGUAGE LC_* TZ TERM HOSTNAME PWD",
+            "folders of this machine": "TMPDIR TEMP TMP XDG_CACHE_HOME XDG_CONFIG_HOME XDG_RUNTIME_DIR",
+            "where programs are here": "LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX",
+            "compilers of this machine": "CC CXX CPATH C_INCLUDE_PATH LIBRARY_PATH MAX_JOBS",
+            "where CUDA is here": "CUDA_HOME CUDA_PATH CUDA_CACHE_PATH CUDNN_HOME CUDA_MPS_PIPE_DIRECTORY "
+            "CUDA_MPS_LOG_DIRECTORY",
+            "where CANN is here": "ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH ASCEND_AICPU_PATH "
+            "ASCEND_CUSTOM_OPP_PATH",
+            # A proxy and its certificates belong to a network, and the driver's may not be that of the other nodes.
+            "the network of this machine": "http_proxy https_proxy ftp_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY "
+            "FTP_PROXY ALL_PROXY NO_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE",
+            # On another node they lead its process group astray.
+            "the address of this machine": "HCCL_IF_IP VLLM_HOST_IP SGLANG_HOST_IP SGL_HOST_IP HOST_IP NCCL_HOSTID",
+        },
+    ),
+    (
+        "everywhere",
+        {
+            # Read when an interpreter starts, so they reach what an engine launches.
+            "Python's switches": "PYTHONUNBUFFERED PYTHONFAULTHANDLER PYTHONWARNINGS PYTHONDONTWRITEBYTECODE PYTHONHASHSEED",
+            "switches of torch_npu": "TASK_QUEUE_ENABLE INF_NAN_MODE_ENABLE COMBINED_ENABLE MULTI_STREAM_MEMORY_REUSE "
+            "CPU_AFFINITY_CONF",
+            "communication": "NCCL_* HCCL_* GLOO_* UCX_* NVSHMEM_* TENSORPIPE_*",
+            "torch and its compilers": "TORCH_* PYTORCH_* TORCHINDUCTOR_* TORCHDYNAMO_* TRITON_* NVTE_*",
+            "CUDA and its libraries": "CUDA_* CUBLAS_* CUDNN_*",
+            "CANN and torch_npu": "ASCEND_* ACL_* ATB_*",
+            "how libraries compute": "OMP_* KMP_* MKL_* OPENBLAS_* NVPL_*",
+            "models and data": "HF_* TRANSFORMERS_* TOKENIZERS_* DATASETS_* SAFETENSORS_* MODELSCOPE_*",
+            "inference engines": "VLLM_* SGLANG_* SGL_* FLASHINFER_* FLASH_ATTENTION_* LMCACHE_*",
+            "experiment trackers": "WANDB_* MLFLOW_* SWANLAB_* TENSORBOARD_*",
+            "Helmsman": "HELMSMAN_*",
+        },
+    ),
 )
-
-_THIS_MACHINE = _by_name(
-    {
-        # What a program needs in order to run at all; another node has its own.
-        "the user's session": "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TERM HOSTNAME PWD",
-        "folders of this machine": "TMPDIR TEMP TMP XDG_CACHE_HOME XDG_CONFIG_HOME XDG_RUNTIME_DIR",
-        "where programs are here": "LD_LIBRARY_PATH LD_PRELOAD PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX",
-        "compilers of this machine": "CC CXX CPATH C_INCLUDE_PATH LIBRARY_PATH MAX_JOBS",
-        "where CUDA is here": "CUDA_HOME CUDA_PATH CUDA_CACHE_PATH CUDNN_HOME CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY",
-        "where CANN is here": "ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME ASCEND_OPP_PATH ASCEND_AICPU_PATH ASCEND_CUSTOM_OPP_PATH",
-        # A proxy and its certificates belong to a network, and the driver's may not be that of the other nodes.
-        "the network of this machine": "http_proxy https_proxy ftp_proxy all_proxy no_proxy HTTP_PROXY HTTPS_PROXY FTP_PROXY "
-        "ALL_PROXY NO_PROXY SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE",
-        # On another node they lead its process group astray.
-        "the address of this machine": "HCCL_IF_IP VLLM_HOST_IP SGLANG_HOST_IP SGL_HOST_IP HOST_IP NCCL_HOSTID",
-    }
-)
-
-_THIS_MACHINE_PREFIXES = {"LC_": "the user's session"}
-
-_MASK_RULE = "a device mask of the driver; each worker has its own"
-
-_NOWHERE = _by_name(
-    {
-        _MASK_RULE: " ".join(info.visibility_env_var for info in PLATFORMS.values())
-        + " ASCEND_DEVICE_ID DEVICE_ID GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK ONEAPI_DEVICE_SELECTOR TPU_VISIBLE_CHIPS "
-        "NEURON_RT_VISIBLE_CORES HABANA_VISIBLE_MODULES",
-        "the driver's place in a process group; a worker is given its own": "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
-        "NODE_RANK GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT RANK_ID RANK_SIZE "
-        "RANK_TABLE_FILE VLLM_PORT VLLM_HOST_PORT VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP "
-        "VLLM_DP_MASTER_PORT NCCL_COMM_ID",
-        "a thread count; it follows SchedulingSpec.cpu": " ".join(THREAD_VARIABLES),
-        "a mark of one worker": f"{TAG_VARIABLE} HELMSMAN_INSTANCE_DEVICES {PORTS_VARIABLE}",
-    }
-)
-
-_NOWHERE_PREFIXES = {
-    "TORCHELASTIC_": "torchrun's own",
-    "PET_": "torchrun's own",
-    "RAY_": "Ray's own; its workers have theirs from their raylet",
-}
+"""Shell patterns of names by reach and rule; the first that matches decides."""
 
 
 class Forwarding(NamedTuple):
@@ -120,28 +113,17 @@ class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def forwarding_of(name: str) -> Forwarding:
-    """What becomes of the driver's variable ``name``."""
-    if rule := _NOWHERE.get(name, "") or _of_prefix(name, _NOWHERE_PREFIXES):
-        return Forwarding("nowhere", rule)
-    if name.endswith("_VISIBLE_DEVICES"):
-        return Forwarding("nowhere", _MASK_RULE)
-    if rule := _THIS_MACHINE.get(name, "") or _of_prefix(name, _THIS_MACHINE_PREFIXES):
-        return Forwarding("this machine", rule)
-    if rule := _EVERYWHERE.get(name, ""):
-        return Forwarding("everywhere", rule)
-    for purpose, prefixes in _EVERYWHERE_PREFIXES.items():
-        for prefix in prefixes.split():
-            if name.startswith(prefix):
-                return Forwarding("everywhere", f"{purpose} ({prefix}*)")
+    """How far the driver's variable ``name`` goes."""
+    for reach, rules in _RULES:
+        for rule, patterns in rules.items():
+            for pattern in patterns.split():
+                if fnmatch.fnmatchcase(name, pattern):
+                    return Forwarding(reach, f"{rule} ({pattern})" if "*" in pattern else rule)
     return Forwarding("nowhere", "on no list; SchedulingSpec.env_vars sends it")
 
 
-def _of_prefix(name: str, rules: Mapping[str, str]) -> str:
-    return next((rule for prefix, rule in rules.items() if name.startswith(prefix)), "")
-
-
 def forwarding_report(environ: Mapping[str, str]) -> list[ForwardedVariable]:
-    """What becomes of each variable of a shell, sorted by name, secrets masked."""
+    """The reach of each variable of a shell, sorted by name, secrets masked."""
     return [
         ForwardedVariable(name=name, value=masked(name, value), reach=way.reach, rule=way.rule)
         for name, value in sorted(environ.items())

@@ -16,7 +16,7 @@ from helmsman.api.errors import LauncherError
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """One thing that somebody says."""
+    """A value and its source."""
 
     value: int | str
     said_by: str
@@ -24,7 +24,7 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """What one source says; None where it says nothing."""
+    """The facts of one source; None where it has none."""
 
     launcher: str
     rank: Fact | None = None
@@ -40,7 +40,7 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """This node's place in the run."""
 
     launcher: str
-    """Who says so; 'this machine alone' when nobody does."""
+    """The source; 'this machine alone' when there is none."""
     rank: int
     """From 0, which is the head."""
     count: int
@@ -49,7 +49,7 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     attach_to: str = ""
     """Address of a Ray cluster that is there already; nothing is started then."""
     said_by: Mapping[str, str] = {}
-    """Field -> who said so."""
+    """Field -> source."""
 
 
 ALONE = "this machine alone"
@@ -122,36 +122,32 @@ def _complete(launcher: str, facts: Mapping[str, Fact | None]) -> NodeIdentity:
     said_by = {field: fact.said_by for field, fact in facts.items() if fact is not None}
     if rank is None and count is not None and count.value == 1:
         rank = Fact(0, "the only node")
-    missing = [
-        f"{what} ({flag})"
-        for what, flag, fact in (("this node's rank", "--node-rank", rank), ("the number of nodes", "--num-nodes", count))
-        if fact is None
-    ]
-    if rank is not None and count is not None and int(count.value) > 1 and head is None and int(rank.value) > 0:
+    missing = [] if rank else ["this node's rank (--node-rank)"]
+    missing += [] if count else ["the number of nodes (--num-nodes)"]
+    if rank and count and int(count.value) > 1 and head is None and int(rank.value) > 0:
         missing.append("the head's address (--head)")
-    if missing or rank is None or count is None:
-        raise _incomplete(launcher, missing, sorted(said_by.values()))
-    number, total = int(rank.value), int(count.value)
-    if not 0 <= number < total:
-        wanted = f"a rank below the number of nodes: {rank.said_by} of {count.said_by}"
-        raise _incomplete(launcher, [wanted], sorted(said_by.values()))
-    return NodeIdentity(
-        launcher=launcher, rank=number, count=total, head="" if head is None else str(head.value), said_by=said_by
-    )
+    if rank and count and not missing:
+        if not 0 <= int(rank.value) < int(count.value):
+            missing.append(f"a rank below the number of nodes: {rank.said_by} of {count.said_by}")
+        else:
+            name = str(head.value) if head else ""
+            return NodeIdentity(launcher=launcher, rank=int(rank.value), count=int(count.value), head=name, said_by=said_by)
+    raise _incomplete(launcher, missing, sorted(said_by.values()))
 
 
 def _agreed(field: str, flags: Said, found: list[Said]) -> Fact | None:
-    """What is said of a field; a flag overrides all launchers, which must agree among themselves."""
+    """The value of a field; a flag overrides all launchers, which must agree among themselves."""
     fact: Fact | None = getattr(flags, field)
     if fact is not None:
         return fact
     said = [(each.launcher, fact) for each in found if (fact := getattr(each, field)) is not None]
     if len({fact.value for _, fact in said}) > 1:
-        raise _conflict(
-            {"rank": "node rank", "count": "number of nodes", "head": "head"}[field],
-            [f"{launcher}: {fact.said_by}" for launcher, fact in said],
-            {"rank": "--node-rank", "count": "--num-nodes", "head": "--head"}[field],
-        )
+        name, flag = {
+            "rank": ("node rank", "--node-rank"),
+            "count": ("number of nodes", "--num-nodes"),
+            "head": ("head", "--head"),
+        }[field]
+        raise _conflict(name, [f"{launcher}: {fact.said_by}" for launcher, fact in said], flag)
     return said[0][1] if said else None
 
 
@@ -194,9 +190,11 @@ def _number(environ: Mapping[str, str], name: str) -> Fact | None:
     return Fact(int(text), f"{name}={text}")
 
 
-def _text(environ: Mapping[str, str], name: str) -> Fact | None:
-    text = environ.get(name, "").strip()
-    return Fact(text, f"{name}={text}") if text else None
+def _first_word(environ: Mapping[str, str], name: str) -> Fact | None:
+    words = environ.get(name, "").split()
+    if not words:
+        return None
+    return Fact(words[0], f"{name}={words[0]}" if len(words) == 1 else f"first of {name}: {words[0]}")
 
 
 class _Variables(msgspec.Struct, frozen=True):
@@ -221,7 +219,7 @@ class _Variables(msgspec.Struct, frozen=True):
             launcher=self.launcher,
             rank=_number(environ, self.rank),
             count=_number(environ, self.count),
-            head=_text(environ, self.head),
+            head=_first_word(environ, self.head),
             processes_per_node=_number(environ, self.processes_per_node),
             counts_processes=self.counts_processes,
         )
@@ -238,15 +236,6 @@ def _slurm(environ: Mapping[str, str]) -> Said | None:
     first = re.match(r"\d+", per_node)
     tasks = Fact(int(first.group()), f"SLURM_STEP_TASKS_PER_NODE={per_node}") if first else None
     return Said(launcher="Slurm", rank=_number(environ, "SLURM_NODEID"), count=count, head=head, processes_per_node=tasks)
-
-
-def _skypilot(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "SKYPILOT_NODE_RANK")
-    if rank is None:
-        return None
-    addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
-    head = Fact(addresses[0], f"first of SKYPILOT_NODE_IPS: {addresses[0]}") if addresses else None
-    return Said(launcher="SkyPilot", rank=rank, count=_number(environ, "SKYPILOT_NUM_NODES"), head=head)
 
 
 def _volcano(environ: Mapping[str, str]) -> Said | None:
@@ -274,7 +263,7 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
         marker="PET_NNODES",
         unless="GROUP_RANK",
     ).read,
-    _skypilot,
+    _Variables("SkyPilot", rank="SKYPILOT_NODE_RANK", count="SKYPILOT_NUM_NODES", head="SKYPILOT_NODE_IPS").read,
     _volcano,
     _Variables("dstack", rank="DSTACK_NODE_RANK", count="DSTACK_NODES_NUM", head="DSTACK_MASTER_NODE_IP").read,
     _Variables(

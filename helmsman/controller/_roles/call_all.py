@@ -48,9 +48,6 @@ _COMMUNICATION_TEXT = re.compile(
 _ON_ANOTHER_RANK = "failed on another rank, so this one did not go on"
 """Message of ranks that have agreed on the failure of one of them (`failing_together` in engines/_models/distributed.py)."""
 
-_observed: set[asyncio.Future[Any]] = set()
-"""Tasks nobody awaits any more; the event loop itself holds tasks only weakly."""
-
 
 async def call_all(
     scheduler: Scheduler,
@@ -181,17 +178,8 @@ def is_communication_error(error: EngineCallError) -> bool:
     )
 
 
-def observe(task: asyncio.Future[Any], what: str) -> None:
-    """Let ``task`` run on unawaited: it is kept alive, and how it ends is logged."""
-
-    def report(ended: asyncio.Future[Any]) -> None:
-        _observed.discard(ended)
-        if ended.cancelled():
-            logger.info("%s: no longer awaited", what)
-        elif (error := ended.exception()) is not None:
-            logger.warning("%s: ended with %s: %s", what, type(error).__name__, error)
-        else:
-            logger.info("%s: ended", what)
-
-    _observed.add(task)
-    task.add_done_callback(report)
+def observe(awaitable: Awaitable[Any], what: str) -> None:
+    """Let an operation run on unawaited: it is kept alive, and how it ends is logged."""
+    work = Fanout()
+    work.expect_awaitable(what, awaitable)
+    work.observe(what, what, None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from helmsman.api.closing import Closing
-from helmsman.api.errors import HelmsmanError, NotFoundError, SchedulerClosedError
+from helmsman.api.errors import HelmsmanError, InvalidSpecError, NotFoundError, SchedulerClosedError
 from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
@@ -16,6 +17,19 @@ from helmsman.controller._validation.argument_names import require_engine_argume
 from helmsman.controller._validation.argument_types import refusal
 
 logger = logging.getLogger(__name__)
+
+
+class Turn(Protocol):
+    """Whose devices these are now."""
+
+    def require(self, role: str, method: str) -> None:
+        """Raise DevicesNotOwnedError unless it is this role's turn."""
+
+    async def explain(self, error: BaseException) -> None:
+        """Raise DeviceMemoryError from an error that comes from devices without room."""
+
+    def make_room(self) -> None:
+        """Have the devices free for a trainer that is built anew."""
 
 
 class RoleController(Closing):
@@ -175,3 +189,34 @@ class RoleController(Closing):
 
     async def _call_workers(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
         return await call_all(self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout)
+
+
+def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str, str]]:
+    """The rendezvous variables of torch for each worker, by worker id.
+
+    The master is rank 0's own node and the first port leased to it; local ranks count the workers of one address.
+
+    Raises: InvalidSpecError when rank 0 has no leased port.
+    """
+    master = workers[0]
+    if not master.engine_ports:
+        raise InvalidSpecError(
+            role=role,
+            field="port_count",
+            value=0,
+            expected=f"at least 1 for {master.id}, where the process group meets (with colocation, in the target's spec)",
+        )
+    per_node = Counter(worker.ip for worker in workers)
+    seen: Counter[str] = Counter()
+    environment = {}
+    for rank, worker in enumerate(workers):
+        environment[worker.id] = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(workers)),
+            "LOCAL_RANK": str(seen[worker.ip]),
+            "LOCAL_WORLD_SIZE": str(per_node[worker.ip]),
+            "MASTER_ADDR": master.ip,
+            "MASTER_PORT": master.engine_ports[0],
+        }
+        seen[worker.ip] += 1
+    return environment

@@ -18,8 +18,7 @@ from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from helmsman.controller._roles.call_all import DEFAULT_GRACE_S, gather_all, group_error
-from helmsman.controller._roles.handoff_protocol import Turn
-from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._roles.role_controller import RoleController, Turn
 
 
 class Instances(RoleController):

@@ -21,7 +21,7 @@ from helmsman.controller._generation.routing import RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.streaming import OnError
 from helmsman.controller._roles.blocking import blocking
-from helmsman.controller._roles.handoff_protocol import Turn
+from helmsman.controller._roles.role_controller import Turn
 from helmsman.controller._rollout.instance_pool import InstancePool
 from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.request_api import RolloutRequests

@@ -285,7 +285,7 @@ class RolloutWeights:
 
         for worker_id, instance in requests.instances.items():
             if instance.health is Health.STALE:
-                observe(asyncio.create_task(take_back(worker_id)), f"{worker_id}: taking back what it has")
+                observe(take_back(worker_id), f"{worker_id}: taking back what it has")
 
     # --- one that was rebuilt ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helmsman.api.platforms import forbid_in_this_process
+from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
@@ -89,7 +89,7 @@ class Backend(abc.ABC):
 
     def guard_platform(self) -> contextlib.ExitStack:
         """Limits on the use of accelerators in the script's process, in force until the scheduler closes."""
-        return forbid_in_this_process("this process drives workers through a scheduler")
+        return current_platform.forbid("this process drives workers through a scheduler")
 
     def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:  # noqa: B027 - any, by default
         """Raise InvalidSpecError if a worker cannot be given these variables."""

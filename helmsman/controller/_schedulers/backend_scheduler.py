@@ -31,7 +31,6 @@ from helmsman.api.scheduler import (
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller._node.cleanup import remove_old_logs
 from helmsman.controller._node.run_registry import RunLock
-from helmsman.controller._placement.resources import ACCELERATORS
 from helmsman.controller._placement.snapshot import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService
@@ -117,11 +116,6 @@ class BackendScheduler(Scheduler):
                 self._record.release()
 
     # --- the cluster ------------------------------------------------------------------------------------------------
-
-    @property
-    def n_gpus_per_node(self) -> int:
-        nodes = self._backend.allocator.snapshot().nodes
-        return int(max((node.total.get(name, 0.0) for node in nodes for name in ACCELERATORS), default=0.0))
 
     @property
     def shares_process(self) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import HandleLostError, InvalidSpecError
-from helmsman.api.platforms import allow_in_this_process
+from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import ResultHandle, Timeouts
 from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
@@ -82,7 +82,7 @@ class InlineBackend(Backend):
         return clients
 
     def guard_platform(self) -> contextlib.ExitStack:
-        return allow_in_this_process()
+        return current_platform.allow()
 
     def require_environment(self, worker_id: str, env: Mapping[str, str]) -> None:
         for name, value in env.items():

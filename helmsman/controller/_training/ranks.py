@@ -9,8 +9,7 @@ from helmsman.api.engines import LossFn, Sample, SampleShare
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.scheduler import Call, Scheduler, Worker
 from helmsman.controller._roles.call_all import call_all
-from helmsman.controller._roles.handoff_protocol import Turn
-from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._roles.role_controller import RoleController, Turn
 from helmsman.controller._training.batch_split import split_samples
 from helmsman.controller._validation.argument_names import require_loss_settings
 

@@ -23,9 +23,7 @@ from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error
-from helmsman.controller._roles.handoff_protocol import Turn
-from helmsman.controller._roles.rank_environment import rank_environment
-from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._roles.role_controller import RoleController, Turn, rank_environment
 from helmsman.controller._training.ranks import Ranks
 from helmsman.controller._training.weights import TrainWeights
 from helmsman.controller._validation.argument_types import checked

@@ -32,13 +32,7 @@ _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 def require_engine_arguments(role: str, engine: str | type[Any], arguments: Mapping[str, Any]) -> None:
     """Refuse named arguments that the constructor of an engine does not take.
 
-    Args:
-        role: Name of the role, for the message.
-        engine: A class, or its import path.
-        arguments: Those that are given by name.
-
-    Raises:
-        InvalidSpecError: One of them is known not to exist.
+    Raises: InvalidSpecError for one that is known not to exist.
     """
     known = _engine_arguments(engine) if arguments else None
     for name, value in arguments.items():
@@ -104,40 +98,23 @@ def _signature_names(function: Any) -> list[str] | None:
 
 
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
-    """Arguments of a class whose constructor names them, or makes a struct of them (``convert(fields, Config)``,
-    ``Config(**fields)``); None for other classes."""
+    """Arguments of a class whose constructor names them, or is ``(self, config: Config | None = None, **fields)`` and so takes
+    the fields of that struct; None for other classes."""
     function = next((each for each in definition.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
     if function is None or definition.keywords or definition.decorator_list or function.decorator_list:
         return None
     named = _parameters(function)[1:]
     if function.args.kwarg is None:
         return named
-    config = _made_of(function, function.args.kwarg.arg)
-    found = _definition(module, config) if config else None
+    annotation = function.args.args[-1].annotation if named == ["config"] else None
+    config, optional, _ = ast.unparse(annotation).partition(" | None") if annotation is not None else ("", "", "")
+    found = _definition(module, config) if optional else None
     if found is None or not isinstance(found[1], ast.ClassDef):
         return None
+    is_struct = [ast.unparse(base).rpartition(".")[2] for base in found[1].bases] == ["Struct"]
+    is_struct = is_struct and all(keyword.arg not in (None, "rename") for keyword in found[1].keywords)
     fields = [each.target.id for each in found[1].body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
-    return [*fields, *named] if _has_own_fields_only(found[1]) else None
-
-
-def _has_own_fields_only(definition: ast.ClassDef) -> bool:
-    is_struct = len(definition.bases) == 1 and ast.unparse(definition.bases[0]).rpartition(".")[2] == "Struct"
-    return is_struct and all(keyword.arg not in (None, "rename") for keyword in definition.keywords)
-
-
-def _made_of(function: ast.FunctionDef, name: str) -> str:
-    """The class that a function makes of its further named arguments; '' where it does something else, or more, with them."""
-    made: list[str] = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute | ast.Subscript) and ast.unparse(node.value) == name:  # it may take one out
-            return ""
-        if not isinstance(node, ast.Call):
-            continue
-        if ast.unparse(node.func) == "msgspec.convert" and len(node.args) == 2 and ast.unparse(node.args[0]) == name:
-            made.append(node.args[1].id if isinstance(node.args[1], ast.Name) else "")
-        if any(each.arg is None and ast.unparse(each.value) == name for each in node.keywords):
-            made.append(node.func.id if isinstance(node.func, ast.Name) else "")
-    return made[0] if len(made) == 1 else ""
+    return [*fields, *named] if is_struct else None
 
 
 def _parameters(function: ast.FunctionDef) -> list[str]:

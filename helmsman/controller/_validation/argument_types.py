@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import reprlib
@@ -48,17 +49,7 @@ def checked(function: F) -> F:
 
 
 def refusal(method: str, argument: str, value: object, expected: str, hint: str = "") -> TypeError:
-    """The error of an argument of the wrong type.
-
-    Args:
-        method: name of the method that was called.
-        argument: name of the argument.
-        value: what it was given.
-        expected: its annotation.
-        hint: a further sentence, without its full stop.
-
-    Returns: a TypeError with these facts in its message.
-    """
+    """The error of an argument of the wrong type; ``hint`` is a further sentence without its full stop."""
     observed = f"{reprlib.repr(value)} (of type {type(value).__qualname__})"
     step = f" {hint}." if hint else ""
     return TypeError(f"{method}: the argument {argument} is {observed}, expected {expected}. Nothing was sent.{step}")
@@ -83,46 +74,32 @@ def require_seconds(method: str, timeout: object) -> None:
         raise ValueError(f"{method}: timeout=nan is not a number of seconds; leave it out for Timeouts.call_s")
 
 
-class _Argument:
-    """The check of one argument."""
-
-    def __init__(self, name: str, annotation: str, names: Mapping[str, Any]) -> None:
-        self.name = name
-        self.annotation = annotation
-        self.test = _test_of(eval(annotation, {}, names))
-
-    def check(self, function: str, value: Any) -> None:
-        if self.test is None:
-            return
-        if not self.test(value):
-            raise refusal(function, self.name, value, self.annotation, _hint(function, self.name, value))
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{function}: the argument {self.name} is nan, expected a number")
-
-
 class _Signature:
     """The checks of one function's arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function.__name__
         names = _Names(inspect.unwrap(function).__globals__)
-        self._positional: list[_Argument | None] = []
-        self._by_name: dict[str, _Argument] = {}
+        self._positional: list[str] = []
+        self._tests: dict[str, tuple[str, Test]] = {}
+        """By the name of the argument: its annotation, and the test of that."""
         for name, parameter in inspect.signature(function).parameters.items():
-            is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            argument = None
-            if is_one and parameter.annotation is not parameter.empty:
-                argument = self._by_name[name] = _Argument(name, parameter.annotation, names)
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                self._positional.append(argument)
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                self._positional.append(name)
+            annotation = parameter.annotation
+            if annotation is not parameter.empty and (test := _test_of(eval(annotation, {}, names))) is not None:
+                self._tests[name] = annotation, test
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for argument, value in zip(self._positional, args, strict=False):  # too few or too many are Python's own error
-            if argument is not None:
-                argument.check(self._function, value)
-        for name, value in kwargs.items():
-            if (named := self._by_name.get(name)) is not None:
-                named.check(self._function, value)
+        by_position = zip(self._positional, args, strict=False)  # too few or too many are Python's own error
+        for name, value in itertools.chain(by_position, kwargs.items()):
+            annotation, test = self._tests.get(name, ("", None))
+            if test is not None and not test(value):
+                raise refusal(self._function, name, value, annotation, _hint(self._function, name, value))
+            if test is not None and isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"{self._function}: the argument {name} is nan, expected a number")
 
 
 class _Names(dict[str, Any]):

@@ -8,13 +8,11 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
 from helmsman.api.errors import (
     DispatchError,
-    InvalidSpecError,
     WorkerFailedError,
 )
 from helmsman.api.scheduler import (
@@ -25,21 +23,21 @@ from helmsman.api.scheduler import (
     WorkerStatus,
 )
 from helmsman.api.topology import RankInfo
-from helmsman.api.worker_group import GroupFuture, Options, RegisteredMethod, WorkerGroup
+from helmsman.api.worker_group import ClusterConfig, GroupFuture, Options, RegisteredMethod, WorkerGroup
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync, submit
-from helmsman.controller._roles.rank_environment import rank_environment
-from helmsman.controller._roles.role_controller import RoleController
+from helmsman.controller._roles.role_controller import RoleController, rank_environment
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
-from helmsman.controller._worker_groups.call_order import CallOrder
+from helmsman.controller._worker_groups.call_order import CallOrder, compare_coordinates
 from helmsman.controller._worker_groups.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.packed_arguments import PackedArguments
 from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
-from helmsman.controller._worker_groups.topology_check import compare_coordinates
 
 W_co = TypeVar("W_co", covariant=True)
+Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
+"""The name of a method, or a declared one."""
 
 _EXACTLY = {"broadcast": False}
 """Each rank is given what its coordinates say; nothing is passed on between workers."""
@@ -55,6 +53,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
         class ActorCluster(Cluster[Actor]):
             log_probs = Actor.log_probs
+
+    Before the first call that is cut along an axis, workers that have a method ``get_rank_info()`` are asked once for their own
+    coordinates, a RankInfo or a mapping of some of its fields; TopologyMismatchError names those that differ.
 
     Undeclared ones are called by name: ``execute_all_sync("log_probs", Shard(batch), 0.7)``. There, too, nothing is cut that is
     not marked as a Shard.
@@ -95,13 +96,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self.name = name
         self.resource_manager = resource_manager
         self.worker_config = worker_config
-        if worker_config.max_concurrency is not None and worker_config.max_concurrency < 1:
-            raise InvalidSpecError(
-                role=name,
-                field="max_concurrency",
-                value=worker_config.max_concurrency,
-                expected="1 or more, or None for no limit",
-            )
         engine = plain_class(worker_cls)
         require_engine_arguments(name, engine, kwargs or {})
         world_size = world_size_of(name, worker_config)
@@ -181,21 +175,17 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     # --- calls by name ----------------------------------------------------------------------------------------------
 
-    def execute_rank_zero_sync(
-        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> Any:
+    def execute_rank_zero_sync(self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call a method on rank 0 alone and return what it returns. Raises: its error."""
         return self.execute_rank_zero_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_rank_zero_async(
-        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> GroupFuture[Any]:
         """As execute_rank_zero_sync, without waiting."""
         return self._execute(method, [0], args, kwargs, timeout, lambda results: results[0])
 
-    def execute_all_sync(
-        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> list[Any]:
+    def execute_all_sync(self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks and return what each returns, in rank order.
 
         Args:
@@ -207,7 +197,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         return self.execute_all_async(method, *args, timeout=timeout, **kwargs).awaited()
 
     def execute_all_async(
-        self, method: str | RegisteredMethod[Any, ..., Any, Any], *args: Any, timeout: float | None = None, **kwargs: Any
+        self, method: Method, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> GroupFuture[list[Any]]:
         """As execute_all_sync, without waiting."""
         return self._execute(method, range(self.world_size), args, kwargs, timeout, list)
@@ -216,7 +206,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
     def execute_on(
         self,
         ranks: Sequence[int],
-        method: str | RegisteredMethod[Any, ..., Any, Any],
+        method: Method,
         *args: Any,
         timeout: float | None = None,
         **kwargs: Any,
@@ -230,7 +220,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
     def _execute(
         self,
-        method: str | RegisteredMethod[Any, ..., Any, Any],
+        method: Method,
         ranks: Sequence[int],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -279,38 +269,22 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         """
         require_seconds(f"{self.name}.{method}", options.timeout)
         deadline = time.monotonic() + (self.scheduler.timeouts.call_s if options.timeout is None else options.timeout)
-        packed = PackedArguments.pack(self.scheduler, f"{self.name}.{method}", dispatched)
+        packed = PackedArguments(self.scheduler, f"{self.name}.{method}", dispatched)
         wanted = set(answering)
         ids = {rank: f"{self.name}/{rank}" for rank in dispatched.ranks}
         answers, rest = {**_EXACTLY, "keep": options.keep}, {**_EXACTLY, "discard": True}
         calls = {worker_id: packed.call_of(rank, answers if rank in wanted else rest) for rank, worker_id in ids.items()}
 
         async def run() -> list[Any]:
-            async with packed:
+            try:
                 limit_s = await self._order.enter(method, options.timeout, deadline, is_cut=is_cut)
                 async with self._order.slot(limit_s, deadline) as left_s:
                     results = dict(zip(ids, await self._call_workers(method, calls, left_s), strict=True))
+            finally:
+                packed.release()
             return [results[rank] for rank in answering]
 
         return submit(run())
-
-    # --- topology ---------------------------------------------------------------------------------------------------
-
-    @checked
-    def verify_topology(self, timeout: float | None = None) -> None:
-        """Compare the coordinates that were computed here with what the workers themselves say, once.
-
-        A worker tells by a method ``get_rank_info()``, which returns a RankInfo or a mapping of some of its fields; workers
-        without one, and those that return None, have nothing to say. The first call that is cut along an axis does this by
-        itself, within its own limit; a failure comes out of its future, and calls made after it wait their turn.
-
-        Args:
-            timeout: seconds; the scheduler's ``timeouts.call_s`` when None.
-        Raises: TopologyMismatchError; GroupCallError where workers do not answer.
-        """
-        if not self._order.is_checked:
-            deadline = time.monotonic() + (self.scheduler.timeouts.call_s if timeout is None else timeout)
-            run_sync(self._order.enter("verify_topology", timeout, deadline, is_cut=True))
 
     def _after_death(self) -> str:
         return "Cluster.restart(rank) gives a rank a new process and a new instance of the class."
@@ -336,9 +310,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         scheduler = self.scheduler
 
         async def rebuild(workers: Sequence[Worker]) -> None:
-            await scheduler.create_engine(
-                workers[rank].id, self._engine_of(rank, workers), self.engine_name, *self._engine_args
-            )
+            await self._make_ready(workers, [rank])
             if rank == 0 and not scheduler.shares_process:
                 for worker_id, environment in rank_environment(self.role, workers).items():
                     with contextlib.suppress(WorkerFailedError):  # a dead one is told when it is restarted

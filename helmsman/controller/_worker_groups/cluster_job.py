@@ -6,37 +6,31 @@ from typing import Any
 
 import msgspec
 
-from helmsman.api.cluster_config import ClusterConfig
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
-from helmsman.controller._worker_groups.device_mapping import parse_device_mapping
-from helmsman.controller._worker_groups.resource_manager import Allocation, ResourceManager
+from helmsman.api.worker_group import ClusterConfig
+from helmsman.controller._worker_groups.resource_manager import Allocation, ResourceManager, parse_device_mapping
 
 
 def world_size_of(name: str, config: ClusterConfig) -> int:
     """Number of workers. Raises: InvalidSpecError."""
+
+    def refuse(field: str, expected: str) -> InvalidSpecError:
+        return InvalidSpecError(role=name, field=field, value=getattr(config, field), expected=expected)
+
+    if config.max_concurrency is not None and config.max_concurrency < 1:
+        raise refuse("max_concurrency", "1 or more, or None for no limit")
     if config.device_mapping is None:
         if config.world_size is None:
-            raise InvalidSpecError(
-                role=name, field="world_size", value=None, expected="a number of workers, or a device_mapping that gives it"
-            )
+            raise refuse("world_size", "a number of workers, or a device_mapping that gives it")
         return config.world_size
     devices = len(parse_device_mapping(config.device_mapping, name))
     size, rest = divmod(devices, max(1, config.num_gpus_per_worker))
     if config.num_gpus_per_worker < 1 or rest:
-        raise InvalidSpecError(
-            role=name,
-            field="num_gpus_per_worker",
-            value=config.num_gpus_per_worker,
-            expected=f"a divisor of the {devices} devices of device_mapping",
-        )
+        raise refuse("num_gpus_per_worker", f"a divisor of the {devices} devices of device_mapping")
     if config.world_size not in (None, size):
-        raise InvalidSpecError(
-            role=name,
-            field="world_size",
-            value=config.world_size,
-            expected=f"{size}, which {devices} devices with {config.num_gpus_per_worker} for each worker give, or None",
-        )
+        each = config.num_gpus_per_worker
+        raise refuse("world_size", f"{size}, which {devices} devices with {each} for each worker give, or None")
     return size
 
 

@@ -73,29 +73,37 @@ def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: 
     Raises: TypeError for arguments that the method does not take; DispatchError, UnevenBatchError.
     """
     bound = _bind(spec, args, kwargs)
-    for what, value in (
-        *((f"argument {index}", each) for index, each in enumerate(args)),
-        *((f"argument {name!r}", each) for name, each in kwargs.items()),
-    ):
+    world = range(topology.world_size)
+
+    def unmarked(what: str, value: Any) -> Argument:
         if isinstance(value, (Shard, Replicate)):
             raise DispatchError(
                 method=spec.full_name,
                 reason=f"{what} is a {type(value).__name__}, and what becomes of its arguments is declared: {spec.mode_shown}",
                 step="Give the value itself, or call execute_all_sync, where no declaration counts",
             )
-    if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
-        return _replicated(topology, args, kwargs, [0])
-    everyone = range(topology.world_size)
-    if (sharding := spec.sharding) is not None:
-        return _cut(topology, spec, sharding, bound)
+        return _same_for_all(topology, value)
+
+    def entry_for_each_rank(what: str, value: Any) -> Argument:
+        if not isinstance(value, (list, tuple)) or len(value) != len(world):
+            found = f"{len(value)} of them" if isinstance(value, (list, tuple)) else f"a {type(value).__qualname__}"
+            raise DispatchError(
+                method=spec.full_name,
+                reason=f"{what} of an ALL_TO_ALL call is a list or tuple with an entry for each of {len(world)} ranks; got "
+                f"{found}",
+                step="Give one entry for each rank, or declare another mode",
+            )
+        return Argument(value, world)
+
+    ranks = [0] if spec.execute_mode is Execute.RANK_ZERO else world
+    replicated = _each(unmarked, args, kwargs, ranks)
+    if spec.sharding is not None:
+        return _cut(topology, spec, spec.sharding, bound)
     if spec.dispatch_mode is Dispatch.ALL_TO_ALL:
-        per_rank = [_entry_for_each_rank(topology, spec, f"argument {index}", value) for index, value in enumerate(args)]
-        named = {name: _entry_for_each_rank(topology, spec, f"argument {name!r}", value) for name, value in kwargs.items()}
-        return Dispatched(per_rank, named, everyone)
+        return _each(entry_for_each_rank, args, kwargs, ranks)
     if isinstance(spec.dispatch_mode, CustomDispatch):
-        ranks = [0] if spec.execute_mode is Execute.RANK_ZERO else everyone
         return _custom(topology, spec, spec.dispatch_mode, args, kwargs, ranks)
-    return _replicated(topology, args, kwargs, everyone)
+    return replicated
 
 
 def dispatch_ad_hoc(
@@ -118,6 +126,12 @@ def dispatch_ad_hoc(
             return _shares(topology, method, what, value.sharding, value.value, value.remainder)[0]
         return _same_for_all(topology, value.value if isinstance(value, Replicate) else value)
 
+    return _each(one, args, kwargs, ranks)
+
+
+def _each(
+    one: Callable[[str, Any], Argument], args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]
+) -> Dispatched:
     return Dispatched(
         [one(f"argument {index}", value) for index, value in enumerate(args)],
         {name: one(f"argument {name!r}", value) for name, value in kwargs.items()},
@@ -232,28 +246,8 @@ def _bind(spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> i
         raise TypeError(f"{spec.full_name}{spec.signature}: {error}") from None
 
 
-def _replicated(topology: Topology, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]) -> Dispatched:
-    return Dispatched(
-        [_same_for_all(topology, value) for value in args],
-        {name: _same_for_all(topology, value) for name, value in kwargs.items()},
-        ranks,
-    )
-
-
 def _same_for_all(topology: Topology, value: Any) -> Argument:
     return Argument([value], [0] * topology.world_size)
-
-
-def _entry_for_each_rank(topology: Topology, spec: MethodSpec, what: str, value: Any) -> Argument:
-    world_size = topology.world_size
-    if not isinstance(value, (list, tuple)) or len(value) != world_size:
-        found = f"{len(value)} of them" if isinstance(value, (list, tuple)) else f"a {type(value).__qualname__}"
-        raise DispatchError(
-            method=spec.full_name,
-            reason=f"{what} of an ALL_TO_ALL call is a list or tuple with an entry for each of {world_size} ranks; got {found}",
-            step="Give one entry for each rank, or declare another mode",
-        )
-    return Argument(value, range(world_size))
 
 
 def _custom(
@@ -279,15 +273,10 @@ def _custom(
             f"for each of the {topology.world_size} ranks",
             step="Repair the function",
         )
-    everyone = range(topology.world_size)
-    return Dispatched(
-        [_by_identity(entry, everyone) for entry in made[0]],
-        {name: _by_identity(entry, everyone) for name, entry in made[1].items()},
-        ranks,
-    )
+    return _each(lambda _, entry: _by_identity(entry), made[0], made[1], ranks)
 
 
-def _by_identity(values: Sequence[Any], ranks: Sequence[int]) -> Argument:
+def _by_identity(values: Sequence[Any]) -> Argument:
     """The same object for several ranks is one part."""
     numbers: dict[int, int] = {}
     parts: list[Any] = []
@@ -296,7 +285,7 @@ def _by_identity(values: Sequence[Any], ranks: Sequence[int]) -> Argument:
         if id(value) not in numbers:
             numbers[id(value)] = len(parts)
             parts.append(value)
-    return Argument(parts, [numbers[id(held[rank])] for rank in ranks])
+    return Argument(parts, [numbers[id(value)] for value in held])
 
 
 def _shape(made: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import operator
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,12 +20,11 @@ from helmsman.api.errors import (
     RoleExistsError,
     SchedulerClosedError,
 )
-from helmsman.api.plan import Node, Reservation
+from helmsman.api.plan import Node, Reservation, aligned, ranges
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import forbid_blocking
 from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._validation.argument_types import checked
-from helmsman.controller._worker_groups.device_mapping import parse_device_mapping, show_devices
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,35 +217,23 @@ class ResourceManager(Closing):
         return allocation
 
     def _map(self, world_size: int, mapping: Sequence[int], holder: str) -> list[WorkerPlacement]:
+        def refuse(expected: str) -> InvalidSpecError:
+            return _wrong_mapping(holder, ranges(mapping), expected)
+
         if max(mapping) >= self.num_devices:
             has = f"0 to {self.num_devices - 1}" if self.num_devices else "none"
-            raise InvalidSpecError(
-                role=holder,
-                field="device_mapping",
-                value=show_devices(mapping),
-                expected=f"devices that this ResourceManager holds, which are {has} ({self.num_nodes} nodes x "
-                f"{self.num_gpus_per_node})",
-            )
+            held = f"{has} ({self.num_nodes} nodes x {self.num_gpus_per_node})"
+            raise refuse(f"devices that this ResourceManager holds, which are {held}")
         size, rest = divmod(len(mapping), world_size)
         if rest or not size:
-            raise InvalidSpecError(
-                role=holder,
-                field="device_mapping",
-                value=show_devices(mapping),
-                expected=f"a multiple of the {world_size} workers; it has {len(mapping)} devices",
-            )
+            raise refuse(f"a multiple of the {world_size} workers; it has {len(mapping)} devices")
         workers = []
         for rank in range(world_size):
             devices = tuple(self.devices[index] for index in mapping[rank * size : (rank + 1) * size])
             first = devices[0]
             if any(device.node_rank != first.node_rank for device in devices):
                 where = ", ".join(f"{device.index} on node {device.node_rank}" for device in devices)
-                raise InvalidSpecError(
-                    role=holder,
-                    field="device_mapping",
-                    value=show_devices(mapping),
-                    expected=f"devices of one node for each worker; rank {rank} would have {where}",
-                )
+                raise refuse(f"devices of one node for each worker; rank {rank} would have {where}")
             workers.append(
                 WorkerPlacement(rank=rank, node_rank=first.node_rank, node_id=first.node_id, node=first.node, devices=devices)
             )
@@ -291,7 +280,7 @@ class ResourceManager(Closing):
         for device in self.devices:
             held = ", ".join(f"{each.holder}/{each.rank} since {each.since:%H:%M:%S}" for each in self.holders(device.index))
             rows.append((str(device.index), f"{device.node_rank} ({device.node})", device.device_id, held or "-"))
-        return _columns(rows)
+        return aligned(rows)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -322,12 +311,7 @@ def _table(nodes: Sequence[Node]) -> str:
         name = f"{node.hostname} ({node.address})" if node.hostname and node.hostname != node.address else node.address
         devices = f"{node.num_devices} {node.accelerator}".strip()
         rows.append((name, devices, str(node.num_free_devices), f"{node.num_cpus:g}", f"{node.num_free_cpus:g}"))
-    return _columns(rows)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
@@ -342,3 +326,46 @@ def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
         options.append(f"set num_nodes to {fitting}")
     text = ", or ".join([*options, "add nodes"])
     return text[0].upper() + text[1:]
+
+
+# --- device mappings ----------------------------------------------------------------------------------------------------
+
+
+def parse_device_mapping(mapping: str | Sequence[int], role: str) -> list[int]:
+    """The devices that a mapping names, in its order, each once.
+
+    A text has numbers and ranges that include both ends, separated by commas: '0-7,16'.
+
+    Raises: InvalidSpecError.
+    """
+    if isinstance(mapping, str):
+        devices = [device for part in mapping.split(",") for device in _devices_of(part, mapping, role)]
+    else:
+        try:
+            devices = [operator.index(device) for device in mapping]
+        except TypeError:
+            raise _wrong_mapping(role, mapping, "whole numbers, or a text such as '0-7,16'") from None
+    if not devices:
+        raise _wrong_mapping(role, mapping, "one device at least, or None for no devices")
+    if min(devices) < 0:
+        raise _wrong_mapping(role, mapping, "devices from 0 on")
+    if len(set(devices)) < len(devices):
+        twice = sorted({device for device in devices if devices.count(device) > 1})
+        raise _wrong_mapping(role, mapping, f"each device once; {', '.join(map(str, twice[:8]))} is there twice")
+    return devices
+
+
+def _devices_of(part: str, mapping: str, role: str) -> Sequence[int]:
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+    if match is None:
+        expected = f"numbers and ranges separated by commas, such as '0-7,16'; {part.strip()!r} is neither"
+        raise _wrong_mapping(role, mapping, expected)
+    first = int(match[1])
+    last = int(match[2] or first)
+    if last < first:
+        raise _wrong_mapping(role, mapping, f"ranges that rise; {part.strip()!r} falls")
+    return range(first, last + 1)
+
+
+def _wrong_mapping(role: str, mapping: str | Sequence[int], expected: str) -> InvalidSpecError:
+    return InvalidSpecError(role=role, field="device_mapping", value=mapping, expected=expected)

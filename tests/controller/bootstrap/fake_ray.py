@@ -10,6 +10,7 @@ It writes what it was given to a folder of its rank, enters itself in the roll t
     raylet        starts a child of that program name
     stubborn      ignores SIGTERM, as does its child
     busy          does not end when it is drained
+    twice         is listed beside one of its rank that was killed
 """
 
 from __future__ import annotations

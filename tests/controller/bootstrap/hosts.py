@@ -5,19 +5,17 @@ Nothing outside is touched: the spaces vanish with their processes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.contract.helpers import wait_until
+from tests.contract.helpers import ROOT, wait_until
+from tests.controller.bootstrap.nodes import Running
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 _NETWORK = "10.77.0"
 _SHM = "size=1500m"
 
@@ -34,57 +32,14 @@ def why_not_here() -> str:
     return f"this machine makes no namespaces: {made.stderr.strip()}" if made.returncode else ""
 
 
-class Command:
-    """A program that runs on a host."""
-
-    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
-        self._process, self._output = process, output
+class Command(Running):
+    """A program that runs on a host; nsenter waits for it."""
 
     @property
     def pid(self) -> int:
-        """Of the program itself, as seen from here; nsenter waits for it."""
-        children = _children(self._process.pid)
-        return children[0] if children else self._process.pid
-
-    def signal(self, number: int) -> None:
-        """To the program alone."""
-        os.kill(self.pid, number)
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Stopped for a while; nsenter stops with it."""
-        os.kill(self.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            for pid in (self.pid, self._process.pid):
-                os.kill(pid, signal.SIGCONT)
-
-    def end(self) -> None:
-        """By force."""
-        self._process.kill()
-        self._process.wait()
-
-    def wait(self, limit_s: float) -> int:
-        """Its exit code, 128 and the number of the signal that ended it."""
-        code = self._process.wait(limit_s)
-        return code if code >= 0 else 128 - code
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has."""
-        return self._process.poll() is not None
-
-    @property
-    def output(self) -> str:
-        """What it has printed."""
-        return self._output.read_text(errors="replace")
-
-    def said(self, text: str, limit_s: float = 60.0) -> str:
-        """Wait until it has printed this; returns all that it has printed."""
-        wait_until(lambda: text in self.output or self.has_ended, f"{text!r} in {self.output}", limit_s)
-        assert text in self.output, self.output
-        return self.output
+        """Of the program itself, as seen from here."""
+        children = _children(self.process.pid)
+        return children[0] if children else self.process.pid
 
 
 def _children(pid: int) -> list[int]:
@@ -111,27 +66,18 @@ class Host:
         output = self.folder / f"output-{len(self._commands)}"
         environ = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(ROOT),
             "HOME": str(self.folder),
             "TMPDIR": str(self.folder),
             **(env or {}),
         }
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                ["nsenter", "--target", str(self.pid), "--all", "--wd=/", "--", *command],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._commands.append(Command(process, output))
+        on_host = ["nsenter", "--target", str(self.pid), "--all", "--wd=/", "--", *command]
+        self._commands.append(Command(on_host, environ, output))
         return self._commands[-1]
 
     def do(self, *command: str) -> None:
         """Run a program there to its end."""
-        started = self.start(*command)
-        assert started.wait(30) == 0, started.output
+        self.start(*command).ends(0)
 
     def up(self, *arguments: str, env: Mapping[str, str] | None = None) -> Command:
         """``helmsman up`` there."""
@@ -213,7 +159,8 @@ class Hosts:
     def close(self) -> None:
         """End them all."""
         for command in [command for host in self.all for command in host._commands]:
-            command.end()
+            command.process.kill()
+            command.process.wait()
         for process in [*(host._init for host in self.all), self._switch]:
             process.kill()
             process.wait()
@@ -229,24 +176,3 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
-
-
-def up_all(hosts: Hosts, script: Sequence[str], *arguments: str, env: Mapping[str, str] | None = None) -> list[Command]:
-    """``helmsman up`` with the same command line on every host, as SkyPilot would start it."""
-    count = len(hosts.all)
-    addresses = "\n".join(host.address for host in hosts.all)
-    return [
-        host.up(
-            *arguments,
-            "--",
-            *script,
-            env={
-                "SKYPILOT_NODE_RANK": str(rank),
-                "SKYPILOT_NUM_NODES": str(count),
-                "SKYPILOT_NODE_IPS": addresses,
-                "HELMSMAN_TOKEN": "a token of this test",
-                **(env or {}),
-            },
-        )
-        for rank, host in enumerate(hosts.all)
-    ]

@@ -1,4 +1,4 @@
-"""Nodes of this machine: real supervisors over fake Rays, and a cable between them that can be cut."""
+"""Nodes of this machine: their plans, real supervisors over fake Rays, and a cable between them that can be cut."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from helmsman.controller._bootstrap.connection import Patience
+from helmsman.controller._bootstrap.connection import LinkTimeouts
+from helmsman.controller._bootstrap.node_plan import NodePlan
+from helmsman.controller._bootstrap.settings import NODE_DEFAULTS, cluster_defaults, variables
+from helmsman.controller._node.launchers import NodeIdentity
 from helmsman.rpc_server.ports import PortLeases
 from tests.contract.helpers import ROOT, wait_until
-from tests.controller.bootstrap.plans import make_plan
 
 HERE = Path(__file__).parent
-PATIENCE = Patience(beat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5)
+TIMEOUTS = LinkTimeouts(heartbeat_s=0.2, connect_s=1.0, silent_s=5.0, refused_s=0.3, unreachable_s=1.5)
 WAITS = """
 import os, signal, sys, time
 folder = sys.argv[1]
@@ -44,68 +46,112 @@ while not os.path.exists(os.path.join(folder, "script-released")):
 """A script that goes on until it is let go."""
 
 
+VERSIONS = {"python": "3.11.7", "ray": "2.60.0", "helmsman": "0.1.0"}
+
+
+def make_plan(folder: Path, *, rank: int = 0, count: int = 1, head: str = "127.0.0.1", **changes: Any) -> NodePlan:
+    """What a node of this machine is to do."""
+    fields: dict[str, Any] = {
+        "run_id": f"run-of-{rank}",
+        "identity": NodeIdentity(launcher="flags", rank=rank, count=count, head=head),
+        "command": [sys.executable, "-c", "pass"],
+        "address": "127.0.0.1",
+        "port": 6379,
+        "control_port": 6380 if count > 1 else 0,
+        "secret": "a token of this test",
+        "versions": VERSIONS,
+        "num_devices": 0,
+        "device_kind": "GPU",
+        "resources": {"CPU": 2.0},
+        "store_bytes": 1 << 28,
+        "cluster_settings": variables(cluster_defaults(count), {}, {}),
+        "node_settings": variables(NODE_DEFAULTS, {}, {}),
+        "timeout_s": 20.0,
+        "grace_s": 2.0,
+        "folder": folder,
+    }
+    return NodePlan(**{**fields, **changes})
+
+
 def script(source: str) -> list[str]:
     """The command of a script."""
     return [sys.executable, "-I", "-S", "-c", source]
 
 
-class Node:
-    """A running supervisor."""
+class Running:
+    """A program whose output goes to a file."""
 
-    def __init__(self, cluster: Path, rank: int, plan: Any, name: str) -> None:
-        self.rank, self.plan = rank, plan
-        self._own = cluster / str(rank)
-        self._output = cluster / f"output-{name}"
-        plan_file = cluster / f"plan-{name}"
-        plan_file.write_bytes(pickle.dumps(plan))
-        with self._output.open("wb") as output:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
+        self._output = output
+        with output.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "supervisor.py"), str(plan_file), str(cluster)],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
 
     @property
+    def pid(self) -> int:
+        """Of the program."""
+        return self.process.pid
+
+    @property
     def output(self) -> str:
-        """What it and its script have printed."""
+        """All that it has printed."""
         return self._output.read_text(errors="replace")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has."""
+        return self.process.poll() is not None
+
+    def signal(self, number: int) -> None:
+        """To the program alone."""
+        os.kill(self.pid, number)
+
+    def said(self, text: str, count: int = 1, limit_s: float = 100.0) -> str:
+        """Wait until it has printed this so many times; returns all that it has printed."""
+        wait_until(lambda: self.output.count(text) >= count or self.has_ended, f"{text!r} in:\n{self.output}", limit_s)
+        assert self.output.count(text) >= count, f"no {text!r} in:\n{self.output}"
+        return self.output
+
+    def wait(self, limit_s: float = 30.0) -> int:
+        """Its exit code, 128 and the number of the signal that ended it."""
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end within {limit_s:g} s:\n{self.output}") from None
+        return code if code >= 0 else 128 - code
+
+    def ends(self, code: int, *facts: str, limit_s: float = 30.0) -> None:
+        """It ends with this exit code, and has printed all of these."""
+        assert self.wait(limit_s) == code, self.output
+        for fact in facts:
+            assert fact in self.output, f"no {fact!r} in:\n{self.output}"
+
+
+class Node(Running):
+    """A running supervisor."""
+
+    def __init__(self, cluster: Path, plan: NodePlan, name: str) -> None:
+        self.plan, self._own = plan, cluster / str(plan.identity.rank)
+        plan_file = cluster / f"plan-{name}"
+        plan_file.write_bytes(pickle.dumps(plan))
+        command = [sys.executable, str(HERE / "supervisor.py"), str(plan_file), str(cluster)]
+        super().__init__(command, {**os.environ, "PYTHONPATH": str(ROOT)}, cluster / f"output-{name}")
 
     def lines(self, part: str) -> list[str]:
         """Those of its lines that have this in them, without their beginning."""
         return [line.partition("] ")[2] for line in self.output.splitlines() if part in line]
 
-    def said(self, text: str, count: int = 1) -> str:
-        """Wait until it has said this so many times; returns all that it has printed."""
-        wait_until(lambda: self.output.count(text) >= count or self.process.poll() is not None, f"{text!r} in:\n{self.output}")
-        assert self.output.count(text) >= count, self.output
-        return self.output
-
-    def wait(self) -> int:
-        """Its exit code."""
-        try:
-            return self.process.wait(30.0)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"rank {self.rank} does not end:\n{self.output}") from None
-
-    def ends(self, code: int, *facts: str) -> None:
-        """It ends with this exit code, and has said all of these."""
-        assert self.wait() == code, self.output
-        for fact in facts:
-            assert fact in self.output, f"no {fact!r} in:\n{self.output}"
-        assert "Traceback" not in self.output, self.output
-        assert "never retrieved" not in self.output, self.output
-
-    def signal(self, number: int) -> None:
-        """To the supervisor alone."""
-        self.process.send_signal(number)
+    def ends(self, code: int, *facts: str, limit_s: float = 30.0) -> None:
+        """As of any program, and no error was left over."""
+        super().ends(code, *facts, limit_s=limit_s)
+        for trace in ("Traceback", "never retrieved"):
+            assert trace not in self.output, self.output
 
     @property
     def ray(self) -> dict[str, Any]:
-        """What its Ray was given, once it has started."""
-        wait_until((self._own / "started").exists, f"the Ray of rank {self.rank} starts:\n{self.output}")
+        """The command line and environment of its Ray, once that has started."""
+        wait_until((self._own / "started").exists, f"Ray starts:\n{self.output}")
         return dict(json.loads((self._own / "started").read_text()))
 
 
@@ -137,12 +183,12 @@ class Nodes:
             "count": self.count,
             "control_port": self.port if self.count > 1 else 0,
             "command": self.waiting_script(),
-            "patience": PATIENCE,
+            "timeouts": TIMEOUTS,
             "ray_command": [sys.executable, "-I", "-S", str(HERE / "fake_ray.py"), str(self.folder)],
             **self._changes,
             **changes,
         }
-        self.started.append(Node(self.folder, rank, make_plan(self.folder / f"run-{name}", rank=rank, **fields), name))
+        self.started.append(Node(self.folder, make_plan(self.folder / f"run-{name}", rank=rank, **fields), name))
         return self.started[-1]
 
     def start_all(self) -> list[Node]:
@@ -228,7 +274,8 @@ class Cable:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
-                sink.sendall(data)
+                with contextlib.suppress(OSError):  # a near end that is closed; the far one is read to its own end
+                    sink.sendall(data)
             if source in self._deserted:
                 self.is_given_up.set()
         for end in {source, sink} - self._deserted:
@@ -239,7 +286,8 @@ class Cable:
         """Close what it carries at the near ends alone: the far ones hear nothing of it, as where a firewall forgets one."""
         for near, far in self._ends:
             self._deserted.add(far)
-            near.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it was cut before
+                near.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """Close what it carries; new connections go through."""

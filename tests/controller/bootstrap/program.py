@@ -48,7 +48,7 @@ def busy() -> int:
 
 
 def loses() -> int:
-    """A call on the other node, which never comes back, until Ray says that it is lost."""
+    """A call on rank 1 that never comes back, until Ray says that it is lost; and then wait."""
     import ray
 
     import helmsman
@@ -70,21 +70,6 @@ def loses() -> int:
         ray.get(call)
     except ray.exceptions.RayActorError:
         print("the call is lost", flush=True)
-    return 0
-
-
-def stubborn() -> int:
-    """Be deaf to signals."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    print("deaf", flush=True)
-    while True:
-        signal.pause()
-
-
-def wait() -> int:
-    """Until a signal."""
-    print("waits", flush=True)
     threading.Event().wait()
     return 0
 
@@ -159,16 +144,7 @@ def moves() -> int:
     return 0
 
 
-PROGRAMS = {
-    "count": count,
-    "busy": busy,
-    "burst": burst,
-    "loses": loses,
-    "stubborn": stubborn,
-    "wait": wait,
-    "interrupts": interrupts,
-    "moves": moves,
-}
+PROGRAMS = {each.__name__: each for each in (count, busy, burst, loses, interrupts, moves)}
 
 if __name__ == "__main__":
     sys.exit(PROGRAMS[sys.argv[1]](*sys.argv[2:]))  # type: ignore[operator]

@@ -11,28 +11,29 @@ import sys
 from pathlib import Path
 
 from helmsman.api.errors import BootstrapError
-from helmsman.controller._bootstrap.async_utils import stop_signals, teller
+from helmsman.controller._bootstrap.async_utils import status_printer, stop_signals
 from helmsman.controller._bootstrap.head import Head
-from helmsman.controller._bootstrap.joining_node import Member
+from helmsman.controller._bootstrap.joining_node import JoiningNode
 from helmsman.controller._bootstrap.node_plan import NodePlan
-from helmsman.controller._bootstrap.ray_view import NodeSeen
+from helmsman.controller._bootstrap.ray_process import NodeSeen, NodeView
 from tests.controller.bootstrap.fake_ray import behaviour
 
 
-class Roll:
+class Roll(NodeView):
     """Knows the nodes whose fake Ray has entered itself; also when that has died, as Ray's head does for a while."""
 
     def __init__(self, cluster: Path) -> None:
         self._cluster = cluster
 
-    async def nodes(self, run_id: str) -> dict[int, NodeSeen]:
-        """Those of the run, by rank."""
-        rows = {int(path.parent.name): json.loads(path.read_text()) for path in self._cluster.glob("*/listed")}
-        return {
-            rank: NodeSeen(str(rank), row["address"], row["resources"]) for rank, row in rows.items() if row["run"] == run_id
-        }
+    def nodes(self, run_id: str) -> dict[int, NodeSeen]:
+        seen = {}
+        for path in self._cluster.glob("*/listed"):
+            row, rank = json.loads(path.read_text()), path.parent.name
+            if row["run"] == run_id:
+                seen[int(rank)] = NodeSeen(rank, row["address"], row["resources"], "twice" in behaviour(str(path.parent)))
+        return seen
 
-    async def drain(self, node_id: str, reason: str, limit_s: float) -> None:
+    def drain(self, node_id: str, reason: str, limit_s: float) -> None:
         """Its Ray ends, as a node's does that has no work, unless it is busy."""
         node = self._cluster / node_id
         if "busy" not in behaviour(str(node)):
@@ -40,13 +41,13 @@ class Roll:
 
 
 async def live(plan: NodePlan, cluster: Path) -> int:
-    stop, tell = stop_signals(), teller(plan.identity.rank)
+    stop, report = stop_signals(), status_printer(plan.identity.rank)
     try:
         if plan.identity.rank:
-            return await Member(plan, tell, stop).run()
-        return await Head(plan, tell, stop, lambda address, environ: Roll(cluster)).run()
+            return await JoiningNode(plan, report, stop).run()
+        return await Head(plan, report, stop, lambda address, environ: Roll(cluster)).run()
     except BootstrapError as error:
-        tell(f"{error.exit_code.name}: {error}")
+        report(f"{error.exit_code.name}: {error}")
         return error.exit_code
 
 

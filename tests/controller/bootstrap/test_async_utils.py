@@ -1,49 +1,29 @@
-"""Waiting for work and for being told to stop."""
+"""Waiting for work and for the signal to stop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 
 import pytest
 
-from helmsman.controller._bootstrap.async_utils import StoppedError, cancelled, first, stop_signals, teller, unless
+from helmsman.controller._bootstrap.async_utils import StoppedError, status_printer, stop_signals, unless
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-@pytest.fixture
-async def stop() -> asyncio.Future[StoppedError]:
-    return asyncio.get_running_loop().create_future()
-
-
-class Work:
-    """Goes on until it is let go; tells whether it was broken off."""
-
-    def __init__(self) -> None:
-        self.begun, self.let_go = asyncio.Event(), asyncio.Event()
-        self.broken_off = False
-
-    async def run(self) -> str:
-        self.begun.set()
-        try:
-            await self.let_go.wait()
-        except asyncio.CancelledError:
-            await asyncio.sleep(0)  # as what has to be taken back does
-            self.broken_off = True
-            raise
-        return "done"
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-async def test_a_signal_settles_it_once(number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(("number", "code"), list(zip(SIGNALS, (143, 130, 129), strict=True)))
+async def test_stop_signals(number: signal.Signals, code: int) -> None:
     loop = asyncio.get_running_loop()
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {each: signal.getsignal(each) for each in SIGNALS}
     stop = stop_signals()
     try:
         os.kill(os.getpid(), number)
         stopped = await asyncio.wait_for(stop, 10.0)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one, of somebody who is impatient
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one, of an impatient user
         await asyncio.sleep(0)
         assert (stopped.number, stopped.exit_code) == (number, code)
         assert str(stopped) == f"this node was told to stop by {number.name}"
@@ -54,60 +34,40 @@ async def test_a_signal_settles_it_once(number: signal.Signals, code: int) -> No
             signal.signal(each, handler)
 
 
-def test_who_was_told_to_stop() -> None:
-    assert str(StoppedError(15, "rank 2 (gpu-2 10.0.0.3)")) == "rank 2 (gpu-2 10.0.0.3) was told to stop by SIGTERM"
+@pytest.mark.parametrize("ends_by", ["itself", "an error", "stop", "its caller"])
+async def test_unless(ends_by: str) -> None:
+    """Work has ended when its end is known, whoever has ended it."""
+    stop: asyncio.Future[StoppedError] = asyncio.get_running_loop().create_future()
+    begun, released = asyncio.Event(), asyncio.Event()
+    events: list[str] = []
+
+    async def work() -> str:
+        begun.set()
+        try:
+            await released.wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # as what has to be taken back does
+            events.append("cancelled")
+            raise
+        if ends_by == "an error":
+            raise KeyError("x")
+        return "done"
+
+    waiting = asyncio.ensure_future(unless(stop, work()))
+    await begun.wait()
+    if ends_by == "stop":
+        stop.set_result(StoppedError(15))
+    elif ends_by == "its caller":
+        waiting.cancel()
+    else:
+        released.set()
+    errors = {"an error": KeyError, "stop": StoppedError, "its caller": asyncio.CancelledError}
+    with pytest.raises(errors[ends_by]) if ends_by in errors else contextlib.nullcontext():
+        assert await waiting == "done"
+    assert events == (["cancelled"] if ends_by in ("stop", "its caller") else [])
 
 
-async def test_work_that_ends_first(stop: asyncio.Future[StoppedError]) -> None:
-    work = Work()
-    work.let_go.set()
-    assert await unless(stop, work.run()) == "done"
-    assert not stop.done()
-
-
-async def test_the_errors_of_work_pass(stop: asyncio.Future[StoppedError]) -> None:
-    async def fail() -> None:
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        await unless(stop, fail())
-
-
-async def test_work_is_broken_off_and_has_ended_when_that_is_told(stop: asyncio.Future[StoppedError]) -> None:
-    work = Work()
-    waiting = asyncio.ensure_future(unless(stop, work.run()))
-    await work.begun.wait()
-    stop.set_result(StoppedError(15))
-    with pytest.raises(StoppedError):
-        await waiting
-    assert work.broken_off
-
-
-async def test_work_goes_with_who_waits_for_it(stop: asyncio.Future[StoppedError]) -> None:
-    work = Work()
-    waiting = asyncio.ensure_future(unless(stop, work.run()))
-    await work.begun.wait()
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert work.broken_off
-
-
-async def test_the_first_of_several(stop: asyncio.Future[StoppedError]) -> None:
-    works = [Work(), Work()]
-    tasks = [asyncio.ensure_future(work.run()) for work in works]
-    waiting = asyncio.ensure_future(first(*tasks, stop))
-    for work in works:
-        await work.begun.wait()
-    assert not waiting.done()
-    works[1].let_go.set()
-    await waiting
-    assert [task.done() for task in tasks] == [False, True]
-    await cancelled(*tasks, stop)
-    assert works[0].broken_off
-    assert stop.cancelled()
-
-
-def test_news_is_told_with_rank_and_time(capfd: pytest.CaptureFixture[str]) -> None:
-    teller(3)("joined the cluster")
-    assert re.fullmatch(r"\[helmsman up, rank 3, \d\d:\d\d:\d\d\] joined the cluster\n", capfd.readouterr().err)
+def test_status_printer(capfd: pytest.CaptureFixture[str]) -> None:
+    status_printer(3)(f"{StoppedError(15, 'rank 2')}")
+    pattern = r"\[helmsman up, rank 3, \d\d:\d\d:\d\d\] rank 2 was told to stop by SIGTERM\n"
+    assert re.fullmatch(pattern, capfd.readouterr().err)

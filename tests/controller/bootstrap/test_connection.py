@@ -13,16 +13,15 @@ import pytest
 
 from helmsman.api.errors import ProtocolError
 from helmsman.controller._bootstrap.connection import (
-    Beat,
     Ended,
+    Heartbeat,
     Hello,
-    Join,
     Joined,
     Leaving,
-    Link,
-    LinkLostError,
+    LinkTimeouts,
     Message,
-    Patience,
+    PeerConnection,
+    PeerLostError,
     Refused,
     Waiting,
     Welcome,
@@ -35,8 +34,8 @@ from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.tls import server_tls
 
 KEY = proof_key("a token of this test", "")
-USUAL = Patience()
-BRIEF = Patience(connect_s=0.2, silent_s=0.2)
+USUAL = LinkTimeouts()
+BRIEF = LinkTimeouts(connect_s=0.2, silent_s=0.2)
 HELLO = Hello(
     rank=3,
     count=4,
@@ -50,8 +49,7 @@ HELLO = Hello(
 ALL = [
     HELLO,
     Refused("its rank is taken"),
-    Welcome(run_id="run-1", variables={"RAY_worker_niceness": "0"}, token="secret"),
-    Join("10.0.0.1:6379"),
+    Welcome(run_id="run-1", address="10.0.0.1:6379", variables={"RAY_worker_niceness": "0"}, token="secret"),
     Joined(),
     Waiting("1 of 4 nodes is missing: rank 2, wo bleibt er? ☎"),
     Ended(7, "the script has ended"),
@@ -88,11 +86,11 @@ class Listener:
             refusals=RefusalLog(self.refused.put_nowait),
         )
 
-    async def link(self, patience: Patience = USUAL) -> Link:
+    async def link(self, timeouts: LinkTimeouts = USUAL) -> PeerConnection:
         """The next authenticated connection."""
         if self._door is None:
             self.open()
-        return Link(await self._admitted.get(), patience)
+        return PeerConnection(await self._admitted.get(), timeouts)
 
     def close(self) -> None:
         if self._door is not None:
@@ -107,16 +105,16 @@ async def listener(request: pytest.FixtureRequest) -> AsyncIterator[Listener]:
     made.close()
 
 
-async def connected(listener: Listener, patience: Patience = USUAL) -> Link:
+async def connected(listener: Listener, timeouts: LinkTimeouts = USUAL) -> PeerConnection:
     """A node's end."""
-    return await connect("127.0.0.1", listener.port, KEY, patience, tls=listener.uses_tls)
+    return await connect("127.0.0.1", listener.port, KEY, timeouts, tls=listener.uses_tls)
 
 
 @contextlib.asynccontextmanager
-async def linked(listener: Listener, patience: Patience = USUAL) -> AsyncIterator[tuple[Link, Link]]:
+async def linked(listener: Listener, timeouts: LinkTimeouts = USUAL) -> AsyncIterator[tuple[PeerConnection, PeerConnection]]:
     """The head's end, and a node's."""
-    accepting = asyncio.ensure_future(listener.link(patience=patience))
-    theirs = await connected(listener, patience)
+    accepting = asyncio.ensure_future(listener.link(timeouts=timeouts))
+    theirs = await connected(listener, timeouts)
     ours = await accepting
     try:
         yield ours, theirs
@@ -126,9 +124,9 @@ async def linked(listener: Listener, patience: Patience = USUAL) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
-async def raw(listener: Listener, patience: Patience = USUAL) -> AsyncIterator[tuple[Link, socket.socket]]:
+async def raw(listener: Listener, timeouts: LinkTimeouts = USUAL) -> AsyncIterator[tuple[PeerConnection, socket.socket]]:
     """The head's end, and an authenticated peer that writes what it likes."""
-    accepting = asyncio.ensure_future(listener.link(patience=patience))
+    accepting = asyncio.ensure_future(listener.link(timeouts=timeouts))
     peer = await auth.connect(("127.0.0.1", listener.port), KEY, 5.0, tls=listener.uses_tls)
     peer.setblocking(True)
     ours = await accepting
@@ -146,41 +144,29 @@ def framed(data: bytes) -> bytes:
 # --- messages -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message", ALL, ids=lambda message: type(message).__name__)
-async def test_every_message_arrives_as_it_was_sent(listener: Listener, message: Message) -> None:
-    async with linked(listener) as (ours, theirs):
-        ours.send(message)
-        theirs.send(message)
-        assert await theirs.receive() == message
-        assert await ours.receive() == message
-
-
-def test_every_kind_of_message_is_tested() -> None:
-    assert {type(message) for message in ALL} | {Beat} == set(Message.__subclasses__())
-
-
-async def test_messages_arrive_in_order_and_until_the_other_end_closes(listener: Listener) -> None:
+async def test_connection_carries_every_message_in_order_until_it_is_closed(listener: Listener) -> None:
+    assert {type(message) for message in ALL} | {Heartbeat} == set(Message.__subclasses__())
     async with linked(listener) as (ours, theirs):
         for message in ALL:
+            ours.send(message)
             theirs.send(message)
+        assert [await theirs.receive() for _ in ALL] == ALL
         await theirs.close()
-        heard = []
-        with pytest.raises(LinkLostError, match="the connection was closed"):  # noqa: PT012 - the loop ends by it
-            async for message in ours.messages():
-                heard.append(message)  # noqa: PERF401
-        assert heard == ALL
+        assert [await ours.receive() for _ in ALL] == ALL
+        with pytest.raises(PeerLostError, match="the connection was closed"):
+            await ours.receive()
 
 
-async def test_a_cancelled_reader_loses_no_message(listener: Listener) -> None:
+async def test_receive_loses_no_message_when_cancelled(listener: Listener) -> None:
     """As one is where something else than a message comes first; the next reads on in the middle of a message."""
-    message = framed(msgspec.msgpack.encode(Join("10.0.0.1:6379")))
+    message = framed(msgspec.msgpack.encode(Waiting("1 of 4")))
     async with raw(listener) as (ours, peer):
         for part in (message[:2], message[2:6], message[6:9]):
             peer.sendall(part)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(ours.receive(), 0.05)
         peer.sendall(message[9:])
-        assert await ours.receive() == Join("10.0.0.1:6379")
+        assert await ours.receive() == Waiting("1 of 4")
 
 
 @pytest.mark.parametrize(
@@ -188,112 +174,86 @@ async def test_a_cancelled_reader_loses_no_message(listener: Listener) -> None:
     [
         (framed(b"\xc1"), "a message of another version of Helmsman"),
         (framed(msgspec.msgpack.encode({"type": "Dance", "step": 1})), "another version of Helmsman.*Dance"),
-        (framed(msgspec.msgpack.encode({"type": "Join"})), "another version of Helmsman.*address"),
+        (framed(msgspec.msgpack.encode({"type": "Waiting"})), "another version of Helmsman.*text"),
         (b"\xff\xff\xff\xff", "a message of -1 bytes was announced, expected at most 1048576"),
         (b"\x00\x00\x00\x09abc", "the connection was closed"),
     ],
     ids=["no message", "of a later version", "without a field", "too long", "cut off"],
 )
-async def test_what_is_no_message_ends_the_link_and_nothing_else(listener: Listener, data: bytes, said: str) -> None:
+async def test_receive_of_what_is_no_message(listener: Listener, data: bytes, said: str) -> None:
     async with raw(listener) as (ours, peer):
         peer.sendall(data)
         peer.shutdown(socket.SHUT_WR)
-        with pytest.raises(LinkLostError, match=said):
+        with pytest.raises(PeerLostError, match=said):
             await ours.receive()
 
 
 # --- life ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_beats_keep_a_link_alive(listener: Listener) -> None:
+async def test_heartbeats_keep_a_connection(listener: Listener) -> None:
     """Several times the silence that would end it."""
-    patience = Patience(beat_s=0.02, silent_s=0.5)
-    async with linked(listener, patience) as (ours, theirs):
+    timeouts = LinkTimeouts(heartbeat_s=0.02, silent_s=0.5)
+    async with linked(listener, timeouts) as (ours, theirs):
         reading = asyncio.ensure_future(theirs.receive())
-        done, _ = await asyncio.wait({reading}, timeout=2.0 * patience.silent_s)
+        done, _ = await asyncio.wait({reading}, timeout=2.0 * timeouts.silent_s)
         assert not done
         assert await theirs.is_heard()
         ours.send(Joined())
         assert await reading == Joined()
 
 
-async def test_silence_ends_a_link(listener: Listener) -> None:
+@pytest.mark.parametrize("sent", [b"", framed(b"x" * 100)[:50]], ids=["nothing", "half a message"])
+async def test_connection_is_lost_by_silence(listener: Listener, sent: bytes) -> None:
     """The peer's process is stopped, or its cable is out: nothing closes the connection."""
-    async with raw(listener, BRIEF) as (ours, _):
-        with pytest.raises(LinkLostError, match=r"nothing was heard for 0\.2 s"):
-            await ours.receive()
-
-
-async def test_a_message_that_is_not_ended_is_silence(listener: Listener) -> None:
     async with raw(listener, BRIEF) as (ours, peer):
-        peer.sendall(framed(b"x" * 100)[:50])
-        with pytest.raises(LinkLostError, match="nothing was heard"):
+        peer.sendall(sent)
+        with pytest.raises(PeerLostError, match=r"nothing was heard for 0\.2 s"):
             await ours.receive()
 
 
-async def test_who_is_silent_is_not_heard(listener: Listener) -> None:
-    async with raw(listener, Patience(beat_s=0.1)) as (ours, peer):
+async def test_is_heard(listener: Listener) -> None:
+    async with raw(listener, LinkTimeouts(heartbeat_s=0.1)) as (ours, peer):
         reading = asyncio.ensure_future(ours.receive())
         assert not await ours.is_heard()
         hearing = asyncio.ensure_future(ours.is_heard())
         await asyncio.sleep(0)
-        peer.sendall(framed(msgspec.msgpack.encode(Beat())))
+        peer.sendall(framed(msgspec.msgpack.encode(Heartbeat())))
         assert await hearing
         reading.cancel()
 
 
-@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR], ids=["half", "whole"])
-async def test_a_closed_connection_is_noticed_at_once(listener: Listener, how: int) -> None:
-    async with raw(listener) as (ours, peer):
-        peer.shutdown(how)
-        with pytest.raises(LinkLostError, match="the connection was closed"):
-            await ours.receive()
-
-
-async def test_sending_to_a_peer_that_has_gone_hurts_nobody(listener: Listener) -> None:
-    async with raw(listener) as (ours, peer):
-        peer.close()
-        with pytest.raises(LinkLostError):
-            await ours.receive()
-        for _ in range(3):
-            ours.send(Joined())
-            await asyncio.sleep(0)
-        await ours.close()
-        ours.send(Joined())
-        await ours.close()
-
-
-async def test_a_dropped_link_is_lost_on_both_ends(listener: Listener) -> None:
-    async with linked(listener) as (ours, theirs):
-        ours.drop()
-        for link in (ours, theirs):
-            with pytest.raises(LinkLostError, match="the connection was closed"):
-                await link.receive()
-
-
-async def test_closing_does_not_wait_for_a_peer_that_reads_nothing(listener: Listener) -> None:
-    async with raw(listener) as (ours, _):
+async def test_connection_sends_to_a_peer_that_has_exited_or_reads_nothing(listener: Listener) -> None:
+    async with raw(listener) as (ours, peer), asyncio.timeout(10.0):
         for _ in range(200):
             ours.send(Waiting("x" * 100_000))
-        async with asyncio.timeout(10.0):
-            await ours.close()
+        peer.close()
+        with pytest.raises(PeerLostError):
+            await ours.receive()
+        ours.send(Joined())
+        await ours.close()
+        ours.send(Joined())
+    async with raw(listener) as (ours, peer), asyncio.timeout(10.0):
+        for _ in range(200):
+            ours.send(Waiting("x" * 100_000))
+        await ours.close()
 
 
 # --- proof --------------------------------------------------------------------------------------------------------------
 
 
-def test_keys_of_other_secrets_and_of_other_jobs_differ() -> None:
+def test_proof_key_differs_by_secret_and_job() -> None:
     assert len({proof_key(secret, job) for secret in ("", "a", "b") for job in ("", "2 6380", "3 6380")}) == 9
 
 
-async def test_another_token_is_told_on_both_ends(listener: Listener) -> None:
+async def test_connect_with_another_token(listener: Listener) -> None:
     listener.open(proof_key("another", ""))
     with pytest.raises(ProtocolError, match=f"127.0.0.1:{listener.port} has another key than this run"):
         await connected(listener)
     assert await listener.refused.get() == "a process on 127.0.0.1 is not taken: it has another token"
 
 
-async def test_tls_on_one_end_alone_is_named(listener: Listener) -> None:
+async def test_connect_with_tls_on_one_end_alone(listener: Listener) -> None:
     listener.open()
     there, here = ("uses TLS", "does not") if listener.uses_tls else ("does not use TLS", "does")
     said = f"127.0.0.1:{listener.port} {there}, and this one {here}. Set HELMSMAN_TLS to the same value"
@@ -301,30 +261,30 @@ async def test_tls_on_one_end_alone_is_named(listener: Listener) -> None:
         await connect("127.0.0.1", listener.port, KEY, USUAL, tls=not listener.uses_tls)
 
 
-async def test_nobody_listens(listener: Listener) -> None:
+async def test_connect_where_no_process_listens(listener: Listener) -> None:
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         await connected(listener)
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64])
-async def test_what_is_no_name_of_a_host(host: str) -> None:
+async def test_connect_to_what_is_no_host_name(host: str) -> None:
     with pytest.raises(OSError, match=f"'{host}' is no name of a host"):
         await connect(host, 6380, KEY, USUAL, tls=True)
 
 
-async def test_a_head_that_says_nothing_is_there_and_silent(listener: Listener) -> None:
+async def test_connect_to_a_silent_head(listener: Listener) -> None:
     """As one is that is stopped or overloaded: the kernel takes connections for it."""
-    with pytest.raises(LinkLostError, match=r"connected, and then nothing was heard for 0\.2 s"):
+    with pytest.raises(PeerLostError, match=r"connected, and then nothing was heard for 0\.2 s"):
         await connected(listener, BRIEF)
 
 
-async def test_a_head_that_ends_while_a_node_comes(listener: Listener) -> None:
+async def test_connect_to_a_head_that_ends(listener: Listener) -> None:
     async def hang_up() -> None:
         (await listener.socket()).close()
 
     ending = asyncio.ensure_future(hang_up())
-    with pytest.raises(LinkLostError, match="it closed the connection"):
+    with pytest.raises(PeerLostError, match="it closed the connection"):
         await connected(listener)
     await ending
 
@@ -333,7 +293,7 @@ async def test_a_head_that_ends_while_a_node_comes(listener: Listener) -> None:
     "said",
     [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x04what", b"helmsman of old" + b"x" * 99],
 )
-async def test_another_program_on_the_heads_port(listener: Listener, said: bytes) -> None:
+async def test_connect_to_another_program(listener: Listener, said: bytes) -> None:
     connecting = asyncio.ensure_future(connected(listener))
     with await listener.socket() as peer:
         peer.sendall(said)
@@ -342,7 +302,7 @@ async def test_another_program_on_the_heads_port(listener: Listener, said: bytes
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff" + b"\xff" * 8, b"\x00\x00"])
-async def test_a_stranger_at_the_heads_door(listener: Listener, said: bytes) -> None:
+async def test_door_refuses_another_program(listener: Listener, said: bytes) -> None:
     """A port scanner, a browser, a peer that closes in the middle of a word."""
     listener.open()
     with socket.create_connection(("127.0.0.1", listener.port)) as peer:
@@ -354,7 +314,7 @@ async def test_a_stranger_at_the_heads_door(listener: Listener, said: bytes) -> 
         assert await asyncio.to_thread(ended, peer)
 
 
-async def test_link_head_ends_beside_silent_peer(listener: Listener) -> None:
+async def test_door_closes_beside_a_silent_peer(listener: Listener) -> None:
     """The end of a head must not wait for one that connects and says nothing, and closes its connection."""
     listener.open()
     with socket.create_connection(("127.0.0.1", listener.port)) as peer:

@@ -78,131 +78,104 @@ def address() -> Iterator[str]:
         cluster.communicate(timeout=30)
 
 
-def test_alone_a_cluster_of_this_machine_is_started_and_ends_with_the_script() -> None:
+TWO_NODES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"}
+
+
+def test_initialize_starts_a_cluster_that_ends_with_the_script() -> None:
+    """On one of several nodes it has to be asked for."""
     source = """
-import ray
 with initialize(num_cpus=3, num_gpus=2, resources={"disk": 1.0}, preload=None) as cluster:
     again = initialize()
     total = dict(cluster.nodes[0].total)
     tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded, devices=cluster.num_devices,
-         cpus=total["CPU"], disk=total["disk"], again=again == cluster)
+         cpus=total["CPU"], disk=total["disk"], again=again == cluster, auth=os.environ["RAY_AUTH_MODE"])
+import ray
 tell(connected=ray.is_initialized())
 cluster.close()
 """
-    first, last = run(source)
+    first, last = run(source, **TWO_NODES, RAY_ADDRESS="local")
+    host, _, port = first.pop("address").rpartition(":")
     assert first == {
-        "address": first["address"],
         "nodes": 1,
         "embedded": True,
         "devices": {"GPU": 2},
         "cpus": 3.0,
         "disk": 1.0,
         "again": True,
+        "auth": "token",
     }
     assert last == {"connected": False}
-    host, _, port = first["address"].rpartition(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), 5.0)
 
 
-ATTACH = """
-with initialize() as cluster:
-    tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded, devices=cluster.num_devices)
-"""
-
-
-@pytest.mark.parametrize("run_id", ["", "run-1"], ids=["somebody's", "its own run's"])
-def test_the_cluster_at_ray_address_is_joined_and_stays(address: str, run_id: str) -> None:
-    environ = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled", **({RUN_VARIABLE: run_id} if run_id else {})}
-    for _ in range(2):  # the first has left, and ended nothing
-        assert run(ATTACH, **environ) == [
-            {"address": address, "nodes": 2, "embedded": False, "devices": {"GPU": 4, "NPU": 8}},
-        ]
-
-
-REFUSED = """
+def test_initialize_joins_the_cluster_at_ray_address(address: str) -> None:
+    """Another user's or that of its own run, which stays; another run's is left at once."""
+    source = f"""
 import ray
+for more in ({{}}, {{"{RUN_VARIABLE}": "run-1"}}, {TWO_NODES}):
+    os.environ.update(more)
+    with initialize() as cluster:
+        tell(address=cluster.address, nodes=len(cluster.nodes), embedded=cluster.is_embedded, devices=cluster.num_devices)
+os.environ["{RUN_VARIABLE}"] = "run-2"
 try:
     initialize()
 except Exception as error:
     tell(kind=type(error).__name__, text=str(error), connected=ray.is_initialized())
 """
-
-
-def test_another_runs_cluster_is_left_at_once(address: str) -> None:
-    (told,) = run(REFUSED, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **{RUN_VARIABLE: "run-2"})
-    assert (told["kind"], told["connected"]) == ("ClusterMismatchError", False)
+    *joined, refused = run(source, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
+    assert joined == 3 * [{"address": address, "nodes": 2, "embedded": False, "devices": {"GPU": 4, "NPU": 8}}]
+    assert (refused["kind"], refused["connected"]) == ("ClusterMismatchError", False)
     for fact in (address, "its nodes belong to run-1", "started on run run-2", RUN_VARIABLE, "start it again"):
-        assert fact in told["text"]
+        assert fact in refused["text"]
     assert RUN_LABEL == "helmsman-run", "as the cluster above has it"
 
 
-def test_nobody_answers_at_ray_address() -> None:
+def test_initialize_refuses_a_ray_for_each_of_several_nodes() -> None:
+    """Each node would train alone, and no one would notice. An address where no process answers is refused, too."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    (told,) = run(REFUSED, RAY_ADDRESS=address)
-    assert (told["kind"], told["connected"]) == ("ClusterNotFoundError", False)
-    assert f"there is no Ray cluster at '{address}': nobody answers there" in told["text"]
-
-
-TWO_NODES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"}
-MAKE_SCHEDULER = """
+    source = f"""
+import ray
 from helmsman import make_scheduler
+for rank in "01":
+    os.environ["RANK"] = rank
+    for start in (initialize, lambda: make_scheduler("ray", num_cpus=1).close()):
+        try:
+            start()
+        except Exception as error:
+            tell(kind=type(error).__name__, rank=rank, text=str(error))
+os.environ["RAY_ADDRESS"] = "{address}"
 try:
-    make_scheduler("ray", num_cpus=1).close()
+    initialize()
 except Exception as error:
-    tell(kind=type(error).__name__, text=str(error))
+    tell(kind=type(error).__name__, text=str(error), connected=ray.is_initialized())
 """
+    *refused, last = run(source, **TWO_NODES)
+    assert len(refused) == 4
+    for each in refused:
+        assert each["kind"] == "ClusterNotUpError"
+        start = "helmsman up -- "
+        for fact in (f"RANK={each['rank']}", "WORLD_SIZE=2", "MASTER_ADDR=10.0.0.7", start, " -c ", "RAY_ADDRESS=local"):
+            assert fact in each["text"]
+    assert (last["kind"], last["connected"]) == ("ClusterNotFoundError", False)
+    assert f"there is no Ray cluster at '{address}': nobody answers there" in last["text"]
 
 
-@pytest.mark.parametrize("source", [REFUSED, MAKE_SCHEDULER], ids=["initialize", "make_scheduler"])
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_initialize_refuses_a_ray_for_each_of_several_nodes(source: str, rank: str) -> None:
-    """Each node would train alone, and no one would notice."""
-    (told,) = run(source, **{**TWO_NODES, "RANK": rank})
-    assert told["kind"] == "ClusterNotUpError"
-    for fact in (f"RANK={rank}", "WORLD_SIZE=2", "MASTER_ADDR=10.0.0.7", "helmsman up -- ", " -c ", "RAY_ADDRESS=local"):
-        assert fact in told["text"]
-
-
-ALONE = """
-with initialize(num_cpus=1, preload=None) as cluster:
-    tell(nodes=len(cluster.nodes), embedded=cluster.is_embedded, auth=os.environ["RAY_AUTH_MODE"])
-"""
-
-
-def test_initialize_starts_a_ray_on_one_of_several_nodes_when_asked() -> None:
-    assert run(ALONE, **TWO_NODES, RAY_ADDRESS="local") == [{"nodes": 1, "embedded": True, "auth": "token"}]
-
-
-def test_initialize_joins_ray_address_under_a_launcher_of_several_nodes(address: str) -> None:
-    (told,) = run(ATTACH, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled", **TWO_NODES)
-    assert (told["address"], told["embedded"]) == (address, False)
-
-
-CHOOSE = """
+def test_choose_address_is_local_on_one_node() -> None:
+    """One that is asked for on several nodes is logged."""
+    several = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **TWO_NODES}
+    source = f"""
 from helmsman.controller._ray_backend.address import choose_address
-tell(address=choose_address(None if {is_default} else "local"))
+for environ in ({{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"}}, {several}):
+    os.environ.update(environ)
+    tell(address=choose_address(None))
+del os.environ["LOCAL_WORLD_SIZE"]
+tell(address=choose_address("local"))
 """
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"},
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"},
-    ],
-    ids=["one node", "processes of one node"],
-)
-def test_choose_address_is_local_on_one_node(environ: dict[str, str]) -> None:
-    assert run(CHOOSE.format(is_default=True), **environ) == [{"address": "local"}]
-
-
-def test_choose_address_logs_a_local_one_on_several_nodes() -> None:
-    script = PROLOGUE + CHOOSE.format(is_default=False)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment(**TWO_NODES), capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROLOGUE + source], env=environment(), capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout) == {"address": "local"}
+    assert [json.loads(line) for line in done.stdout.splitlines()] == 3 * [{"address": "local"}]
     for fact in ("Ray starts on this node alone", "RANK=1, WORLD_SIZE=2, MASTER_ADDR=10.0.0.7"):
         assert fact in done.stderr

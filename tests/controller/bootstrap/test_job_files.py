@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -16,103 +20,206 @@ from helmsman.api.errors import BootstrapExit
 from helmsman.controller._node.checks import HEAD_PORTS
 from helmsman.controller._node.launchers import identify_node
 from helmsman.controller.cli import _parser
-from tests.controller.bootstrap import job_files
-from tests.controller.bootstrap.job_files import NUM_NODES, JobFile
 
 PAGE = (Path(__file__).parents[3] / "docs" / "launchers.md").read_text()
-NUM_GPUS = 8
-AFTER_GRACE_S = 10.0
-"""What the page says that a launcher is to wait longer than --grace."""
-
-
-def _blocks() -> dict[str, tuple[str, str]]:
-    """Heading -> language and text of its job file; a section has one at most."""
-    found = {}
-    for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE):
-        fenced = re.findall(r"^```(\w+)\n(.*?)^```$", body, re.DOTALL | re.MULTILINE)
-        assert len(fenced) <= 1, heading
-        if fenced:
-            found[heading] = fenced[0]
-    return found
-
-
-BLOCKS = _blocks()
-
-LAUNCHERS: dict[str, tuple[str, Callable[[str, Path], JobFile]]] = {
-    "Slurm": ("Slurm", job_files.slurm),
-    "Kubernetes: Indexed Job": ("a Kubernetes Indexed Job", job_files.kubernetes),
-    "Beaker": ("Beaker", job_files.beaker),
-    "SkyPilot": ("SkyPilot", job_files.skypilot),
-    "torchrun": ("torchrun", job_files.torchrun),
-    "Volcano": ("Volcano", job_files.volcano),
-    "PAI-DLC": ("RANK and WORLD_SIZE (PAI-DLC)", job_files.pai),
-    "dstack": ("dstack", job_files.dstack),
-    "Open MPI": ("Open MPI", job_files.open_mpi),
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+BLOCKS: dict[str, tuple[str, str]] = {
+    heading: found[0]
+    for heading, body in SECTIONS.items()
+    if (found := re.findall(r"^```(\w+)\n(.*?)^```$", body, re.DOTALL | re.MULTILINE))
 }
-"""Heading -> what identify_node calls the launcher, and how that reads its file."""
+"""Heading -> language and text of its job file; a section has one at most."""
+NUM_NODES, NUM_GPUS = 4, 8
+AFTER_GRACE_S = 10.0
+"""Seconds that a launcher is to wait longer than --grace, as the page says."""
+TOKEN = "5ec2e7"
 
 
-def _program(options: argparse.Namespace) -> list[str]:
-    return [each for each in options.program if each != "--"]  # which argparse keeps, or not, as Python's version has it
+class Launcher(NamedTuple):
+    """A launcher's part in its job file."""
+
+    name: str
+    """In identify_node."""
+    head: str
+    variables: str
+    """That it sets on a node."""
+    program: str = "helmsman"
+    """The first program that its shell script calls; the launcher's own, where that starts the nodes."""
+    arguments: tuple[str, ...] = ()
+    """Of its shell script."""
+
+
+LAUNCHERS = {
+    "Slurm": Launcher(
+        "Slurm",
+        "gpu07",
+        "SLURM_NODEID=RANK; SLURM_JOB_NUM_NODES=4; SLURM_STEP_NUM_NODES=4; SLURM_JOB_NODELIST=gpu[07-10]; "
+        "SLURM_STEP_NODELIST=gpu[07-10]; SLURM_STEP_TASKS_PER_NODE=1(x4)",
+        "srun",
+    ),
+    "Kubernetes: Indexed Job": Launcher(
+        "a Kubernetes Indexed Job", "train-0.train", "JOB_COMPLETION_INDEX=RANK; HOSTNAME=train-RANK"
+    ),
+    "Beaker": Launcher(
+        "Beaker",
+        "node-12.example",
+        "BEAKER_REPLICA_RANK=RANK; BEAKER_REPLICA_COUNT=4; BEAKER_LEADER_REPLICA_HOSTNAME=node-12.example",
+    ),
+    "SkyPilot": Launcher(
+        "SkyPilot",
+        "10.1.0.4",
+        "SKYPILOT_NODE_RANK=RANK; SKYPILOT_NUM_NODES=4; SKYPILOT_NODE_IPS=10.1.0.4\n10.1.0.5\n10.1.0.6\n10.1.0.7",
+    ),
+    "torchrun": Launcher(
+        "torchrun",
+        "gpu07",
+        "GROUP_RANK=RANK; RANK=RANK; GROUP_WORLD_SIZE=4; WORLD_SIZE=4; LOCAL_WORLD_SIZE=1; MASTER_ADDR=gpu07",
+        "torchrun",
+        ("0", "gpu07"),
+    ),
+    "Volcano": Launcher(
+        "Volcano",
+        "train-worker-0.train",
+        "VC_TASK_INDEX=RANK; VC_WORKER_NUM=4; VC_WORKER_HOSTS=train-worker-0.train,train-worker-1.train",
+    ),
+    "PAI-DLC": Launcher("RANK and WORLD_SIZE (PAI-DLC)", "dlc-master-0", "RANK=RANK; WORLD_SIZE=4; MASTER_ADDR=dlc-master-0"),
+    "dstack": Launcher("dstack", "10.2.0.1", "DSTACK_NODE_RANK=RANK; DSTACK_NODES_NUM=4; DSTACK_MASTER_NODE_IP=10.2.0.1"),
+    "Open MPI": Launcher(
+        "Open MPI",
+        "gpu07",
+        "OMPI_COMM_WORLD_RANK=RANK; OMPI_COMM_WORLD_SIZE=4; OMPI_COMM_WORLD_LOCAL_SIZE=1",
+        "mpirun",
+    ),
+}
+
+
+def run_shell(text: str, folder: Path, program: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command line and environment with which a shell script calls ``program``, for which another stands in."""
+    binaries, noted = folder / "bin", folder / "noted.json"
+    binaries.mkdir()
+    note = f"import json, os, sys\njson.dump([sys.argv, dict(os.environ)], open({str(noted)!r}, 'w'))\n"
+    (binaries / program).write_text(f"#!{sys.executable}\n{note}")
+    (binaries / "openssl").write_text(f"#!/bin/sh\necho {TOKEN}\n")
+    for path in binaries.iterdir():
+        path.chmod(0o755)
+    (folder / "hosts.txt").write_text("gpu07 slots=8\ngpu08 slots=8\n")
+    (folder / "train.sh").write_text(text)
+    environ = {"PATH": f"{binaries}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_CPUS_PER_TASK": "96"}
+    environ["RAY_ADDRESS"] = "10.1.0.4:6380" if "RAY_ADDRESS" in text else ""  # of a Ray of the launcher's own
+    subprocess.run(["bash", "train.sh", *arguments], cwd=folder, env=environ, check=True, timeout=30)
+    (_, *argv), seen = json.loads(noted.read_text())
+    return [program, *argv], seen
+
+
+def maps_in(value: Any) -> Iterator[dict[str, Any]]:
+    """All mappings in a YAML document."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from maps_in(each)
+
+
+def command_of(heading: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The command of each node, with the launcher's own part before it, and the environment that the job file gives it."""
+    language, text = BLOCKS[heading]
+    launcher = LAUNCHERS[heading]
+    if language == "yaml":
+        maps = [each for document in yaml.safe_load_all(text) for each in maps_in(document)]
+        (container,) = (each for each in maps if {"command", "commands", "run"} & each.keys())
+        if isinstance(container.get("command"), list):
+            return [*container["command"], *container.get("args", container.get("arguments", []))], {}
+        text = container["run"] if "run" in container else "\n".join(container["commands"])
+    return run_shell(text, folder, launcher.program, *launcher.arguments)
+
+
+def parsed(command: list[str]) -> argparse.Namespace:
+    """The options of ``helmsman up``, whose program is the page's."""
+    options = _parser().parse_args(command[command.index("helmsman") + 1 :])
+    assert [each for each in options.program if each != "--"] == ["python", "train.py"]
+    return options
 
 
 @pytest.mark.parametrize("heading", LAUNCHERS)
-def test_every_node_knows_its_place(heading: str, tmp_path: Path) -> None:
-    launcher, read = LAUNCHERS[heading]
-    job = read(BLOCKS[heading][1], tmp_path)
-    options = _parser().parse_args(job.command[1:])
-    assert _program(options) == ["python", "train.py"]
-    assert (options.gpus, job.num_gpus or options.gpus) == (NUM_GPUS, NUM_GPUS)
-    assert job.gives_token
-    assert job.kills_after_s is None or job.kills_after_s >= options.grace + AFTER_GRACE_S
-    (row,) = re.findall(rf"^\| {re.escape(launcher)} \| (.*) \|$", PAGE, re.MULTILINE)
+def test_job_file(heading: str, tmp_path: Path) -> None:
+    launcher, text = LAUNCHERS[heading], BLOCKS[heading][1]
+    command, given = command_of(heading, tmp_path)
+    options = parsed(command)
+    assert options.gpus == NUM_GPUS
+    assert "HELMSMAN_TOKEN" in SECTIONS[heading] or options.token_file
+    if launcher.program in ("srun", "mpirun"):
+        assert given["HELMSMAN_TOKEN"] == TOKEN
+    for wait_s in re.findall(r"terminationGracePeriodSeconds: (\d+)|TERM@(\d+)", text):
+        assert float(max(wait_s)) >= options.grace + AFTER_GRACE_S
+    (row,) = re.findall(rf"^\| {re.escape(launcher.name)} \| (.*) \|$", PAGE, re.MULTILINE)
     cells = dict(zip(("rank", "count", "head"), row.replace("<TASK>", "WORKER").split(" | "), strict=True))
-    assert len(job.environs) == NUM_NODES
-    for rank, environ in enumerate(job.environs):
+    for rank in range(NUM_NODES):
+        own = dict(each.split("=") for each in launcher.variables.split("; "))
+        own |= {name: value.replace("RANK", str(rank)) for name, value in own.items()}
+        environ = {name: value for name, value in given.items() if value} | own
         found = identify_node(environ, rank=options.node_rank, count=options.num_nodes, head=options.head)
-        assert (found.launcher, found.rank, found.count, found.head) == (launcher, rank, NUM_NODES, job.heads[rank])
+        assert (found.launcher, found.rank, found.count, found.head) == (launcher.name, rank, NUM_NODES, launcher.head)
         for field, said in found.said_by.items():
             (name,) = re.findall(r"^(?:first of )?(--[a-z-]+|[A-Z_]+)", said)
             assert f"`{name}`" in cells[field], f"the page has {cells[field]} for the {field}, which is from {said}"
 
 
-def test_kuberay_is_attached_to() -> None:
+@pytest.mark.parametrize(
+    ("heading", "facts"),
+    {
+        "Slurm": ("--nodes=4", "--gpus-per-node=8", "--ntasks-per-node=1"),
+        "Kubernetes: Indexed Job": (
+            *("completionMode: Indexed", "completions: 4", "parallelism: 4", "nvidia.com/gpu: 8", "medium: Memory"),
+            *("clusterIP: None", "job-name: train", "subdomain: train", "secretKeyRef: {name: train, key: token}"),
+        ),
+        "Beaker": ("replicas: 4", "gpuCount: 8", "leaderSelection: true", "hostNetworking: true", "secret: "),
+        "SkyPilot": ("num_nodes: 4", "H100:8", "--control-port 6381"),  # SkyPilot's own Ray listens on 6380
+        "torchrun": ("--nnodes=4", "--nproc-per-node=1", "--no-python", "--token-file"),
+        "Volcano": (
+            "minAvailable: 4",
+            "replicas: 4",
+            "nvidia.com/gpu: 8",
+            "env: []",
+            "svc: [",
+            "medium: Memory",
+            "secretKeyRef",
+        ),
+        "dstack": ("nodes: 4", "gpu: H100:8", "HELMSMAN_TOKEN=${{ secrets.train_token }}"),
+        "Open MPI": ("-np 4", "--map-by ppr:1:node", "-x HELMSMAN_TOKEN"),
+    }.items(),
+)
+def test_job_file_asks_for_the_nodes(heading: str, facts: tuple[str, ...]) -> None:
+    for fact in facts:
+        assert fact in BLOCKS[heading][1]
+
+
+def test_job_file_of_kuberay() -> None:
     job = yaml.safe_load(BLOCKS["KubeRay"][1])["spec"]
-    options = _parser().parse_args(shlex.split(job["entrypoint"])[1:])
-    assert _program(options) == ["python", "train.py"]
+    options = parsed(shlex.split(job["entrypoint"]))
     found = identify_node({"RAY_ADDRESS": "10.0.0.1:6379"}, rank=options.node_rank, count=options.num_nodes, head=options.head)
     assert found.attach_to == "10.0.0.1:6379"
-    cluster = job["rayClusterSpec"]
-    (group,) = cluster["workerGroupSpecs"]
-    assert (group["replicas"], job_files.pod(group["template"]["spec"])["num_gpus"]) == (NUM_NODES, NUM_GPUS)
-    assert job_files.pod(cluster["headGroupSpec"]["template"]["spec"])["num_gpus"] is None
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (NUM_NODES, NUM_GPUS)
     assert f"RayScheduler(num_nodes={NUM_NODES + 1})" in PAGE
 
 
-def test_flags_alone(tmp_path: Path) -> None:
+def test_job_file_of_flags_alone(tmp_path: Path) -> None:
     for rank in range(NUM_NODES):
         (folder := tmp_path / str(rank)).mkdir()
-        ran = job_files.run(BLOCKS["Anything else"][1], folder, str(rank), "gpu07")
-        options = _parser().parse_args(ran.helmsman[1:])
-        assert _program(options) == ["python", "train.py"]
+        options = parsed(run_shell(BLOCKS["Anything else"][1], folder, "helmsman", str(rank), "gpu07")[0])
         assert options.token_file == f"{folder}/train.token"
         found = identify_node({}, rank=options.node_rank, count=options.num_nodes, head=options.head)
         assert (found.rank, found.count, found.head) == (rank, NUM_NODES, "gpu07")
 
 
-def test_no_job_file_is_left_out() -> None:
+def test_page_sections_and_anchors() -> None:
     assert set(BLOCKS) == {*LAUNCHERS, "KubeRay", "Anything else"}
     headings = re.findall(r"^#+ (.+)$", PAGE, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= anchors
 
 
-@pytest.mark.parametrize("heading", [heading for heading, (language, _) in BLOCKS.items() if language == "bash"])
-def test_scripts_are_shell(heading: str) -> None:
-    subprocess.run(["bash", "-n"], input=BLOCKS[heading][1], text=True, check=True, timeout=30)
-
-
-def test_exit_codes_and_defaults_are_those_of_the_code() -> None:
+def test_page_exit_codes_and_defaults() -> None:
     rows = dict(re.findall(r"^\| (9\d) \| [\w ]+ \| `(\w+)`", PAGE, re.MULTILINE))
     assert rows == {str(code.value): code.name for code in BootstrapExit}
     options = _parser().parse_args(["up", "--", "true"])

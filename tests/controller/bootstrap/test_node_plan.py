@@ -16,7 +16,7 @@ from helmsman.api.errors import PreflightError
 from helmsman.controller._bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
 from helmsman.controller._bootstrap.settings import Setting
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
-from tests.controller.bootstrap.plans import make_plan
+from tests.controller.bootstrap.nodes import make_plan
 
 AGENTS = {
     "--node-manager-port",
@@ -48,10 +48,10 @@ def first_ephemeral() -> int:
 # --- the command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_head(tmp_path: Path, leases: PortLeases) -> None:
-    plan = make_plan(tmp_path, resources={"CPU": 4.0, "GPU": 2.0, "fast": 0.5}, ray_command=["ray", "start"])
+def test_ray_start_of_the_head(tmp_path: Path, leases: PortLeases) -> None:
+    plan = make_plan(tmp_path, resources={"CPU": 4.0, "GPU": 2.0, "fast": 0.5})
     command = ray_start(plan, "run-1", leases)
-    assert command[:2] == ["ray", "start"]
+    assert command[1:4] == ["-m", "helmsman.controller._ray_backend.start_limits", "start"]
     said = flags(command)
     assert {"--head", "--block", "--disable-usage-stats"} <= {flag for flag, value in said.items() if not value}
     assert "--address" not in said
@@ -67,13 +67,10 @@ def test_the_head(tmp_path: Path, leases: PortLeases) -> None:
         "--resources": '{"fast": 0.5}',
     }
     assert expected.items() <= said.items()
-
-
-def test_the_dashboard_is_started_where_it_is_asked_for(tmp_path: Path, leases: PortLeases) -> None:
     assert flags(ray_start(make_plan(tmp_path, dashboard=True), "run-1", leases))["--include-dashboard"] == "true"
 
 
-def test_a_member(tmp_path: Path, leases: PortLeases) -> None:
+def test_ray_start_of_another_node(tmp_path: Path, leases: PortLeases) -> None:
     said = flags(ray_start(make_plan(tmp_path, rank=2, count=3), "run-1", leases, "10.0.0.1:6379"))
     assert said["--address"] == "10.0.0.1:6379"
     assert said["--labels"] == "helmsman-run=run-1,helmsman-rank=2"
@@ -81,13 +78,7 @@ def test_a_member(tmp_path: Path, leases: PortLeases) -> None:
     assert not {"--head", "--port", "--ray-client-server-port", "--include-dashboard"} & said.keys()
 
 
-def test_ray_starts_by_the_interpreter_that_runs_helmsman(tmp_path: Path, leases: PortLeases) -> None:
-    command = ray_start(make_plan(tmp_path), "run-1", leases)
-    assert command[1:4] == ["-m", "helmsman.controller._ray_backend.start_limits", "start"]
-    pytest.importorskip("ray.scripts.scripts")
-
-
-def test_ray_takes_every_flag(tmp_path: Path, leases: PortLeases) -> None:
+def test_ray_start_has_flags_of_ray(tmp_path: Path, leases: PortLeases) -> None:
     scripts = pytest.importorskip("ray.scripts.scripts")
     known = {name for parameter in scripts.start.params for name in (*parameter.opts, *parameter.secondary_opts)}
     plan = make_plan(tmp_path, count=2, resources={"CPU": 1.0, "GPU": 1.0, "memory": 2.0**36, "x": 1.0})
@@ -104,9 +95,7 @@ def ports_of(command: list[str]) -> list[int]:
     return [int(value) for flag, value in flags(command).items() if flag in AGENTS or flag == "--ray-client-server-port"]
 
 
-def test_ports_of_two_nodes_of_one_machine_are_distinct_and_free_and_below_the_ephemeral_range(
-    tmp_path: Path, leases: PortLeases
-) -> None:
+def test_ray_start_ports_of_two_nodes(tmp_path: Path, leases: PortLeases) -> None:
     others = PortLeases()
     try:
         head = ray_start(make_plan(tmp_path), "run-1", leases)
@@ -133,35 +122,29 @@ def test_ports_of_two_nodes_of_one_machine_are_distinct_and_free_and_below_the_e
         ([(10_000, 10_500), (15_000, 15_000), (19_500, 32_000)], (10_501, 14_999)),
     ],
 )
-def test_workers_have_the_longest_run_that_nobody_else_could_use(
-    taken: list[tuple[int, int]], expected: tuple[int, int]
-) -> None:
+def test_worker_ports(taken: list[tuple[int, int]], expected: tuple[int, int]) -> None:
     assert worker_ports(taken) == expected
 
 
-def test_no_ports_for_workers() -> None:
+def test_worker_ports_without_room() -> None:
     with pytest.raises(PreflightError) as caught:
         worker_ports([(1024, 65_535)])
     for fact in ("10002 to 19999", "--port, --control-port and HELMSMAN_PORT_RANGE", "to a range outside"):
         assert fact in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"port": 12_345}, {"port": 15_000, "control_port": 15_001, "count": 2}])
-def test_ports_of_the_user_are_not_those_of_workers(tmp_path: Path, leases: PortLeases, changes: dict[str, Any]) -> None:
-    plan = make_plan(tmp_path, **changes)
-    said = flags(ray_start(plan, "run-1", leases))
-    workers = range(int(said["--min-worker-port"]), int(said["--max-worker-port"]) + 1)
-    assert len(workers) > 1000
-    assert plan.port not in workers
-    assert plan.control_port not in workers
-
-
-def test_leased_ports_are_not_those_of_workers(tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ports", [{"port": 12_345}, {"port": 15_000, "control_port": 15_001, "count": 2}])
+def test_ray_start_gives_workers_other_ports(
+    tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch, ports: dict[str, Any]
+) -> None:
+    """Than those that the user names, or that are leased."""
     monkeypatch.setenv(RANGE_VARIABLE, "12000-12100")
-    command = ray_start(make_plan(tmp_path), "run-1", leases)
-    said = flags(command)
+    plan = make_plan(tmp_path, **ports)
+    command = ray_start(plan, "run-1", leases)
+    first, last = (int(flags(command)[f"--{which}-worker-port"]) for which in ("min", "max"))
+    assert last - first > 1000
     assert all(12_000 <= port <= 12_100 for port in ports_of(command))
-    assert (said["--min-worker-port"], said["--max-worker-port"]) == ("12101", "19999")
+    assert not {plan.port, plan.control_port, *range(12_000, 12_101)} & set(range(first, last + 1))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +154,7 @@ def test_leased_ports_are_not_those_of_workers(tmp_path: Path, leases: PortLease
         ("many", (f"{RANGE_VARIABLE} is 'many'", "FIRST-LAST")),
     ],
 )
-def test_too_few_ports(
+def test_ray_start_without_ports(
     tmp_path: Path, leases: PortLeases, monkeypatch: pytest.MonkeyPatch, text: str, facts: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv(RANGE_VARIABLE, text)
@@ -184,8 +167,8 @@ def test_too_few_ports(
 # --- the environment ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_set_comes_over_what_was_there_and_the_rest_stays(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, node_settings=[Setting("NCCL_DEBUG", "INFO", "--env")])
+def test_node_environ(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, node_settings=[Setting("NCCL_DEBUG", "INFO")])
     there = {
         "HOME": "/home/u",
         "NCCL_DEBUG": "WARN",
@@ -205,13 +188,12 @@ def test_what_is_set_comes_over_what_was_there_and_the_rest_stays(tmp_path: Path
     }
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077], ids=oct)
-def test_the_token_is_for_this_user_alone(tmp_path: Path, umask: int) -> None:
+def test_token_file_is_private(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "run")
-    before = os.umask(umask)
+    before = os.umask(0)
     try:
-        node_environ(plan, {}, "the token", {})
-        node_environ(plan, {}, "another", {})
+        for token in ("the token", "another"):
+            node_environ(plan, {}, token, {})
     finally:
         os.umask(before)
     assert (plan.folder / "token").read_text() == "another"
@@ -219,14 +201,11 @@ def test_the_token_is_for_this_user_alone(tmp_path: Path, umask: int) -> None:
     assert stat.S_IMODE(plan.folder.stat().st_mode) == 0o700
 
 
-def test_every_run_and_every_secret_has_a_token_of_its_own() -> None:
+def test_tokens_and_jobs_by_secret(tmp_path: Path) -> None:
     tokens = [ray_token(*of) for of in itertools.product(("a", "b"), ("run-1", "run-2"))]
     assert len(set(tokens)) == 4
-    assert tokens[0] == ray_token("a", "run-1"), "which other nodes make, too"
+    assert tokens[0] == ray_token("a", "run-1"), "which other nodes derive, too"
     assert all(len(token) == 64 for token in tokens)
-
-
-def test_jobs_without_a_secret_are_told_apart_and_a_secret_tells_more(tmp_path: Path) -> None:
     plans = [make_plan(tmp_path, count=count, secret=secret) for count in (2, 3) for secret in ("", "a")]
     assert plans[0].job != plans[2].job
     assert plans[1].job == plans[3].job, "so that the head can say that the number of nodes differs"

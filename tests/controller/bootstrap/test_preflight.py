@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.preflight import node_address, require_free, require_port, versions
+from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
 from helmsman.controller._node.checks import address_towards
 from helmsman.controller._node.launchers import NodeIdentity
 from tests.contract.helpers import ROOT
@@ -36,12 +36,12 @@ SPEAKS_HTTP1 = LISTENS + "peer = listener.accept()[0]\npeer.sendall(b'HTTP/1.1 4
 
 AS_NOBODY = """
 import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
-from helmsman.controller._bootstrap.preflight import require_free
+from helmsman.controller._bootstrap.preflight import require_port
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 try:
-    require_free(int(sys.argv[1]), "of the head", "--port")
+    require_port(int(sys.argv[1]), "of the head", "--port", listens=True)
 except ValueError as error:
     print(error)
 """
@@ -76,20 +76,20 @@ def listen() -> Iterator[Callable[..., tuple[int, int]]]:
 # --- ports --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_that_nobody_has() -> None:
-    with socket.create_server(("", 0)) as listener:
-        port = listener.getsockname()[1]
-    require_free(port, *WHAT)
-    require_free(port, *WHAT)  # which has not taken it
-
-
-def test_a_port_whose_last_connection_has_just_ended() -> None:
-    """The kernel keeps such a port for a minute from those who do not ask to reuse it, as Ray does."""
+def test_require_port_that_is_free() -> None:
+    """Also one that the kernel keeps after a connection for a minute from those who do not ask to reuse it, as Ray does."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as peer:
         port = listener.getsockname()[1]
         listener.accept()[0].close()
         peer.recv(1)
-    require_free(port, *WHAT)
+    for _ in range(2):  # the first has not taken it
+        require_port(port, *WHAT, listens=True)
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
+def test_require_port_of_what_is_none(port: int) -> None:
+    with pytest.raises(PreflightError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
+        require_port(port, *WHAT, listens=False)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_port_whose_last_connection_has_just_ended() -> None:
 def test_who_holds_a_port_is_told(listen: Callable[..., tuple[int, int]], arguments: tuple[str, ...], who: str) -> None:
     port, pid = listen(f"'{who}'\n{WAITS}", *arguments)
     with pytest.raises(PreflightError) as caught:
-        require_free(port, *WHAT)
+        require_port(port, *WHAT, listens=True)
     for fact in (f"port {port}, of the head's Ray", f"held by {who} (pid {pid}: ", "by --port, the same on all nodes"):
         assert fact in str(caught.value)
 
@@ -118,7 +118,7 @@ def test_another_ray_on_a_port_is_told(listen: Callable[..., tuple[int, int]], t
         with pytest.raises(
             PreflightError, match=f"port {port}.*held by another Ray cluster \\(pid {process.pid}: .*gcs_server"
         ):
-            require_free(port, *WHAT)
+            require_port(port, *WHAT, listens=True)
     finally:
         process.kill()
         process.communicate()
@@ -146,17 +146,6 @@ def test_the_holder_of_a_port_is_another_user(listen: Callable[..., tuple[int, i
     ).stdout
     assert who in told
     assert str(pid) not in told
-
-
-@pytest.mark.parametrize("port", [-1, 0, 65_536, 1 << 70])
-def test_numbers_that_are_no_port(port: int) -> None:
-    with pytest.raises(PreflightError, match=f"port {port}, of the head's Ray, is none: they go from 1 to 65535.*by --port"):
-        require_port(port, *WHAT)
-
-
-def test_numbers_that_are_ports() -> None:
-    require_port(1, *WHAT)
-    require_port(65_535, *WHAT)
 
 
 # --- the address --------------------------------------------------------------------------------------------------------
@@ -193,24 +182,19 @@ def test_the_head_may_have_a_name_that_is_not_known_yet() -> None:
     assert node_address(rank_one("head.invalid"), "")[0] == here()
 
 
-def test_an_interface_that_is_none() -> None:
-    with pytest.raises(
-        PreflightError, match="--interface 'ib7' is no interface of this node with an IPv4 address; it has .*lo 127"
-    ):
-        node_address(HEAD, "ib7")
-
-
-def test_loopback_is_refused_where_others_must_reach_it() -> None:
+@pytest.mark.parametrize(
+    ("identity", "interface", "facts"),
+    [
+        (HEAD, "ib7", ("--interface 'ib7' is no interface of this node with an IPv4 address; it has ", "lo 127.0.0.1")),
+        (HEAD, "lo", ("be 127.0.0.1, which no other host can reach; it", "lo 127.0.0.1", "--interface", "--head")),
+        (rank_one("localhost"), "", ("the head's name 'localhost' means this very host here", "--head")),
+    ],
+)
+def test_node_address_that_others_cannot_reach(identity: NodeIdentity, interface: str, facts: tuple[str, ...]) -> None:
     with pytest.raises(PreflightError) as caught:
-        node_address(HEAD, "lo")
-    for fact in ("would be 127.0.0.1", "no other host can reach", "lo 127.0.0.1", "--interface", "--head"):
+        node_address(identity, interface)
+    for fact in facts:
         assert fact in str(caught.value)
-    assert "very host" not in str(caught.value)
-
-
-def test_a_heads_name_that_means_this_host() -> None:
-    with pytest.raises(PreflightError, match=r"the head's name 'localhost' means this very host here.*--head"):
-        node_address(rank_one("localhost"), "")
 
 
 # --- versions -----------------------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from helmsman.api.errors import BootstrapError
-from helmsman.controller._bootstrap.async_utils import Tell
+from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.ray_process import RayProcess
 from helmsman.controller._ray_backend import start_limits
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 from tests.contract.helpers import processes_with
+from tests.controller.bootstrap.nodes import make_plan
 
 STARTED = "print('Ray runtime started.', flush=True)\n"
 STAYS = "import signal\n" + STARTED + "signal.pause()"
@@ -36,8 +37,10 @@ def tag() -> str:
 async def make_ray(tmp_path: Path, tag: str) -> AsyncIterator[MakeRay]:
     made: list[RayProcess] = []
 
-    def make(source: str, start_s: float = 30.0, tell: Tell = print) -> RayProcess:
-        made.append(RayProcess([sys.executable, "-I", "-S", "-c", source], os.environ, tag, tmp_path / "log", start_s, tell))
+    def make(source: str, start_s: float = 30.0, report: StatusPrinter = print) -> RayProcess:
+        command = [sys.executable, "-I", "-S", "-c", source]
+        plan = make_plan(tmp_path, run_id=tag.partition("/")[0], ray_command=command, ray_start_s=start_s)
+        made.append(RayProcess(plan, os.environ, report))
         return made[-1]
 
     yield make
@@ -46,14 +49,12 @@ async def make_ray(tmp_path: Path, tag: str) -> AsyncIterator[MakeRay]:
     assert not processes_with(TAG_VARIABLE, tag)
 
 
-async def test_a_life(make_ray: MakeRay, tag: str) -> None:
+async def test_ray_process_lives_and_ends(make_ray: MakeRay, tag: str) -> None:
     ray = make_ray(STAYS)
-    await ray.start()
+    assert await ray.start("run-1") == "127.0.0.1:6379"
     (pid,) = processes_with(TAG_VARIABLE, tag).values()
-    ended = asyncio.ensure_future(ray.ended())
     os.kill(pid, signal.SIGTERM)
-    assert await ended == "ray start was ended by SIGTERM"
-    assert await ray.ended() == await ended, "which is told as often as it is asked"
+    assert await ray.ended == "ray start was ended by SIGTERM"
     await ray.stop()
     await ray.stop()
 
@@ -69,32 +70,28 @@ async def test_a_life(make_ray: MakeRay, tag: str) -> None:
         ("print('odd \\udcff'.encode(errors='surrogateescape'), end='', flush=True)", "ray start exited with code 0"),
     ],
 )
-async def test_an_end_before_it_was_up(make_ray: MakeRay, source: str, said: str) -> None:
+async def test_start_fails_when_ray_ends(make_ray: MakeRay, source: str, said: str) -> None:
     with pytest.raises(BootstrapError) as caught:
-        await make_ray(source).start()
+        await make_ray(source).start("run-1")
     assert f"Ray did not start on this node: {said}" in str(caught.value)
 
 
 async def test_start_that_takes_too_long(make_ray: MakeRay) -> None:
     told: list[str] = []
     with pytest.raises(BootstrapError, match=r"did not start on this node within 0\.1 s.*give more with --start-timeout"):
-        await make_ray("import signal; signal.pause()", start_s=0.1, tell=told.append).start()
+        await make_ray("import signal; signal.pause()", start_s=0.1, report=told.append).start("run-1")
     assert told == [], "no time is left for a second try"
 
 
 async def test_start_fails_and_is_tried_once_more(make_ray: MakeRay, tmp_path: Path) -> None:
     first = f"import os, sys; open({str(tmp_path / 'tried')!r}, 'x')\nprint('no luck'); sys.exit(1)\n"
     told: list[str] = []
-    ray = make_ray(f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", tell=told.append)
-    await ray.start()
+    ray = make_ray(f"try:\n    exec({first!r})\nexcept FileExistsError:\n    pass\n{STAYS}", report=told.append)
+    await ray.start("run-1")
     assert len(told) == 1
     for fact in ("exited with code 1", "no luck", "Ray is started once more (after ", "of at most 30 s"):
         assert fact in told[0]
-    ended = asyncio.ensure_future(ray.ended())
-    await asyncio.sleep(0)
-    assert not ended.done(), "the end of the first try is not that of the second"
-    await ray.stop()
-    ended.cancel()
+    assert not ray.ended.done(), "the end of the first try is not that of the second"
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
@@ -109,7 +106,7 @@ async def test_start_detects_a_process_of_ray_that_ends(make_ray: MakeRay, tmp_p
     (logs / f"{name}.out").write_text(f"{reason}\n")
     source = f"import signal, subprocess\nchild = subprocess.Popen([{str(program)!r}])\nsignal.pause()"
     with pytest.raises(BootstrapError) as caught:
-        await make_ray(source).start()
+        await make_ray(source).start("run-1")
     assert f"{name} has ended; the end of what it printed:\n\n{name}.err: {reason}" in str(caught.value)
     assert str(caught.value).count(reason) == 1
     assert "all is well" not in str(caught.value)
@@ -137,10 +134,11 @@ def test_ray_start_waits_for_a_raylet_that_registers_late(monkeypatch: pytest.Mo
     assert found == ["node at here"]
 
 
-async def test_a_start_that_is_broken_off_at_once_leaves_nothing(make_ray: MakeRay, tag: str) -> None:
+async def test_stop_after_a_start_that_is_cancelled_at_once(make_ray: MakeRay, tag: str) -> None:
     """As where a signal comes while the process is made."""
     ray = make_ray(STAYS)
-    starting = asyncio.ensure_future(ray.start())
+    await ray.stop()  # when there is nothing to end
+    starting = asyncio.ensure_future(ray.start("run-1"))
     await asyncio.sleep(0)
     starting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -149,16 +147,12 @@ async def test_a_start_that_is_broken_off_at_once_leaves_nothing(make_ray: MakeR
     assert not processes_with(TAG_VARIABLE, tag)
 
 
-async def test_nothing_to_end(make_ray: MakeRay) -> None:
-    await make_ray(STAYS).stop()
-
-
-async def test_all_that_it_has_started_ends_with_it(make_ray: MakeRay, tag: str) -> None:
-    """Also what has left its session, and does not listen."""
+async def test_stop_ends_all_that_ray_has_started(make_ray: MakeRay, tag: str) -> None:
+    """Also what has left its session, and ignores SIGTERM."""
     child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
     spawn = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-I', '-S', '-c', {child!r}], start_new_session=True)\n"
     ray = make_ray(spawn + STAYS)
-    await ray.start()
+    await ray.start("run-1")
     assert len(processes_with(TAG_VARIABLE, tag)) == 2
     await ray.stop()
     assert not processes_with(TAG_VARIABLE, tag)

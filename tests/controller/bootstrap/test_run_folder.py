@@ -1,4 +1,4 @@
-"""The folder of a run on a node, and what is kept of it."""
+"""The folder of a run on a node, and the logs that are kept of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helmsman.controller._bootstrap.run_folder import keep_logs, run_folder
+from helmsman.controller._bootstrap.up import keep_logs, run_folder
 from helmsman.controller._node.run_registry import default_log_dir, read_runs, user_dir
 
 
@@ -19,46 +19,37 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_life(temporary: Path) -> None:
+def test_run_folder(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_folder({}) as (run_id, folder):
         assert folder.stat().st_mode & 0o777 == 0o700
         assert [(record.run_id, alive) for record, alive in read_runs()] == [(run_id, True)]
     assert not folder.exists()
     assert read_runs() == []
-
-
-def test_a_relative_place_is_one_from_here(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/tmp")
     with run_folder({"RAY_TMPDIR": "."}) as (_, folder):
         assert folder.parent == Path("/tmp"), "Ray would take it from a folder of its own"
 
 
-def test_logs_are_kept(temporary: Path) -> None:
+def test_keep_logs(temporary: Path) -> None:
     folder = temporary / "run"
     logs = folder / "ray" / "session_2026" / "logs"
     logs.mkdir(parents=True)
     (logs / "raylet.out").write_text("why")
-    told: list[str] = []
-    keep_logs("0123456789", folder, told.append)
+    reported: list[str] = []
+    keep_logs("0123456789", folder, reported.append)
     kept = default_log_dir("0123456789")
     assert (kept / "logs" / "raylet.out").read_text() == "why"
-    assert told == [f"Ray's logs of this node are kept in {kept}"]
-
-
-def test_logs_that_cannot_be_kept_are_told_of(temporary: Path) -> None:
-    folder = temporary / "run"
-    folder.mkdir()
+    assert reported.pop() == f"Ray's logs of this node are kept in {kept}"
     (folder / "ray_start.log").touch()
+    os.rename(user_dir(), temporary / "elsewhere")
     user_dir().touch()  # a file, where a folder should be
-    told: list[str] = []
-    keep_logs("0123456789", folder, told.append)
-    (line,) = told
-    assert "cannot be kept in" in line
+    keep_logs("0123456789", folder, reported.append)
+    assert "cannot be kept in" in reported.pop()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become a user without a name")
-def test_a_user_without_a_name(temporary: Path) -> None:
-    """As in a container that runs under an id which nobody has."""
+def test_user_dir_of_a_user_without_a_name(temporary: Path) -> None:
+    """As in a container that runs under an unknown id."""
     pid = os.fork()
     if pid == 0:
         for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):

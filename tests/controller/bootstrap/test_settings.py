@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -16,7 +15,6 @@ from helmsman.controller._bootstrap.settings import (  # type: ignore[attr-defin
     MANY_NODES,
     NODE_DEFAULTS,
     STORE_LEAST,
-    Default,
     Setting,
     cluster_defaults,
     object_store_bytes,
@@ -25,7 +23,6 @@ from helmsman.controller._bootstrap.settings import (  # type: ignore[attr-defin
     parse_variables,
     resource_arguments,
     shown,
-    start_limits,
     variables,
 )
 from helmsman.controller._node.checks import (
@@ -38,36 +35,32 @@ from helmsman.controller._node.checks import (
 )
 
 LEAST = STORE_LEAST + MEMORY_BESIDE_STORE
-TABLE = (Default("A", "1", "of A"), Default("B", "2", "of B"), Default("C", "3", "of C"))
+TABLE = (Setting("A", "1", "of A"), Setting("B", "2", "of B"), Setting("C", "3", "of C"))
 
 
 # --- variables ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_nodes", [1, MANY_NODES])
-def test_every_default_is_named_once_and_has_a_reason(num_nodes: int) -> None:
-    table = [*cluster_defaults(num_nodes), *start_limits(60), *NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
-    names = [default.name for default in table]
+def test_defaults_are_named_once_and_have_reasons(num_nodes: int) -> None:
+    same_on_all, own = cluster_defaults(num_nodes), [*NODE_DEFAULTS, *of_address("10.0.0.1", "eth0", chosen=True)]
+    names = [default.name for default in (*same_on_all, *own)]
     assert len(set(names)) == len(names)
-    assert all(default.value and default.reason for default in table)
+    assert all(default.value and default.reason for default in (*same_on_all, *own))
+    assert all(default.name.startswith("RAY_") for default in same_on_all)
+    assert not any(default.name.startswith("RAY_") for default in own)
 
 
-def test_what_is_the_same_on_all_nodes_is_rays_and_what_is_not_is_for_others() -> None:
-    assert all(default.name.startswith("RAY_") for default in (*cluster_defaults(1), *cluster_defaults(MANY_NODES)))
-    assert not any(default.name.startswith("RAY_") for default in NODE_DEFAULTS)
-
-
-@pytest.mark.parametrize(
-    "name", sorted({each.name for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES), *start_limits(60))})
-)
-def test_ray_knows_the_variables_of_the_table(name: str) -> None:
+def test_defaults_are_variables_of_ray() -> None:
     """A name that Ray does not read would be a promise without effect."""
     ray = pytest.importorskip("ray")
     home = Path(ray.__file__).parent
-    key = name.removeprefix("RAY_").encode()
+    names = {each.name.removeprefix("RAY_").encode() for each in (*cluster_defaults(1), *cluster_defaults(MANY_NODES))}
     binaries = [home / "_raylet.so", home / "core" / "src" / "ray" / "raylet" / "raylet"]
-    sources = [path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py")]
-    assert any(key in path.read_bytes() for path in (*binaries, *sources))
+    for path in (*binaries, *(path for folder in ("_private", "_common") for path in (home / folder).rglob("*.py"))):
+        content = path.read_bytes()
+        names = {name for name in names if name not in content}
+    assert not names
 
 
 def test_cluster_defaults_by_number_of_nodes() -> None:
@@ -83,20 +76,20 @@ def test_cluster_defaults_by_number_of_nodes() -> None:
     assert (seconds(1), seconds(MANY_NODES)) == (10, 120)
 
 
-def test_a_users_values_come_before_defaults_and_flags_before_all() -> None:
-    environ = {"B": "from outside", "C": "from outside", "D": "nobody's default"}
-    assert variables(TABLE, environ, {"C": "by flag", "E": "nobody's default"}) == [
-        Setting("A", "1", "default", "of A"),
-        Setting("B", "from outside", "your environment", "of B"),
-        Setting("C", "by flag", "--env", "of C"),
+def test_variables_of_the_user_come_before_defaults() -> None:
+    """And those of flags before all; an empty value is a value."""
+    environ = {"B": "", "C": "from outside", "D": "no default"}
+    found = variables(TABLE, environ, {"C": "a flag's", "E": "no default"})
+    assert found == [
+        Setting("A", "1", "of A"),
+        Setting("B", "", "of B", "your environment"),
+        Setting("C", "a flag's", "of C", "--env"),
     ]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in shown(found).splitlines()]
+    assert lines == [["A=1", "default", "of A"], ["B=", "your environment", "of B"], ["C=a flag's", "--env", "of C"]]
 
 
-def test_an_empty_value_is_a_value() -> None:
-    assert [each.value for each in variables(TABLE, {"A": ""}, {"B": ""})] == ["", "", "3"]
-
-
-def test_libraries_are_told_the_address_and_are_held_to_an_interface_only_where_the_user_names_one() -> None:
+def test_of_address_binds_to_an_interface_only_where_the_user_names_one() -> None:
     assert {each.name: each.value for each in of_address("10.0.0.1", "", chosen=False)} == {"VLLM_HOST_IP": "10.0.0.1"}
     found = {each.name: each.value for each in of_address("10.0.0.1", "eth0", chosen=False)}
     assert found == {"VLLM_HOST_IP": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
@@ -104,42 +97,19 @@ def test_libraries_are_told_the_address_and_are_held_to_an_interface_only_where_
     assert chosen == {**found, "NCCL_SOCKET_IFNAME": "eth0", "HCCL_SOCKET_IFNAME": "eth0"}
 
 
-def test_what_is_set_is_shown_with_its_source_and_reason() -> None:
-    lines = shown(variables(TABLE, {"B": "a long value"}, {"C": "4"})).splitlines()
-    assert [line.split("  ")[1] for line in lines] == ["A=1", "B=a long value", "C=4"]
-    assert [re.split(r"\s{2,}", line.strip())[1:] for line in lines] == [
-        ["default", "of A"],
-        ["your environment", "of B"],
-        ["--env", "of C"],
-    ]
-
-
 def test_shown_masks_secrets() -> None:
-    lines = shown([Setting("HF_TOKEN", "hunter2", "--env"), Setting("B", "http://me:hunter2@host", "--env")])
+    lines = shown([Setting("HF_TOKEN", "hunter2"), Setting("B", "http://me:hunter2@host")])
     assert [line.split()[0] for line in lines.splitlines()] == [f"HF_TOKEN={MASK}", f"B=http://{MASK}@host"]
 
 
-def test_parse_variables_masks_the_value_of_a_wrong_name() -> None:
+def test_parse_variables() -> None:
+    assert parse_variables([]) == {}
+    assert parse_variables(["A=1", "B=x=y", "C=", "A=2"]) == {"A": "2", "B": "x=y", "C": ""}
+    for given in ("A", "=1", "", "A B=1", "1A=2", "-A=1"):
+        with pytest.raises(PreflightError, match=re.escape(f"--env {given!r} is not NAME=VALUE")):
+            parse_variables(["GOOD=1", given])
     with pytest.raises(PreflightError, match=re.escape("--env 'MY-TOKEN=***' is not NAME=VALUE")):
         parse_variables(["MY-TOKEN=hunter2"])
-
-
-@pytest.mark.parametrize(
-    ("given", "parsed"),
-    [
-        ([], {}),
-        (["A=1", "B=x=y", "C="], {"A": "1", "B": "x=y", "C": ""}),
-        (["A=1", "A=2"], {"A": "2"}),
-    ],
-)
-def test_variables_of_flags(given: list[str], parsed: dict[str, str]) -> None:
-    assert parse_variables(given) == parsed
-
-
-@pytest.mark.parametrize("given", ["A", "=1", "", "A B=1", "1A=2", "-A=1"])
-def test_what_is_no_variable(given: str) -> None:
-    with pytest.raises(PreflightError, match=re.escape(f"--env {given!r} is not NAME=VALUE")):
-        parse_variables(["GOOD=1", given])
 
 
 # --- resources ----------------------------------------------------------------------------------------------------------
@@ -156,30 +126,26 @@ def test_what_is_no_variable(given: str) -> None:
         ('{"NPU": 8, "CPU": 4, "fast_disk": 0.5}', ["--num-cpus=4", '--resources={"NPU": 8.0, "fast_disk": 0.5}']),
     ],
 )
-def test_resources_reach_ray_start_as_they_are(text: str, arguments: list[str]) -> None:
+def test_resource_arguments(text: str, arguments: list[str]) -> None:
     assert resource_arguments(parse_resources(text)) == arguments
 
 
 @pytest.mark.parametrize(
     "text", ["", "8", "[1]", '{"GPU": "two"}', '{"GPU": null}', '{"GPU": true}', "{GPU: 2}", '{"GPU": 1e999}']
 )
-def test_resources_that_are_none(text: str) -> None:
+def test_parse_resources_of_what_is_no_object(text: str) -> None:
     with pytest.raises(PreflightError) as caught:
         parse_resources(text)
     for fact in (repr(text), "not a JSON object of numbers", "'{\"NPU\": 8}'"):
         assert fact in str(caught.value)
 
 
-def test_negative_amounts_are_named() -> None:
+def test_parse_resources_of_wrong_amounts() -> None:
     with pytest.raises(PreflightError, match="negative amount of GPU, disk"):
-        parse_resources(json.dumps({"CPU": 1, "GPU": -1, "disk": -0.5}))
-
-
-def test_parts_of_what_ray_counts_in_whole_numbers_are_refused() -> None:
-    with pytest.raises(
-        PreflightError, match=re.escape("has 7.5 CPU, 0.5 GPU, of which a node has a whole number; round it down")
-    ):
-        parse_resources(json.dumps({"CPU": 7.5, "GPU": 0.5, "disk": 0.5}))
+        parse_resources('{"CPU": 1, "GPU": -1, "disk": -0.5}')
+    said = "has 7.5 CPU, 0.5 GPU, of which a node has a whole number; round it down"
+    with pytest.raises(PreflightError, match=re.escape(said)):
+        parse_resources('{"CPU": 7.5, "GPU": 0.5, "disk": 0.5}')
 
 
 # --- the object store ---------------------------------------------------------------------------------------------------
@@ -210,46 +176,35 @@ def test_object_store_bytes_as_asked() -> None:
     assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "also more than a share of the memory"
 
 
-@pytest.mark.parametrize("asked", [9.6, 0.01, 0.0, -1.0, float("nan"), float("inf")])
-def test_object_store_bytes_that_cannot_be(asked: float) -> None:
+@pytest.mark.parametrize(
+    ("asked", "available", "shm_free", "facts"),
+    [
+        *(
+            (asked, 100 * GIB, 10 * GIB, (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "Ask for less"))
+            for asked in (9.6, 0.01, 0.0, -1.0, float("nan"), float("inf"))
+        ),
+        (2.0, 2 * GIB, 9 * GIB, ("2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory",)),
+        (None, 100 * GIB, 64 << 20, ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir")),
+        (None, LEAST - 1, 10 * GIB, ("530.0 MiB of memory are available, expected 530.0 MiB", "End other programs", "doctor")),
+    ],
+)
+def test_object_store_bytes_that_cannot_be(asked: float | None, available: int, shm_free: int, facts: tuple[str, ...]) -> None:
     with pytest.raises(PreflightError) as caught:
-        object_store_bytes(asked, 100 * GIB, 10 * GIB)
-    for fact in (f"--object-store {asked:g} GiB", "10.0 GiB free", "needs 80.0 MiB", "Ask for less", "--shm-size", "emptyDir"):
-        assert fact in str(caught.value)
-
-
-def test_object_store_bytes_beyond_the_memory() -> None:
-    with pytest.raises(PreflightError, match="2 GiB: /dev/shm has 9.0 GiB free, and 2.0 GiB of memory"):
-        object_store_bytes(2.0, 2 * GIB, 9 * GIB)
-
-
-def test_object_store_bytes_without_room_in_dev_shm() -> None:
-    with pytest.raises(PreflightError) as caught:
-        object_store_bytes(None, 100 * GIB, 64 << 20)
-    for fact in ("64.0 MiB free", "needs 80.0 MiB", "--shm-size", "emptyDir"):
-        assert fact in str(caught.value)
-
-
-def test_object_store_bytes_without_memory() -> None:
-    with pytest.raises(PreflightError) as caught:
-        object_store_bytes(None, LEAST - 1, 10 * GIB)
-    for fact in ("530.0 MiB of memory are available, expected 530.0 MiB", "End other programs", "helmsman doctor"):
+        object_store_bytes(asked, available, shm_free)
+    for fact in facts:
         assert fact in str(caught.value)
 
 
 # --- CPUs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_cpus_are_those_of_the_allocation() -> None:
+def test_cpus_allowed_by_slurm() -> None:
     here = cpus_allowed({})
     assert 0 < here <= len(os.sched_getaffinity(0))
     assert cpus_allowed({"SLURM_CPUS_ON_NODE": "1"}) == min(1.0, here)
     assert cpus_allowed({"SLURM_CPUS_ON_NODE": "100000"}) == here, "a step may be bound to fewer than its job has"
-
-
-@pytest.mark.parametrize("text", ["", "many", "-1", "2(x3)"])
-def test_what_slurm_would_not_say_counts_for_nothing(text: str) -> None:
-    assert cpus_allowed({"SLURM_CPUS_ON_NODE": text}) == cpus_allowed({})
+    for text in ("", "many", "-1", "2(x3)"):
+        assert cpus_allowed({"SLURM_CPUS_ON_NODE": text}) == here
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------
@@ -260,23 +215,17 @@ def test_what_slurm_would_not_say_counts_for_nothing(text: str) -> None:
     [
         ({"SLURM_MEM_PER_NODE": "200"}, 200 << 20),
         ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, 150 << 20),
-        ({"SLURM_MEM_PER_NODE": "0"}, None),
+        ({"SLURM_MEM_PER_NODE": "0"}, None),  # all of the node
         ({"SLURM_MEM_PER_NODE": "900000000"}, None),
         ({"SLURM_MEM_PER_NODE": "4G"}, None),
         ({"SLURM_MEM_PER_CPU": "50"}, None),
-        ({}, None),
     ],
-    ids=["of a node", "of its CPUs", "all of the node", "more than there is", "no number", "of CPUs unknown", "no Slurm"],
 )
-def test_memory_is_that_of_the_allocation(variables: dict[str, str], expected: int | None) -> None:
+def test_memory_by_slurm(variables: dict[str, str], expected: int | None) -> None:
     here = memory_allowed({})
     assert here > 200 << 20
     assert memory_allowed(variables) == (expected or here)
-
-
-def test_memory_available_is_bounded_by_the_allocation() -> None:
-    assert 0 < memory_available({}) < memory_allowed({})
-    assert memory_available({"SLURM_MEM_PER_NODE": "200"}) <= 200 << 20
+    assert 0 < memory_available(variables) <= memory_allowed(variables)
 
 
 def _group(folder: Path, **files: str) -> None:

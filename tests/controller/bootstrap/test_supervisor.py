@@ -21,19 +21,14 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 @pytest.mark.parametrize(
-    ("source", "code"),
-    [
-        ("pass", 0),
-        ("raise SystemExit(7)", 7),
-        ("import os; os.kill(os.getpid(), 9)", 137),
-    ],
+    ("source", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)], ids=["exits", "is killed"]
 )
-def test_the_exit_code_of_the_script_is_that_of_the_head(make_nodes: MakeNodes, source: str, code: int) -> None:
+def test_run_ends_with_the_exit_code_of_the_script(make_nodes: MakeNodes, source: str, code: int) -> None:
     nodes = make_nodes(3, command=script(source))
-    head, *members = nodes.start_all()
+    head, *others = nodes.start_all()
     head.ends(code, "3 nodes with 6 CPU at 127.0.0.1:6379, all there after", "the script starts")
-    for member in members:
-        member.ends(
+    for node in others:
+        node.ends(
             0,
             "joined the cluster at 127.0.0.1:6379",
             f"the run has ended: the script has ended with exit code {code}; this node has left",
@@ -41,30 +36,36 @@ def test_the_exit_code_of_the_script_is_that_of_the_head(make_nodes: MakeNodes, 
     nodes.wait_nothing_left()
 
 
-def test_one_node(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(1, port=0, command=script("raise SystemExit(3)"))
-    head = nodes.start(0)
+def test_run_of_one_node(make_nodes: MakeNodes) -> None:
+    """Its script has the variables of the cluster, and what it leaves behind goes with the run."""
+    source = (
+        "import os, subprocess\n"
+        "print({name: value for name, value in os.environ.items() if 'RAY' in name or 'HELMSMAN' in name})\n"
+        "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True)\n"
+        "os._exit(3)"
+    )
+    head = make_nodes(1, port=0, command=script(source)).start(0)
     head.ends(3, "1 node with 2 CPU at 127.0.0.1:")
-    assert int(head.ray["flags"]["--port"]) >= 20_000, "one that nobody has to know beforehand"
-
-
-def test_the_script_is_told_its_cluster(make_nodes: MakeNodes) -> None:
-    shown = "import os; print({name: value for name, value in os.environ.items() if 'RAY' in name or 'HELMSMAN' in name})"
-    nodes = make_nodes(1, command=script(shown))
-    head = nodes.start(0)
-    head.ends(0)
-    told = head.output
-    assert "'RAY_ADDRESS': '127.0.0.1:6379'" in told
-    assert f"'{RUN_VARIABLE}': '{head.plan.run_id}'" in told
-    assert f"'RAY_AUTH_TOKEN_PATH': '{head.plan.folder}/token'" in told
-    assert "'RAY_AUTH_MODE': 'token'" in told
+    port = int(head.ray["flags"]["--port"])
+    assert port >= 20_000, "one that need not be known beforehand"
+    for fact in (
+        f"'RAY_ADDRESS': '127.0.0.1:{port}'",
+        f"'{RUN_VARIABLE}': '{head.plan.run_id}'",
+        f"'RAY_AUTH_TOKEN_PATH': '{head.plan.folder}/token'",
+        "'RAY_AUTH_MODE': 'token'",
+    ):
+        assert fact in head.output
+    (pid,) = [line for line in head.output.splitlines() if line.isdigit()]
+    assert not is_running(int(pid))
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", ""])
 def test_all_nodes_have_the_heads_token_and_variables(make_nodes: MakeNodes, secret: str) -> None:
+    """Also one that comes before the head."""
     nodes = make_nodes(2, secret=secret, command=script("pass"))
-    head = nodes.start(0)
     member = nodes.start(1, cluster_settings=[])
+    member.said("does not answer")
+    head = nodes.start(0)
     rays = [node.ray for node in (head, member)]
     tokens = [Path(ray["environ"]["RAY_AUTH_TOKEN_PATH"]).read_text() for ray in rays]
     assert tokens[0] == tokens[1] != ""
@@ -76,18 +77,10 @@ def test_all_nodes_have_the_heads_token_and_variables(make_nodes: MakeNodes, sec
     assert rays[1]["flags"]["--labels"] == f"helmsman-run={head.plan.run_id},helmsman-rank=1"
     head.ends(0)
     member.ends(0)
+    assert len(member.lines("does not answer")) == 1, "reported once, not at every attempt"
 
 
-def test_what_the_script_leaves_behind_goes_with_the_run(make_nodes: MakeNodes) -> None:
-    leaves = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
-    nodes = make_nodes(1, command=script(leaves))
-    head = nodes.start(0)
-    head.ends(0)
-    (pid,) = [line for line in head.output.splitlines() if line.isdigit()]
-    assert not is_running(int(pid))
-
-
-def test_a_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
+def test_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=["no-such-program", "x"])
     head, member = nodes.start_all()
     head.ends(90, "PREFLIGHT", "the script cannot be started: no-such-program: No such file or directory")
@@ -97,7 +90,7 @@ def test_a_script_that_cannot_be_started(make_nodes: MakeNodes) -> None:
 # --- coming -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_never_comes(make_nodes: MakeNodes) -> None:
+def test_rank_that_never_comes(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
     member = nodes.start(1)
     member.said("does not answer")
@@ -118,19 +111,9 @@ def test_many_ranks_that_never_come(make_nodes: MakeNodes) -> None:
     head.ends(91, "29 of 30 nodes are missing", "rank 8, never heard of; and 21 more, ranks 9-29")
 
 
-def test_a_head_that_never_comes(make_nodes: MakeNodes) -> None:
+def test_head_that_never_comes(make_nodes: MakeNodes) -> None:
     member = make_nodes(2, timeout_s=0.5).start(1)
     member.ends(91, "NOT_JOINED: the head at 127.0.0.1:", "does not answer", "after 0.5 s: rank 0 is missing", "Look at")
-
-
-def test_a_node_may_come_before_the_head(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, command=script("pass"))
-    member = nodes.start(1)
-    member.said("does not answer")
-    head = nodes.start(0)
-    head.ends(0)
-    member.ends(0)
-    assert len(member.lines("does not answer")) == 1, "told once, not at every attempt"
 
 
 def test_news_is_a_line_for_each_change(make_nodes: MakeNodes) -> None:
@@ -149,7 +132,7 @@ def test_news_is_a_line_for_each_change(make_nodes: MakeNodes) -> None:
     assert set(member.lines("are missing")) <= set(told), "the others hear of it"
 
 
-def test_devices_that_are_missing(make_nodes: MakeNodes) -> None:
+def test_missing_devices(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     member = nodes.start(1, num_devices=8, resources={"CPU": 2.0, "GPU": 6.0})
     member.said("does not answer")
@@ -158,44 +141,26 @@ def test_devices_that_are_missing(make_nodes: MakeNodes) -> None:
     member.ends(91)
 
 
-def test_another_token(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, command=script("pass"))
+def test_nodes_that_are_refused(make_nodes: MakeNodes) -> None:
+    nodes = make_nodes(3, command=script("pass"))
     head = nodes.start(0)
-    stranger = nodes.start(1, secret="another")
-    stranger.ends(92, "REFUSED", f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN")
-    assert "a process on 127.0.0.1 is not taken: it has another token" in head.output
-    nodes.start(1).ends(0)
-    head.ends(0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "facts"),
-    [
+    other_python = {"python": "3.12.1", "ray": "2.60.0", "helmsman": "0.1.0"}
+    refused: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         (
-            {"versions": {"python": "3.12.1", "ray": "2.60.0", "helmsman": "0.1.0"}},
+            {"versions": other_python},
             ("versions differ: python 3.12.1 there, 3.11.7 on the head", "Install the same on every node"),
         ),
         ({"versions": {}}, ("ray none there, 2.60.0 on the head",)),
-        ({"count": 3}, ("it was told of 3 nodes, the head of 2",)),
-        ({"rank": 2}, ("its rank is 2", "waits for ranks 1 to 1")),
-    ],
-    ids=["another Python", "of unknown versions", "another number of nodes", "no such rank"],
-)
-def test_a_node_that_does_not_fit(make_nodes: MakeNodes, changes: dict[str, Any], facts: tuple[str, ...]) -> None:
-    nodes = make_nodes(2, command=script("pass"))
-    head = nodes.start(0)
-    stranger = nodes.start(**{"rank": 1, **changes})
-    stranger.ends(92, "REFUSED: the head at 127.0.0.1:", "does not take this node", *facts)
-    assert "is not taken" in head.output
-    for fact in facts:
-        assert fact in head.output
-    nodes.start(1).ends(0)
-    head.ends(0)
-
-
-def test_two_nodes_of_one_rank(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(3, command=script("pass"))
-    head, first = nodes.start(0), nodes.start(1)
+        ({"count": 4}, ("it was told of 4 nodes, the head of 3",)),
+        ({"rank": 3}, ("its rank is 3", "waits for ranks 1 to 2")),
+    ]
+    for changes, facts in refused:
+        nodes.start(**{"rank": 1, **changes}).ends(92, "REFUSED: the head at 127.0.0.1:", "does not take this node", *facts)
+        for fact in ("is not taken", *facts):
+            assert fact in head.output
+    nodes.start(1, secret="another").ends(92, f"127.0.0.1:{nodes.port} has another key", "--token-file, or HELMSMAN_TOKEN")
+    assert "a process on 127.0.0.1 is not taken: it has another token" in head.output
+    first = nodes.start(1)
     first.said("joined the cluster")
     nodes.start(1).ends(92, "REFUSED", "rank 1 (", "is here already; every node needs a rank of its own")
     nodes.start(2).ends(0)
@@ -203,7 +168,7 @@ def test_two_nodes_of_one_rank(make_nodes: MakeNodes) -> None:
     first.ends(0)
 
 
-def test_a_node_that_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
+def test_node_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(4)
     head, leaving, staying = nodes.start(0), nodes.start(1), nodes.start(2)
     for member in (leaving, staying):
@@ -215,21 +180,23 @@ def test_a_node_that_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
     nodes.wait_nothing_left()
 
 
-def test_a_node_that_was_killed_may_come_again_before_the_run_begins(make_nodes: MakeNodes) -> None:
-    """As a pod does; the run waits for it, whatever Ray still believes of the one before."""
+def test_node_is_killed_and_comes_again_before_the_run_begins(make_nodes: MakeNodes) -> None:
+    """As a pod does; the run waits for it, and until Ray has forgotten the one before."""
     nodes = make_nodes(3, command=script("pass"))
     head, first = nodes.start(0), nodes.start(1)
     first.said("joined the cluster")
     first.signal(KILL)
-    head.said("rank 1 (")
     head.said("was here and has gone")
+    nodes.behaviour(1, "twice")
     again, other = nodes.start(1), nodes.start(2)
+    head.said("Ray still counts the one that was killed before it")
+    nodes.behaviour(1, "")
     head.ends(0)
     again.ends(0)
     other.ends(0)
 
 
-def test_the_head_hears_again_after_it_had_too_many_open_files(make_nodes: MakeNodes) -> None:
+def test_head_accepts_again_after_too_many_open_files(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, command=script("pass"))
     head = nodes.start(0)
     head.said("rank 1, never heard of")
@@ -243,21 +210,7 @@ def test_the_head_hears_again_after_it_had_too_many_open_files(make_nodes: MakeN
     head.ends(0)
 
 
-def test_a_stranger_that_comes_again_and_again_is_told_of_once(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, command=script("pass"))
-    head = nodes.start(0)
-    head.said("rank 1, never heard of")
-    for _ in range(3):
-        with socket.create_connection(("127.0.0.1", nodes.port)) as peer:
-            peer.shutdown(socket.SHUT_WR)
-            while peer.recv(4096):
-                continue
-    nodes.start(1).ends(0)
-    head.ends(0)
-    assert len(head.lines("a process on 127.0.0.1 is not taken: it did not prove that it belongs to this run")) == 1
-
-
-def test_a_port_that_another_run_takes_at_the_same_moment(make_nodes: MakeNodes) -> None:
+def test_control_port_that_another_run_takes_at_the_same_moment(make_nodes: MakeNodes) -> None:
     """After the plan was made, which has found it free."""
     nodes = make_nodes(2)
     with socket.create_server(("127.0.0.1", nodes.port)):
@@ -273,7 +226,7 @@ def test_a_first_connection_that_hangs(make_nodes: MakeNodes, make_cable: MakeCa
     cable = make_cable(nodes.port)
     head = nodes.start(0)
     member = nodes.start(1, control_port=cable.port)
-    member.said("knows this node")
+    member.said("answers; waiting")
     cable.desert()
     member.said("does not answer (the connection was closed)")
     nodes.behaviour(0, "")

@@ -24,7 +24,7 @@ from helmsman.controller.cli import _parser
 from tests.contract.helpers import ROOT, wait_until
 from tests.controller.bootstrap.hosts import why_not_here
 
-NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 12
+NUM_WORKERS = 100 if "HELMSMAN_SOAK_ROUNDS" in os.environ else 6
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -82,28 +82,41 @@ PROGRAM = ("--", sys.executable, "-I", "-S", "-c")
 # --- what is refused ----------------------------------------------------------------------------------------------------
 
 
+BEAKER = {"BEAKER_REPLICA_RANK": "1", "BEAKER_REPLICA_COUNT": "2", "BEAKER_LEADER_REPLICA_HOSTNAME": "a"}
+DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "a"}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "facts"),
+    ("code", "arguments", "environ", "facts"),
     [
-        ((), ("there is no program to run", "helmsman up [options] -- python train.py")),
-        (("--",), ("there is no program to run",)),
-        (("--env", "A", "--", "true"), ("--env 'A' is not NAME=VALUE",)),
-        (("--env", "A B=1", "--", "true"), ("--env 'A B=1' is not NAME=VALUE",)),
-        (("--resources", "{", "--", "true"), ("--resources '{' is not a JSON object",)),
-        (("--object-store", "99999", "--", "true"), ("--object-store 99999 GiB", "Ask for less")),
-        (("--gpus", "77", "--", "true"), ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi")),
-        (("--interface", "ib7", "--", "true"), ("--interface 'ib7' is no interface of this node",)),
-        (("--port", "70000", "--", "true"), ("port 70000, of the head's Ray, is none",)),
-        (("--token-file", "/no/such/file", "--", "true"), ("--token-file /no/such/file", "No such file")),
-        (("--token-file", "/dev/null", "--", "true"), ("--token-file /dev/null is empty", "openssl rand -hex 32 > /dev/null")),
+        (90, (), {}, ("rank 0, ", "there is no program to run", "helmsman up [options] -- python train.py")),
+        (90, ("--env", "A", "--", "true"), {}, ("--env 'A' is not NAME=VALUE",)),
+        (90, ("--resources", "{", "--", "true"), {}, ("--resources '{' is not a JSON object",)),
+        (90, ("--object-store", "99999", "--", "true"), {}, ("--object-store 99999 GiB", "Ask for less")),
+        (90, ("--gpus", "77", "--", "true"), {}, ("77 accelerators are expected on this node (--gpus)", "nvidia-smi, npu-smi")),
+        (90, ("--interface", "ib7", "--", "true"), {}, ("--interface 'ib7' is no interface of this node",)),
+        (90, ("--port", "70000", "--", "true"), {}, ("port 70000, of the head's Ray, is none",)),
+        (90, ("--token-file", "/no/such/file", "--", "true"), {}, ("--token-file /no/such/file", "No such file")),
+        (90, ("--token-file", "/dev/null", "--", "true"), {}, ("/dev/null is empty", "openssl rand -hex 32 > /dev/null")),
+        (90, ("--", "true"), {"HELMSMAN_TLS": "off"}, ("HELMSMAN_TLS is 'off', expected 1 (TLS between machines",)),
+        (
+            90,
+            ("--show-settings",),
+            {"RAY_TMPDIR": "/dev/null/below"},
+            ("there is no place for Ray's files", "Not a directory", "/dev/null/below", "RAY_TMPDIR"),
+        ),
+        (2, ("--timeout", "nan", "--", "true"), {}, ("argument --timeout: 'nan' is no number of seconds from 0 on",)),
+        (2, ("--grace", "-1", "--", "true"), {}, ("argument --grace: '-1' is no number of seconds",)),
+        (2, ("--start-timeout", "soon", "--", "true"), {}, ("argument --start-timeout: 'soon' is no number of seconds",)),
+        (2, ("--", "true"), {**BEAKER, **DSTACK}, ("node rank", "BEAKER_REPLICA_RANK=1", "DSTACK_NODE_RANK=0", "--node-rank")),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_started(
-    start: Start, arguments: tuple[str, ...], facts: tuple[str, ...]
+def test_up_refuses(
+    start: Start, code: int, arguments: tuple[str, ...], environ: dict[str, str], facts: tuple[str, ...]
 ) -> None:
-    code, _, told = ended(start(*arguments))
-    assert code == 90
-    for fact in ("[helmsman up, rank 0, ", *facts):
+    found, _, told = ended(start(*arguments, **environ))
+    assert found == code
+    for fact in facts:
         assert fact in told
 
 
@@ -119,37 +132,6 @@ def test_up_shows_why_ray_does_not_start(start: Start, tmp_path: Path) -> None:
     assert "of at most 50 s" in told
 
 
-def test_start_timeout_sets_rays_own_limits(start: Start) -> None:
-    _, out, _ = ended(start("--start-timeout", "240", "--show-settings"))
-    for setting in (
-        "RAY_gcs_server_port_wait_time_s=240",
-        "RAY_agent_register_timeout_ms=240000",
-        "RAY_gcs_rpc_server_connect_timeout_s=240",
-    ):
-        assert setting in out
-
-
-@pytest.mark.parametrize("flag", ["--timeout", "--grace", "--start-timeout"])
-@pytest.mark.parametrize("value", ["nan", "-1", "soon"])
-def test_times_that_are_none(start: Start, flag: str, value: str) -> None:
-    code, _, told = ended(start(flag, value, "--", "true"))
-    assert code == 2
-    assert f"argument {flag}: {value!r} is no number of seconds from 0 on" in told
-
-
-def test_up_tls_switch_of_another_value(start: Start) -> None:
-    code, _, told = ended(start("--", "true", HELMSMAN_TLS="off"))
-    assert code == 90
-    assert "HELMSMAN_TLS is 'off', expected 1 (TLS between machines, the default) or 0 (none)" in told
-
-
-def test_no_place_for_rays_files(start: Start) -> None:
-    code, _, told = ended(start("--show-settings", RAY_TMPDIR="/dev/null/below"))
-    assert code == 90
-    for fact in ("there is no place for Ray's files", "Not a directory", "/dev/null/below", "RAY_TMPDIR"):
-        assert fact in told
-
-
 def test_no_place_for_the_record_of_the_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "helmsman-somebody").touch()
     code, _, told = ended(start("--show-settings", TMPDIR=str(tmp_path), USER="somebody", LOGNAME="somebody"))
@@ -158,7 +140,7 @@ def test_no_place_for_the_record_of_the_run(start: Start, tmp_path: Path) -> Non
         assert fact in told
 
 
-def test_the_folder_for_rays_files_is_made(start: Start) -> None:
+def test_up_makes_the_folder_for_rays_files(start: Start) -> None:
     place = Path(tempfile.gettempdir()) / secrets.token_hex(4)
     try:
         code, _, told = ended(start("--show-settings", RAY_TMPDIR=str(place)))
@@ -168,14 +150,14 @@ def test_the_folder_for_rays_files_is_made(start: Start) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_port_that_is_held(start: Start, listener: socket.socket) -> None:
+def test_up_port_that_is_held(start: Start, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     code, _, told = ended(start("--port", str(port), "--", "true"))
     assert code == 90
     assert f"port {port}, of the head's Ray, is held by a foreign program (pid {os.getpid()}: " in told
 
 
-def test_one_port_for_two_things(start: Start) -> None:
+def test_up_one_port_for_two_things(start: Start) -> None:
     if address_towards("").startswith("127.") or not address_towards(""):
         pytest.skip("this machine has no route, and several nodes need one")
     arguments = ("--node-rank", "0", "--num-nodes", "2", "--port", "7000", "--control-port", "7000", "--", "true")
@@ -184,15 +166,7 @@ def test_one_port_for_two_things(start: Start) -> None:
     assert "--port and --control-port are both 7000" in told
 
 
-def test_launchers_that_disagree(start: Start) -> None:
-    beaker = {"BEAKER_REPLICA_RANK": "1", "BEAKER_REPLICA_COUNT": "2", "BEAKER_LEADER_REPLICA_HOSTNAME": "a"}
-    code, _, told = ended(start("--", "true", **beaker, DSTACK_NODE_RANK="0", DSTACK_NODES_NUM="2", DSTACK_MASTER_NODE_IP="a"))
-    assert code == 2
-    for fact in ("node rank", "BEAKER_REPLICA_RANK=1", "DSTACK_NODE_RANK=0", "--node-rank"):
-        assert fact in told
-
-
-def test_a_secret_is_the_same_from_a_file_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_secret_of_a_file_and_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes hands a secret that was made of a file to the container with its last line end."""
     file = tmp_path / "token"
     file.write_text("one two\n")
@@ -211,9 +185,10 @@ def in_control_group(folder: Path, limit: int, used: int) -> list[str]:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not_here()), reason="no mounts can be made here")
-def test_up_refuses_a_node_without_memory(start: Start, tmp_path: Path) -> None:
-    """Ray itself would start some processes and then print a traceback."""
+def test_up_follows_the_memory_of_a_container(start: Start, tmp_path: Path) -> None:
+    """Without enough, Ray itself would start some processes and then print a traceback."""
     below = in_control_group(tmp_path, 1 << 30, 800 << 20)
     code, _, told = ended(start("--", "true", below=below))
     assert code == 90
@@ -222,16 +197,10 @@ def test_up_refuses_a_node_without_memory(start: Start, tmp_path: Path) -> None:
     code, _, told = ended(start("--object-store", "0.2", "--", "true", below=below))
     assert code == 90
     assert "--object-store 0.2 GiB" in told
-
-
-@pytest.mark.root
-@pytest.mark.slow
-@pytest.mark.skipif(bool(why_not_here()), reason="no mounts can be made here")
-def test_up_sizes_the_object_store_from_what_is_available(start: Start, tmp_path: Path) -> None:
-    """30 % of all memory, 1.2 GiB, would leave Ray nothing here."""
-    code, _, told = ended(start("--", "true", below=in_control_group(tmp_path, 4 << 30, 3 << 30)))
+    (tmp_path / "more").mkdir()
+    code, _, told = ended(start("--", "true", below=in_control_group(tmp_path / "more", 4 << 30, 3 << 30)))
     assert code == 0, told
-    assert "object store 307.2 MiB" in told
+    assert "object store 307.2 MiB" in told, "30 % of all memory, 1.2 GiB, would leave Ray nothing"
 
 
 # --- a head that is busy ------------------------------------------------------------------------------------------------
@@ -239,48 +208,45 @@ def test_up_sizes_the_object_store_from_what_is_available(start: Start, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("num_nodes", "stopped_s"), [(1, 8), (MANY_NODES, 20)], ids=["settings of few nodes", "settings of many nodes"]
-)
-def test_up_survives_a_head_that_stops_while_workers_start(start: Start, num_nodes: int, stopped_s: int) -> None:
-    """As a head that is flooded by registrations. With the settings of few nodes, 20 s end the run."""
-    settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(num_nodes)]
+def test_up_survives_a_head_that_stops_while_workers_start(start: Start) -> None:
+    """As a head that is flooded by registrations. With the settings of few nodes, 20 s would end the run."""
     program = str(Path(__file__).with_name("program.py"))
-    code, out, told = ended(start(*settings, "--", sys.executable, program, "burst", str(NUM_WORKERS), str(stopped_s)), 500)
-    assert code == 0, told
-    assert f"True that workers were starting, and then {NUM_WORKERS} are up\n" in out
+    runs = []
+    for num_nodes, stopped_s in ((1, "8"), (MANY_NODES, "20")):
+        settings = [f"--env={each.name}={each.value}" for each in cluster_defaults(num_nodes)]
+        runs.append(start(*settings, "--", sys.executable, program, "burst", str(NUM_WORKERS), stopped_s))
+    for run in runs:
+        code, out, told = ended(run, 500)
+        assert code == 0, told
+        assert f"True that workers were starting, and then {NUM_WORKERS} are up\n" in out
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
 
 
-def test_settings_are_shown_and_nothing_is_started(start: Start, tmp_path: Path) -> None:
-    arguments = ("--show-settings", "--env", "NCCL_DEBUG=INFO", "--env", "MINE=1", "--resources", '{"NPU": 8}')
-    code, out, told = ended(start(*arguments, RAY_worker_niceness="5"))
+def test_up_show_settings(start: Start, tmp_path: Path) -> None:
+    arguments = ("--env", "NCCL_DEBUG=INFO", "--env", "MINE=1", "--resources", '{"NPU": 8}', "--start-timeout", "240")
+    code, out, told = ended(start("--show-settings", *arguments, RAY_worker_niceness="5", SLURM_CPUS_ON_NODE="1"))
     assert (code, told) == (0, "")
     lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
     sources = {setting: source for setting, source, *_ in (line for line in lines if len(line) > 1 and "=" in line[0])}
     assert sources["RAY_worker_niceness=5"] == "your environment"
     assert sources["NCCL_DEBUG=INFO"] == "--env"
     assert sources["MINE=1"] == "--env"
+    assert {"RAY_gcs_server_port_wait_time_s=240", "RAY_agent_register_timeout_ms=240000"} <= sources.keys()
+    assert "RAY_gcs_rpc_server_connect_timeout_s=240" in sources
     assert sources["NCCL_CUMEM_ENABLE=0"] == "default"
     names = {setting.partition("=")[0] for setting in sources}
     assert names >= {default.name for default in (*cluster_defaults(1), *NODE_DEFAULTS)}
     assert "node 0 of 1 (this machine alone)" in out
-    assert "8 NPU" in out
+    assert "Ray is told of 1 CPU, 8 NPU" in out
     assert "object store" in out
-
-
-def test_the_allocation_counts_and_not_the_machine(start: Start) -> None:
-    code, out, _ = ended(start("--show-settings", SLURM_CPUS_ON_NODE="1"))
-    assert code == 0
-    assert "Ray is told of 1 CPU" in out
 
 
 # --- who listens --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_when_nobody_takes_what_it_tells(listener: socket.socket, tmp_path: Path) -> None:
+def test_up_goes_on_when_its_output_is_closed(listener: socket.socket, tmp_path: Path) -> None:
     """As with a pipe whose reader has gone; a run that ended there would end with 0, too."""
     theirs, ours = os.pipe()
     os.close(theirs)
@@ -302,7 +268,7 @@ def test_a_run_goes_on_when_nobody_takes_what_it_tells(listener: socket.socket, 
 # --- a cluster that is there --------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_that_is_there_is_only_used(start: Start, listener: socket.socket) -> None:
+def test_up_uses_a_cluster_that_is_there(start: Start, listener: socket.socket) -> None:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     source = "import os, sys; print(os.environ['RAY_ADDRESS'], 'HELMSMAN_UP_RUN' in os.environ); sys.exit(7)"
     code, out, told = ended(start(*PROGRAM, source, RAY_ADDRESS=address))
@@ -310,7 +276,9 @@ def test_a_cluster_that_is_there_is_only_used(start: Start, listener: socket.soc
     assert f"RAY_ADDRESS={address}: the program runs on that cluster" in told
 
 
-def test_a_program_on_a_cluster_that_is_there_is_told_to_stop(start: Start, listener: socket.socket, tmp_path: Path) -> None:
+def test_up_passes_a_signal_to_a_program_on_a_cluster_that_is_there(
+    start: Start, listener: socket.socket, tmp_path: Path
+) -> None:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     source = (
         "import pathlib, signal, sys\n"
@@ -327,7 +295,7 @@ def test_a_program_on_a_cluster_that_is_there_is_told_to_stop(start: Start, list
     assert (tmp_path / "told").exists()
 
 
-def test_nobody_answers_at_the_address(start: Start, listener: socket.socket, tmp_path: Path) -> None:
+def test_up_where_no_cluster_answers(start: Start, listener: socket.socket, tmp_path: Path) -> None:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     code, _, told = ended(start("--", "touch", str(tmp_path / "ran"), RAY_ADDRESS=address))
@@ -336,14 +304,11 @@ def test_nobody_answers_at_the_address(start: Start, listener: socket.socket, tm
     assert not (tmp_path / "ran").exists()
 
 
-def test_settings_of_a_cluster_that_is_there_are_not_ours(start: Start, tmp_path: Path) -> None:
-    code, out, _ = ended(start("--show-settings", "--", "touch", str(tmp_path / "ran"), RAY_ADDRESS="10.255.0.1:6379"))
+def test_up_show_settings_of_a_cluster_that_is_there(start: Start) -> None:
+    """They are not ours; flags come before the address."""
+    code, out, _ = ended(start("--show-settings", "--", "no-such-program", RAY_ADDRESS="10.255.0.1:6379"))
     assert code == 0
     assert "RAY_ADDRESS=10.255.0.1:6379: the program runs on that cluster, and nothing is set here" in out
-    assert not (tmp_path / "ran").exists()
-
-
-def test_flags_come_before_the_address(start: Start) -> None:
     code, out, _ = ended(start("--num-nodes", "1", "--show-settings", RAY_ADDRESS="10.255.0.1:6379"))
     assert code == 0
     assert "node 0 of 1 (flags)" in out

@@ -29,7 +29,7 @@ from helmsman.api.errors import (
     RequestsInFlightError,
     WorkerFailedError,
 )
-from helmsman.api.memory import MemoryFigures
+from helmsman.api.platforms import MemoryStats
 from helmsman.controller._device_handoff.turns import Owner, Turns
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
@@ -254,7 +254,7 @@ def test_a_full_device_is_told_also_when_the_other_side_has_gone() -> None:
 def test_the_figures_are_there_at_any_time(pair: Pair) -> None:
     figures = pair.turns.memory()
     assert list(figures) == [pair.train_id, pair.rollout_id]
-    assert all(isinstance(each, MemoryFigures) and each.host_bytes > 1 << 20 for each in figures.values())
+    assert all(isinstance(each, MemoryStats) and each.host_bytes > 1 << 20 for each in figures.values())
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_trainer_that_dies_is_built_anew_on_free_devices(scheduler: Scheduler,
     assert pair.asleep() == (False, True)
     assert [result.versions for result in pair.generate()] == [[version] * 6] * 3
     assert pair.step() > 0
-    assert isinstance(pair.turns.memory()[pair.train_id], MemoryFigures)
+    assert isinstance(pair.turns.memory()[pair.train_id], MemoryStats)
     pair.close()
 
 

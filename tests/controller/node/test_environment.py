@@ -14,97 +14,73 @@ from helmsman.controller._node.environment import (
     worker_environment,
 )
 
-EVERYWHERE = [
-    *(
-        "NCCL_DEBUG",
-        "HCCL_CONNECT_TIMEOUT",
-        "TORCH_NCCL_AVOID_RECORD_STREAMS",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "HF_HOME",
-        "HF_TOKEN",
-    ),
-    *("TRANSFORMERS_OFFLINE", "OMP_PROC_BIND", "GLOO_SOCKET_IFNAME", "UCX_TLS", "VLLM_USE_V1", "SGLANG_X", "TRITON_CACHE_DIR"),
-    *("ASCEND_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER", "WANDB_API_KEY", "TOKENIZERS_PARALLELISM"),
-    *("HELMSMAN_PORT_RANGE", "HELMSMAN_PLATFORM", "PYTHONUNBUFFERED", "TASK_QUEUE_ENABLE", "CUBLAS_WORKSPACE_CONFIG"),
-]
-THIS_MACHINE = [
-    *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "http_proxy", "NO_PROXY", "SSL_CERT_FILE"),
-    *("CUDA_HOME", "CUDA_MPS_PIPE_DIRECTORY", "ASCEND_HOME_PATH", "HCCL_IF_IP", "VLLM_HOST_IP", "NCCL_HOSTID"),
-]
-NOWHERE = [
-    *("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-    *("ASCEND_VISIBLE_DEVICES", "SOME_NEW_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "TORCHELASTIC_RUN_ID", "PET_NNODES", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "VLLM_DP_RANK", "VLLM_PORT"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HELMSMAN_WORKER_TAG", "HELMSMAN_INSTANCE_DEVICES", "HELMSMAN_PORTS"),
-    *("AWS_SECRET_ACCESS_KEY", "MY_SETTING", "SSH_AUTH_SOCK", "SLURM_PROCID"),
-]
+REACHES = {
+    "everywhere": "NCCL_DEBUG HCCL_CONNECT_TIMEOUT TORCH_NCCL_AVOID_RECORD_STREAMS PYTORCH_CUDA_ALLOC_CONF HF_HOME HF_TOKEN "
+    "TRANSFORMERS_OFFLINE OMP_PROC_BIND GLOO_SOCKET_IFNAME UCX_TLS VLLM_USE_V1 SGLANG_X TRITON_CACHE_DIR "
+    "ASCEND_LAUNCH_BLOCKING CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER WANDB_API_KEY TOKENIZERS_PARALLELISM HELMSMAN_PORT_RANGE "
+    "HELMSMAN_PLATFORM PYTHONUNBUFFERED TASK_QUEUE_ENABLE CUBLAS_WORKSPACE_CONFIG",
+    "this machine": "PATH HOME LANG LC_ALL TMPDIR LD_LIBRARY_PATH PYTHONPATH http_proxy NO_PROXY SSL_CERT_FILE CUDA_HOME "
+    "CUDA_MPS_PIPE_DIRECTORY ASCEND_HOME_PATH HCCL_IF_IP VLLM_HOST_IP NCCL_HOSTID",
+    "nowhere": "CUDA_VISIBLE_DEVICES ASCEND_RT_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES "
+    "ASCEND_VISIBLE_DEVICES SOME_NEW_VISIBLE_DEVICES RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT GROUP_RANK "
+    "TORCHELASTIC_RUN_ID PET_NNODES RAY_ADDRESS RAY_AUTH_TOKEN VLLM_DP_RANK VLLM_PORT OMP_NUM_THREADS MKL_NUM_THREADS "
+    "HELMSMAN_WORKER_TAG HELMSMAN_INSTANCE_DEVICES HELMSMAN_PORTS AWS_SECRET_ACCESS_KEY MY_SETTING SSH_AUTH_SOCK SLURM_PROCID",
+}
 
 
-WAYS = {"everywhere": EVERYWHERE, "this machine": THIS_MACHINE, "nowhere": NOWHERE}
-
-
-@pytest.mark.parametrize(("name", "reach"), [(name, reach) for reach, names in WAYS.items() for name in names])
-def test_how_far_a_variable_goes(name: str, reach: str) -> None:
-    assert forwarding_of(name).reach == reach
-    assert forwarding_of(name).rule
+def test_forwarding_of() -> None:
+    for reach, names in REACHES.items():
+        assert {name: forwarding_of(name).reach for name in names.split()} == dict.fromkeys(names.split(), reach)
+        assert all(forwarding_of(name).rule for name in names.split())
 
 
 ENVIRON = {"NCCL_DEBUG": "INFO", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "96", "MINE": "x", "RANK": "3"}
 
 
-def test_another_node_gets_what_is_forwarded_and_keeps_its_own_paths() -> None:
+def test_worker_environment_by_machine() -> None:
     found = worker_environment(ENVIRON, SchedulingSpec(cpu=4), {"CUDA_VISIBLE_DEVICES": "1"}, same_machine=False)
     assert [each for each in found if each.name not in THREAD_VARIABLES] == [
         EnvironmentVariable("CUDA_VISIBLE_DEVICES", "1", "devices"),
         EnvironmentVariable("NCCL_DEBUG", "INFO", "driver"),
     ]
+    here = as_mapping(worker_environment(ENVIRON, SchedulingSpec(), {}, same_machine=True))
+    assert here["PATH"] == "/bin"
+    assert not here.keys() & {"MINE", "RANK", "CUDA_VISIBLE_DEVICES"}
 
 
-def test_a_worker_of_this_machine_gets_its_paths_too() -> None:
-    found = as_mapping(worker_environment(ENVIRON, SchedulingSpec(), {}, same_machine=True))
-    assert found["PATH"] == "/bin"
-    assert not found.keys() & {"MINE", "RANK", "CUDA_VISIBLE_DEVICES"}
+def test_worker_environment_thread_counts() -> None:
+    """By the number of CPUs, or the spec's own count, which holds for all libraries."""
+    for cpu, count in ((0, "1"), (0.5, "1"), (1, "1"), (2.9, "2"), (16, "16")):
+        found = {each.name: each for each in worker_environment(ENVIRON, SchedulingSpec(cpu=cpu), {}, same_machine=True)}
+        for name in THREAD_VARIABLES:
+            assert found[name] == EnvironmentVariable(name, count, "cpu count")
+    for own, others in (("3", "3"), ("3,2", "3"), ("many", "4")):
+        spec = SchedulingSpec(cpu=4, env_vars={"OMP_NUM_THREADS": own})
+        values = as_mapping(worker_environment({}, spec, {}, same_machine=True))
+        assert values == {**dict.fromkeys(THREAD_VARIABLES, others), "OMP_NUM_THREADS": own}
 
 
-@pytest.mark.parametrize(("cpu", "count"), [(0, "1"), (0.5, "1"), (1, "1"), (2.9, "2"), (16, "16")])
-def test_thread_counts_follow_the_cpus(cpu: float, count: str) -> None:
-    found = {each.name: each for each in worker_environment(ENVIRON, SchedulingSpec(cpu=cpu), {}, same_machine=True)}
-    for name in THREAD_VARIABLES:
-        assert found[name] == EnvironmentVariable(name, count, "cpu count")
-
-
-@pytest.mark.parametrize(("own", "others"), [("3", "3"), ("3,2", "3"), ("many", "4")])
-def test_the_spec_s_own_thread_count_holds_for_all_libraries(own: str, others: str) -> None:
-    spec = SchedulingSpec(cpu=4, env_vars={"OMP_NUM_THREADS": own})
-    found = as_mapping(worker_environment({}, spec, {}, same_machine=True))
-    assert found == {**dict.fromkeys(THREAD_VARIABLES, others), "OMP_NUM_THREADS": own}
-
-
-def test_what_the_spec_says_wins_over_everything() -> None:
+def test_worker_environment_of_the_spec_wins() -> None:
     wanted = {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "5", "NCCL_DEBUG": "WARN", "PATH": "/opt", "RAY_X": "a,b=c\nd"}
     found = worker_environment(ENVIRON, SchedulingSpec(env_vars=wanted), {"CUDA_VISIBLE_DEVICES": "1"}, same_machine=True)
     assert {each.name: each.value for each in found if each.source == "spec.env_vars"} == wanted
     assert [each.name for each in found] == sorted(each.name for each in found)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MYSQL_PWD", "db_password"),
-        *("GOOGLE_APPLICATION_CREDENTIALS", "RAY_AUTH_TOKEN", "SSH_PRIVATE_KEY", "SLACK_WEBHOOK", "OPENAI_APIKEY", "X_PASSWD"),
-        *("MY_CREDS", "CREDS", "DB_PASS", "REDISCLI_AUTH", "GITHUB_PAT", "SIGNING_KEYS", "my-api-key", "SERVICE_JWT"),
-    ],
+SECRET_NAMES = (
+    "HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID PGPASSWORD MYSQL_PWD db_password RAY_AUTH_TOKEN "
+    "GOOGLE_APPLICATION_CREDENTIALS SSH_PRIVATE_KEY SLACK_WEBHOOK OPENAI_APIKEY X_PASSWD MY_CREDS CREDS DB_PASS "
+    "REDISCLI_AUTH GITHUB_PAT SIGNING_KEYS my-api-key SERVICE_JWT"
 )
-def test_a_secret_is_known_by_its_name(name: str) -> None:
-    assert masked(name, "hunter2") == MASK
-    assert masked(name, "") == "", "that it is empty is worth knowing"
+OTHER_NAMES = "TOKENIZERS_PARALLELISM PWD NCCL_DEBUG PATH KEYBOARD MONKEY_ISLAND SSH_AUTH_SOCK SSH_ASKPASS"
 
 
-@pytest.mark.parametrize(
-    "name", ["TOKENIZERS_PARALLELISM", "PWD", "NCCL_DEBUG", "PATH", "KEYBOARD", "MONKEY_ISLAND", "SSH_AUTH_SOCK", "SSH_ASKPASS"]
-)
-def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
-    assert masked(name, "value") == "value"
+def test_masked_by_name() -> None:
+    for name in SECRET_NAMES.split():
+        assert masked(name, "hunter2") == MASK, name
+        assert masked(name, "") == "", "that it is empty is worth knowing"
+    for name in OTHER_NAMES.split():
+        assert masked(name, "value") == "value", name
 
 
 @pytest.mark.parametrize(
@@ -124,7 +100,7 @@ def test_what_only_sounds_like_a_secret_is_shown(name: str) -> None:
         ("expandable_segments:True,max_split_size_mb:128", "expandable_segments:True,max_split_size_mb:128"),
     ],
 )
-def test_a_secret_is_known_by_its_form(value: str, shown: str) -> None:
+def test_masked_by_form(value: str, shown: str) -> None:
     assert masked("SETTING", value) == shown
 
 
@@ -186,7 +162,7 @@ def test_masked_command_hides_the_values_of_options() -> None:
     assert masked_command(command) == f"train.py --api-key {MASK} --hf-token={MASK} --env MY_CREDS={MASK} --lr 1e-5"
 
 
-def test_the_report_has_every_variable_once_masked_and_with_its_rule() -> None:
+def test_forwarding_report() -> None:
     report = forwarding_report({"WANDB_API_KEY": "abc", "MINE": "http://a:b@c", "NCCL_DEBUG": "INFO", "RANK": "0"})
     assert [(row.name, row.value, row.reach) for row in report] == [
         ("MINE", f"http://{MASK}@c", "nowhere"),

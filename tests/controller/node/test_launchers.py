@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from helmsman.api.errors import LauncherError
@@ -57,13 +59,13 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM
         (TORCHRUN | {"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "3"}, "torchrun in Slurm", 1, 3, "10.0.0.7"),
     ],
 )
-def test_launchers(environ: dict[str, str], launcher: str, rank: int, count: int, head: str) -> None:
+def test_identify_node(environ: dict[str, str], launcher: str, rank: int, count: int, head: str) -> None:
     found = identify_node(environ)
     assert (found.launcher, found.rank, found.count, found.head) == (launcher, rank, count, head)
     assert not found.attach_to
 
 
-def test_what_a_launcher_leaves_to_flags() -> None:
+def test_identify_node_needs_flags() -> None:
     with pytest.raises(LauncherError, match=r"JOB_COMPLETION_INDEX=2; missing is the number of nodes \(--num-nodes\)"):
         identify_node(KUBERNETES)
     with pytest.raises(LauncherError, match=r"the head's address \(--head\)"):
@@ -75,25 +77,22 @@ def test_what_a_launcher_leaves_to_flags() -> None:
     assert identify_node({"JOB_COMPLETION_INDEX": "0"}, count=4).head == "", "the head needs no address of its own"
 
 
-def test_several_tasks_of_volcano_are_not_guessed_at() -> None:
+def test_identify_node_of_several_tasks_of_volcano() -> None:
     environ = VOLCANO | {"VC_MASTER_NUM": "1", "VC_MASTER_HOSTS": "job-master-0.job"}
     with pytest.raises(LauncherError, match="--num-nodes"):
         identify_node(environ)
     assert identify_node(environ, rank=2, count=3, head="job-master-0.job").rank == 2
 
 
-def test_flags_settle_everything() -> None:
+def test_identify_node_by_flags_then_by_ray_address() -> None:
     found = identify_node(BEAKER | {"RAY_ADDRESS": "10.9.9.9:6379"}, rank=0, count=1)
     assert (found.rank, found.count, found.attach_to) == (0, 1, "")
     assert found.said_by["rank"] == "--node-rank 0"
     assert identify_node({}, count=1).rank == 0
-
-
-def test_a_cluster_that_is_there_is_attached_to() -> None:
     assert identify_node(SLURM | {"RAY_ADDRESS": "10.9.9.9:6379"}).attach_to == "10.9.9.9:6379"
 
 
-def test_launchers_that_disagree_are_named() -> None:
+def test_identify_node_names_launchers_that_disagree() -> None:
     with pytest.raises(LauncherError) as caught:
         identify_node(TORCHRUN | SLURM | {"SLURM_NODEID": "2", "SLURM_JOB_NODELIST": "10.0.0.7"})
     assert "disagree on the node rank" in str(caught.value)
@@ -104,46 +103,34 @@ def test_launchers_that_disagree_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
+    ("environ", "flags", "said"),
     [
-        TORCHRUN | {"LOCAL_WORLD_SIZE": "8"},
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"},
-        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8"},
-        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"},
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, {}, "one process per node"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, {"count": 2, "head": "h"}, "one process per node"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"}, {}, "one process per node"),
+        (BEAKER | {"BEAKER_REPLICA_RANK": "4"}, {}, "a rank below the number of nodes"),
+        (BEAKER | {"BEAKER_REPLICA_RANK": "-1"}, {}, "a number"),
+        (PAI | {"RANK": "x"}, {}, "a number"),
     ],
 )
-def test_several_processes_on_a_node_are_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(LauncherError, match="one process per node"):
-        identify_node(environ, count=2, head="h")
+def test_identify_node_refuses(environ: dict[str, str], flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(LauncherError, match=said):
+        identify_node(environ, **flags)
 
 
-@pytest.mark.parametrize(
-    "environ", [BEAKER | {"BEAKER_REPLICA_RANK": "4"}, BEAKER | {"BEAKER_REPLICA_RANK": "-1"}, PAI | {"RANK": "x"}]
-)
-def test_numbers_that_make_no_sense(environ: dict[str, str]) -> None:
-    with pytest.raises(LauncherError):
-        identify_node(environ)
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("node1", ["node1"]),
-        ("a,b-2,c.d", ["a", "b-2", "c.d"]),
-        ("gpu[001-003,007]-a,login", ["gpu001-a", "gpu002-a", "gpu003-a", "gpu007-a", "login"]),
-        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
-        ("n[98-101]", ["n98", "n99", "n100", "n101"]),
-        ("n[5]", ["n5"]),
-    ],
-)
-def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
-    assert list(expand_hostlist(text)) == hosts
-
-
-@pytest.mark.parametrize("text", ["n[1-", "n[a-b]", "n]1", "n[]"])
-def test_what_is_no_host_list(text: str) -> None:
-    with pytest.raises(LauncherError, match="a list of hosts"):
-        list(expand_hostlist(text))
+def test_expand_hostlist() -> None:
+    for text, hosts in {
+        "node1": "node1",
+        "a,b-2,c.d": "a b-2 c.d",
+        "gpu[001-003,007]-a,login": "gpu001-a gpu002-a gpu003-a gpu007-a login",
+        "r[1-2]n[09-10]": "r1n09 r1n10 r2n09 r2n10",
+        "n[98-101]": "n98 n99 n100 n101",
+        "n[5]": "n5",
+    }.items():
+        assert list(expand_hostlist(text)) == hosts.split()
+    for text in ("n[1-", "n[a-b]", "n]1", "n[]"):
+        with pytest.raises(LauncherError, match="a list of hosts"):
+            list(expand_hostlist(text))
 
 
 # --- several nodes without a cluster ------------------------------------------------------------------------------------

@@ -41,11 +41,6 @@ def make_logs(run_id: str, age_s: float = 0.0) -> Path:
     return path
 
 
-def run_ids(count: int) -> list[str]:
-    """Ids of runs."""
-    return [f"{index:010x}" for index in range(count)]
-
-
 # --- places -------------------------------------------------------------------------------------------------------------
 
 
@@ -88,45 +83,33 @@ def test_log_directory_that_cannot_be_made_is_an_error_with_a_next_step(path: st
     assert "Name a directory that can be written to by log_dir" in str(caught.value)
 
 
-def test_a_record_is_found_by_a_shell_with_a_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch job has no XDG_RUNTIME_DIR, and a login on its node has."""
+@pytest.mark.parametrize("value", ["relative", "/nowhere/at/all", ""])
+def test_run_lock_without_a_runtime_directory(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The record shows no secret, and a shell with a runtime directory finds it: a batch job has none, and a login has."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+    monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2"])
     lock = RunLock("0123456789", "Test", tmp_path)
+    assert "hunter2" not in (user_dir() / "runs" / "0123456789.json").read_text()
+    assert refused_places() == []
     (tmp_path / "runtime").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     assert ("0123456789", True) in [(record.run_id, alive) for record, alive in read_runs()]
     lock.release()
 
 
-@pytest.mark.parametrize("value", ["relative", "/nowhere/at/all", ""])
-def test_a_runtime_directory_that_is_none_is_passed_over(value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", value)
-    lock = RunLock("0123456789", "Test", tmp_path)
-    assert (user_dir() / "runs" / "0123456789.json").exists()
-    lock.release()
-    assert refused_places() == []
-
-
-def test_a_record_shows_no_secret_of_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", "--api-key", "hunter2"])
-    lock = RunLock("0123456789", "Test", tmp_path)
-    assert "hunter2" not in (user_dir() / "runs" / "0123456789.json").read_text()
-    lock.release()
-
-
 # --- retention ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_logs_are_kept_when_a_run_starts() -> None:
-    ids = run_ids(KEPT_RUNS + 3)
+def test_old_logs_go_when_a_run_starts() -> None:
+    """By their number, or their age."""
+    ids = [f"{index:010x}" for index in range(KEPT_RUNS + 3)]
     paths = [make_logs(run_id, age_s=index * 60.0) for index, run_id in enumerate(ids)]
     InlineScheduler().close()
     assert [path.exists() for path in paths] == [True] * KEPT_RUNS + [False] * 3
-
-
-def test_old_logs_go_when_a_run_starts() -> None:
-    new, old = make_logs("0000000001", KEPT_S - 3600.0), make_logs("0000000002", KEPT_S + 3600.0)
+    for path, age_s in ((paths[0], KEPT_S - 3600.0), (paths[1], KEPT_S + 3600.0)):
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
     InlineScheduler().close()
-    assert (new.exists(), old.exists()) == (True, False)
+    assert (paths[0].exists(), paths[1].exists()) == (True, False)
 
 
 def test_logs_of_a_run_that_lives_are_kept() -> None:
@@ -151,8 +134,9 @@ def test_nothing_else_in_the_directory_goes(tmp_path: Path) -> None:
     assert sorted(os.listdir(user_dir())) == ["0000000002", "0000000003", "notes", "runs"]
 
 
-def test_clean_reports_old_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = make_logs("0000000001", KEPT_S + 3600.0), make_logs("0000000002")
+def test_clean_reports_and_removes_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are old, or of a run that is named with --logs."""
+    old, new, other = make_logs("0000000001", KEPT_S + 3600.0), make_logs("0000000002"), make_logs("0000000003")
     assert main(["clean", "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert f"run 0000000001: ended: would be removed\n  logs {old}\n" in told
@@ -161,15 +145,11 @@ def test_clean_reports_old_logs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clean"]) == 0
     assert f"run 0000000001: ended: removed\n  logs {old}\n" in capsys.readouterr().out
     assert (old.exists(), new.exists()) == (False, True)
-
-
-def test_clean_removes_the_logs_of_a_run_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = make_logs("0000000001"), make_logs("0000000002")
-    assert main(["clean", "--run", "0000000001"]) == 0
-    assert "run 0000000001: nothing of it is here" in capsys.readouterr().out
-    assert main(["clean", "--logs", "--run", "0000000001"]) == 0
-    assert f"run 0000000001: ended: removed\n  logs {one}\n" in capsys.readouterr().out
-    assert (one.exists(), other.exists()) == (False, True)
+    assert main(["clean", "--run", "0000000002"]) == 0
+    assert "run 0000000002: nothing of it is here" in capsys.readouterr().out
+    assert main(["clean", "--logs", "--run", "0000000002"]) == 0
+    assert f"run 0000000002: ended: removed\n  logs {new}\n" in capsys.readouterr().out
+    assert (new.exists(), other.exists()) == (False, True)
 
 
 def test_logs_of_a_run_that_is_alive_elsewhere_are_no_leftover() -> None:

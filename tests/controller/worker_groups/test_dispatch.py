@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.batch import Batch
-from helmsman.api.columns import Ragged
+from helmsman.api.columns import Ragged, same
 from helmsman.api.dispatch import (
     AxisSharding,
     Collect,
@@ -89,18 +89,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def same(first: Any, second: Any) -> bool:
-    """Whether two values are of one type and have the same rows."""
-    return (
-        type(first) is type(second) and Batch({"x": first}).equals(Batch({"x": second}))
-        if not isinstance(first, Batch)
-        else first.equals(second)
-    )
-
-
 @pytest.mark.parametrize("shard", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values())))
-def test_what_is_cut_and_joined_is_the_same_and_each_rank_gets_its_share(topology: Topology, shard: tuple[Axis, ...]) -> None:
+def test_sharding_gives_each_rank_its_share(topology: Topology, shard: tuple[Axis, ...]) -> None:
     rest = [axis for axis in AXES if axis not in shard]
     parts = topology.num_parts(shard)
     for size in range(3 * topology.world_size + 1):
@@ -129,7 +120,7 @@ def test_what_is_cut_and_joined_is_the_same_and_each_rank_gets_its_share(topolog
     st.data(),
     st.sampled_from([Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST]),
 )
-def test_rows_of_every_kind(kind: str, topology: Topology, data: st.DataObject, mode: Dispatch) -> None:
+def test_sharding_of_every_kind(kind: str, topology: Topology, data: st.DataObject, mode: Dispatch) -> None:
     size = data.draw(st.integers(0, 3 * topology.world_size))
     rows = KINDS[kind](size)
     remainder = data.draw(st.sampled_from(["uneven", "pad"] if kind == "batch" else ["uneven"]))
@@ -147,7 +138,7 @@ def test_rows_of_every_kind(kind: str, topology: Topology, data: st.DataObject, 
         assert sum(int(share.mask.sum()) for share in shares.values()) == size
 
 
-def test_what_all_ranks_get_is_one_object() -> None:
+def test_dispatch_packs_one_object_for_many_ranks() -> None:
     topology = Topology(dp=2, tp=2)
     value = object()
     sent = dispatch(topology, declared(Dispatch.ONE_TO_ALL), (value,), {"z": value})
@@ -158,7 +149,7 @@ def test_what_all_ranks_get_is_one_object() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5])
-def test_a_list_as_long_as_the_world_stays_what_its_declaration_says(size: int) -> None:
+def test_dispatch_of_a_list_as_long_as_the_world(size: int) -> None:
     topology = Topology(dp=2, tp=2)
     rows = list(range(size))
     assert run(topology, declared(Dispatch.ONE_TO_ALL), first, rows) == [rows] * 4
@@ -169,47 +160,19 @@ def test_a_list_as_long_as_the_world_stays_what_its_declaration_says(size: int) 
 
 
 def test_pipeline_ranks_that_return_nothing() -> None:
-    topology = Topology(dp=5, tp=2, pp=2)
-
     def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Batch({"x": args[0]["x"] * 2, "rank": [info.rank] * len(args[0])}) if info.is_pipeline_last_stage else None
 
-    for mode in (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST):
-        sizes = (0, 5, 20) if mode is Dispatch.DP_MP_COMPUTE else (0,)
-        for size in sizes:
-            joined = run(
-                topology,
-                declared(mode),
-                work if mode is Dispatch.DP_MP_COMPUTE else _last_of_first(topology),
-                Batch({"x": torch.arange(size)}),
-            )
-            assert joined["x"].tolist() == [2 * row for row in range(size)]
-    joined = run(topology, declared(Dispatch.DP_MP_COMPUTE), work, Batch({"x": torch.arange(10)}))
-    assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(2)]
-
-
-def _last_of_first(topology: Topology) -> Callable[[RankInfo, tuple[Any, ...], dict[str, Any]], Any]:
-    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert (args[0] is None) == bool(info.tp_rank or info.cp_rank or info.pp_rank)
-        return Batch({"x": torch.arange(0)}) if info.is_pipeline_last_stage else None
-
-    return work
+    for size in (0, 5, 10):
+        joined = run(Topology(dp=5, tp=2, pp=2), declared(Dispatch.DP_MP_COMPUTE), work, Batch({"x": torch.arange(size)}))
+        assert joined["x"].tolist() == [2 * row for row in range(size)]
+        assert joined["rank"] == [rank for rank in (10, 12, 14, 16, 18) for _ in range(size // 5)]
 
 
 def test_results_of_all_ranks() -> None:
     topology = Topology(dp=2, tp=2, pp=2)
     got = run(topology, declared(Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL), first, ["a", "b"])
     assert got == [["a"], None, ["b"], None, None, None, None, None]
-
-
-def test_metrics_come_as_a_list_in_dp_order() -> None:
-    topology = Topology(dp=3, tp=2)
-    spec = declared(Dispatch.DP_MP_COMPUTE, collect=Collect.LIST)
-    assert run(topology, spec, lambda info, args, kwargs: {"rank": info.rank, "sum": sum(args[0])}, [1, 2, 3]) == [
-        {"rank": 0, "sum": 1},
-        {"rank": 2, "sum": 2},
-        {"rank": 4, "sum": 3},
-    ]
 
 
 def test_rank_zero_alone() -> None:
@@ -231,11 +194,11 @@ def test_an_entry_for_each_rank() -> None:
             dispatch(topology, spec, (wrong,), {})
 
 
-def test_functions_of_ones_own() -> None:
+def test_custom_dispatch() -> None:
     topology = Topology(dp=2, tp=2)
 
-    def spread(topology: Topology, value: int) -> tuple[list[list[int]], dict[str, list[int]]]:
-        return [[value + rank for rank in range(topology.world_size)]], {"z": [value] * topology.world_size}
+    def spread(topology: Topology, value: int) -> tuple[list[Sequence[int]], dict[str, list[int]]]:
+        return [range(value, value + topology.world_size)], {"z": [value] * topology.world_size}
 
     def last(topology: Topology, results: list[Any]) -> Any:
         return len(results), results[-1]
@@ -247,18 +210,13 @@ def test_functions_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("made", [None, [], ([],), ([[1]], {}), ([], {"z": [1, 2, 3]}), ([1], {}), (["abcd"], {})])
-def test_a_dispatch_function_that_returns_nonsense(made: Any) -> None:
+def test_custom_dispatch_that_returns_nonsense(made: Any) -> None:
     mode = CustomDispatch(lambda topology, value: made, lambda topology, results: results)
     with pytest.raises(DispatchError, match=r"its dispatch_fn returned .*it returns \(args, kwargs\).*each of the 4 ranks"):
         dispatch(Topology(dp=4), declared(mode), (1,), {})
 
 
-def test_a_dispatch_function_may_return_any_sequence() -> None:
-    mode = CustomDispatch(lambda topology, first: ([range(first, first + 4)], {}), lambda topology, results: results)
-    assert run(Topology(dp=4), declared(mode), lambda info, args, kwargs: args[0], 1000) == [1000, 1001, 1002, 1003]
-
-
-def test_what_is_declared_takes_no_marks() -> None:
+def test_dispatch_refuses_marks() -> None:
     for mark in (Shard([1, 2]), Replicate([1, 2])):
         for args, kwargs in (((mark,), {}), ((), {"x": mark})):
             for mode in (Dispatch.ONE_TO_ALL, Dispatch.DP_MP_COMPUTE):
@@ -266,7 +224,7 @@ def test_what_is_declared_takes_no_marks() -> None:
                     dispatch(Topology(dp=2), declared(mode), args, kwargs)
 
 
-def test_only_the_named_parameters_are_cut() -> None:
+def test_dispatch_cuts_the_named_parameters() -> None:
     topology = Topology(dp=2)
     spec = declared(Dispatch.DP_MP_COMPUTE, shard=("x", "z"))
     sent = dispatch(topology, spec, ([1, 2], [3, 4], [5, 6]), {"z": (7, 8), "w": [9, 10]})
@@ -277,7 +235,7 @@ def test_only_the_named_parameters_are_cut() -> None:
     assert everything.kwargs["w"].for_rank(1) == [10]
 
 
-def test_arguments_that_the_method_does_not_take() -> None:
+def test_dispatch_refuses_arguments() -> None:
     def method(self: object, x: int) -> None:
         return None
 
@@ -293,7 +251,7 @@ def test_arguments_that_the_method_does_not_take() -> None:
         (Topology(dp=4), 3, "dp = 4 ranks / (tp 1 x pp 1 x cp 1) = 4", "4"),
     ],
 )
-def test_rows_that_do_not_divide(topology: Topology, rows: int, derivation: str, nearest: str) -> None:
+def test_dispatch_of_rows_that_do_not_divide(topology: Topology, rows: int, derivation: str, nearest: str) -> None:
     with pytest.raises(UnevenBatchError) as caught:
         dispatch(topology, declared(Dispatch.DP_MP_COMPUTE), (list(range(rows)),), {})
     text = str(caught.value)
@@ -311,20 +269,13 @@ def test_rows_that_do_not_divide(topology: Topology, rows: int, derivation: str,
         (([1, 2], [1, 2, 3, 4]), r"arguments that are cut together have as many rows; got x: 2, y: 4"),
     ],
 )
-def test_what_cannot_be_cut(args: Sequence[Any], said: str) -> None:
+def test_dispatch_of_values_without_rows(args: Sequence[Any], said: str) -> None:
     with pytest.raises(DispatchError, match=said):
         dispatch(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), args, {})
 
 
-def test_a_list_cannot_carry_a_mask() -> None:
-    spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
-    with pytest.raises(DispatchError, match=r"has 3 rows for 2 parts and is a list, which cannot carry the mask"):
-        dispatch(Topology(dp=2), spec, ([1, 2, 3],), {})
-    assert run(Topology(dp=2), spec, first, [1, 2]) == [1, 2]
-
-
 @pytest.mark.parametrize("leaves_out", [False, True])
-def test_rows_of_padding_do_not_come_back(leaves_out: bool) -> None:
+def test_padding_does_not_come_back(leaves_out: bool) -> None:
     rows = KINDS["batch"](5)
 
     def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,16 +286,16 @@ def test_rows_of_padding_do_not_come_back(leaves_out: bool) -> None:
     assert joined.tolist() == [100, 101, 102, 103, 104]
 
 
-def test_padding_that_nobody_can_tell() -> None:
-    spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
-    with pytest.raises(DispatchError, match="a part of 2 rows, 1 of them padding, returned 4 rows, so nobody can tell"):
-        run(Topology(dp=2), spec, lambda info, args, kwargs: [*args[0], *args[0]], KINDS["batch"](3))
-
-
-def test_padding_that_the_caller_has_made_stays() -> None:
+def test_padding_of_the_caller_stays_and_other_padding_must_be_known() -> None:
     rows = KINDS["batch"](3).pad(4)
     joined = run(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), first, rows)
     assert joined.equals(rows) and joined.num_padding == 1
+    spec = declared(Dispatch.DP_MP_COMPUTE, remainder="pad")
+    with pytest.raises(DispatchError, match="a part of 2 rows, 1 of them padding, returned 4 rows, so nobody can tell"):
+        run(Topology(dp=2), spec, lambda info, args, kwargs: [*args[0], *args[0]], KINDS["batch"](3))
+    with pytest.raises(DispatchError, match=r"has 3 rows for 2 parts and is a list, which cannot carry the mask"):
+        dispatch(Topology(dp=2), spec, ([1, 2, 3],), {})
+    assert run(Topology(dp=2), spec, first, [1, 2]) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -357,16 +308,12 @@ def test_padding_that_the_caller_has_made_stays() -> None:
         ([Batch({"x": [1]}), Batch({"y": [1]})], r"cannot be joined: batch 1 has the columns y; the first has x"),
     ],
 )
-def test_results_that_cannot_be_joined(results: list[Any], said: str) -> None:
+def test_collect_refuses(results: list[Any], said: str) -> None:
     with pytest.raises(DispatchError, match=said):
         collect(Topology(dp=2), declared(Dispatch.DP_MP_COMPUTE), None, results)
 
 
-def test_nothing_from_everybody_is_nothing() -> None:
-    assert run(Topology(dp=2, tp=2), declared(Dispatch.DP_MP_COMPUTE), lambda info, args, kwargs: None, [1, 2]) is None
-
-
-def test_where_results_are_taken_from() -> None:
+def test_collecting_ranks() -> None:
     topology = Topology(dp=2, tp=3, pp=2)
     assert collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": -1, "pp": 1})) == [
         topology.rank_at(dp=dp, tp=2, pp=1) for dp in range(2)
@@ -375,7 +322,7 @@ def test_where_results_are_taken_from() -> None:
         collecting_ranks(topology, AxisSharding(("dp",), (), {"tp": 3}))
 
 
-def test_shares_for_another_coordinate_than_the_first() -> None:
+def test_sharding_gives_to_another_coordinate() -> None:
     topology = Topology(dp=2, tp=2, pp=3)
     spec = declared(AxisSharding(("dp",), ("tp",), {"pp": -1}, {"pp": -1}))
     given_to = dispatch(topology, spec, ([1, 2],), {}).args[0]
@@ -387,12 +334,19 @@ def test_shares_for_another_coordinate_than_the_first() -> None:
         dispatch(topology, declared(AxisSharding(("dp",), (), {}, {"pp": 3})), ([1, 2],), {})
 
 
-def test_a_function_makes_one_of_all_parts() -> None:
-    spec = declared(Dispatch.DP_MP_COMPUTE, collect=sum, remainder="uneven")
-    assert run(Topology(dp=3, tp=2), spec, lambda info, args, kwargs: len(args[0]), list(range(7))) == 7
+@pytest.mark.parametrize(
+    ("collect", "expected"),
+    [(Collect.LIST, [(0, 3), (2, 2), (4, 2)]), (len, 3), (Collect.JOIN, None)],
+)
+def test_collect(collect: Any, expected: Any) -> None:
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if collect is Collect.JOIN else (info.rank, len(args[0]))
+
+    spec = declared(Dispatch.DP_MP_COMPUTE, collect=collect, remainder="uneven")
+    assert run(Topology(dp=3, tp=2), spec, work, list(range(7))) == expected
 
 
-def test_a_shard_for_one_rank_alone_is_refused() -> None:
+def test_ad_hoc_shard_for_one_rank() -> None:
     with pytest.raises(DispatchError, match="argument 0 is a Shard, and the call goes to rank 2 alone"):
         dispatch_ad_hoc(Topology(dp=4), "c.m", [Shard([1, 2, 3, 4])], {}, [2])
     for topology in (Topology(), Topology(tp=2)):  # whose only share is all of it
@@ -401,7 +355,7 @@ def test_a_shard_for_one_rank_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("execute", list(Execute))
 @pytest.mark.parametrize("mode", [*Dispatch, AxisSharding(), AxisSharding(()), {"dispatch_fn": print, "collect_fn": print}])
-def test_every_mode_goes_with_every_execute_mode_or_is_refused_when_declared(mode: Any, execute: Execute) -> None:
+def test_register_modes_that_go_together(mode: Any, execute: Execute) -> None:
     goes = execute is Execute.ALL or mode in (Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE) or isinstance(mode, dict)
     if goes:
         assert declared(mode, execute=execute).execute_mode is execute
@@ -425,14 +379,11 @@ def test_every_mode_goes_with_every_execute_mode_or_is_refused_when_declared(mod
         ({"dispatch_mode": Dispatch.DP_MP_DISPATCH_FIRST_COLLECT_ALL, "collect": Collect.JOIN}, "does not go with"),
     ],
 )
-def test_declarations_that_make_no_sense(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(DispatchError, match=said):
-        declared(options.pop("dispatch_mode"), execute=options.pop("execute_mode", Execute.ALL), **options)
-
-
-def test_register_without_arguments_or_on_something_else() -> None:
+def test_register_refuses(options: dict[str, Any], said: str) -> None:
     with pytest.raises(DispatchError, match="Use it as a decorator with arguments on a plain method"):
         register(Dispatch.ONE_TO_ALL)(staticmethod(print))  # type: ignore[arg-type]
+    with pytest.raises(DispatchError, match=said):
+        declared(options.pop("dispatch_mode"), execute=options.pop("execute_mode", Execute.ALL), **options)
 
 
 @pytest.mark.parametrize(
@@ -445,6 +396,6 @@ def test_register_without_arguments_or_on_something_else() -> None:
         ((("dp",), None, {}, {"tp": 1}), "give is for axes that are neither cut nor replicated; it names tp"),
     ],
 )
-def test_axes_that_make_no_sense(arguments: tuple[Any, ...], said: str) -> None:
+def test_axis_sharding_refuses(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         AxisSharding(*arguments)

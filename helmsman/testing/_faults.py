@@ -1,0 +1,199 @@
+"""FaultPlan: which worker is killed, stopped or slowed at which step of a script. FaultInjector: such a plan under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from helmsman.api.errors import FaultPlanError, FaultsUnsupportedError, HelmsmanError
+from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
+from helmsman.api.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+_KINDS: Mapping[str, Callable[..., Fault]] = {"kill": Kill, "hang": Hang, "slow": Slow, "drop": DropNode}
+_WORKER, _STEP, _NUMBER = r" (?P<worker>\S+/\d+)", r" at step (?P<at_step>\d{1,18})", r"\d+(?:\.\d*)?"
+_FOR = rf"(?: for (?P<seconds>{_NUMBER}) ?(?P<unit>ms|s|min|h))?"
+_FORMS = {
+    "kill": f"kill{_WORKER}{_STEP}",
+    "hang": f"hang{_WORKER}{_STEP}{_FOR}",
+    "slow": f"slow{_WORKER} by (?P<factor>{_NUMBER})x?{_STEP}{_FOR}",
+    "drop": f"drop the node of{_WORKER}{_STEP}",
+}
+
+
+class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a fault at one worker."""
+
+    at: float
+    """When, in seconds since the epoch."""
+    step: int
+    """The script's step."""
+    fault: Fault
+    injection: Injection
+
+    def __str__(self) -> str:
+        it = self.injection
+        what = it.outcome if it.done else f"nothing done, {it.outcome}"
+        where = f" (pid {it.pid} on {it.node})" if it.pid is not None else ""
+        return f"{self.fault}: {it.worker_id}{where}: {what}"
+
+
+class FaultInjector:
+    """Injects the faults of a plan as the script reaches their steps. It never raises for a worker that is missing."""
+
+    def __init__(self, faults: Sequence[Fault], scheduler: Scheduler) -> None:
+        """See FaultPlan.begin."""
+        if faults and scheduler.shares_process:
+            raise FaultsUnsupportedError(scheduler=type(scheduler).__name__)
+        self._pending = list(faults)
+        self._scheduler = scheduler
+        self._has_begun = False
+        self.record: list[FaultRecord] = []
+        """All records so far, in their order, also of faults that could not be injected."""
+
+    def step(self, step: int) -> list[FaultRecord]:
+        """Inject the faults that are due at a step and return their records; call it as each step begins.
+
+        Faults of steps that were skipped since the last call are due now. Those due before the first call are left out, since a
+        resumed run has had them. Each fault happens once.
+        """
+        if not self._pending:
+            return []
+        with ThreadPoolExecutor(1, "helmsman-faults") as pool:  # the caller's thread may run an event loop
+            return pool.submit(asyncio.run, self.astep(step)).result()
+
+    async def astep(self, step: int) -> list[FaultRecord]:
+        """Inject the faults that are due at a step, as ``step`` does, from any event loop."""
+        first, self._has_begun = not self._has_begun, True
+        due = [fault for fault in self._pending if fault.at_step <= step]
+        self._pending = [fault for fault in self._pending if fault.at_step > step]
+        if first:
+            due = [fault for fault in due if fault.at_step == step]
+        found = await asyncio.gather(*map(self._inject, due))
+        now = time.time()
+        new = [
+            FaultRecord(at=now, step=step, fault=fault, injection=injection)
+            for fault, injections in zip(due, found, strict=True)
+            for injection in injections
+        ]
+        for record in new:
+            log.log(logging.INFO if record.injection.done else logging.WARNING, "drill: %s", record)
+        self.record += new
+        return new
+
+    async def _inject(self, fault: Fault) -> list[Injection]:
+        try:
+            return await self._scheduler.inject(fault)
+        except HelmsmanError as error:  # a missing worker or a closed scheduler goes into the record and does not end the run
+            return [Injection(worker_id=fault.worker_id, pid=None, node="", done=False, outcome=str(error))]
+
+
+class FaultPlan:
+    """Faults in the order in which they are due.
+
+    Args:
+        faults: Kill("rollout/3", at_step=5) and so on; those of one step happen together.
+    """
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self.faults: tuple[Fault, ...] = tuple(sorted(faults, key=lambda fault: fault.at_step))
+
+    @classmethod
+    def parse(cls, text: str | Iterable[str]) -> FaultPlan:
+        """A plan from text, or from lines of it. ``str(plan)`` is such a text.
+
+            kill rollout/3 at step 5
+            hang rollout/1 at step 7 for 20 s                 # or ms, min, h; without 'for', until its end
+            slow rollout/2 by 3x at step 3 for 60 s; drop the node of rollout/0 at step 9
+
+        Raises: FaultPlanError with the line and the forms that can be read.
+        """
+        lines = text.splitlines() if isinstance(text, str) else text
+        return cls(
+            _read(number, " ".join(part.split()))
+            for number, line in enumerate(lines, start=1)
+            for part in line.partition("#")[0].split(";")
+            if part.strip()
+        )
+
+    @classmethod
+    def random(
+        cls,
+        seed: int,
+        workers: Sequence[str],
+        steps: int,
+        rates: Mapping[str, float],
+        *,
+        seconds: tuple[float, float] = (5.0, 60.0),
+        factor: tuple[float, float] = (2.0, 10.0),
+    ) -> FaultPlan:
+        """A plan that the arguments determine, on any machine.
+
+        Args:
+            workers: ids of those that may be hit, each as likely as the others.
+            steps: of the script; they are numbered from 1.
+            rates: 'kill', 'hang', 'slow', 'drop' -> how likely one is at each step, from 0 to 1.
+            seconds: shortest and longest time of being stopped or slow.
+            factor: least and most slowness.
+        Raises: ValueError.
+        """
+        for kind, rate in rates.items():
+            if kind not in _KINDS or not 0 <= rate <= 1:
+                raise ValueError(f"rates has {kind!r}: {rate!r}; expected {', '.join(map(repr, _KINDS))} with 0 to 1")
+        if rates and not workers:
+            raise ValueError("workers is empty; expected the ids of those that faults may hit")
+        source = random.Random(seed)  # of which only random() is the same in every version of Python
+
+        def between(bounds: tuple[float, float]) -> float:
+            return round(bounds[0] + (bounds[1] - bounds[0]) * source.random(), 3)
+
+        def drawn() -> Iterator[Fault]:
+            for step in range(1, steps + 1):
+                for kind, make in _KINDS.items():
+                    hits, place = source.random() < rates.get(kind, 0.0), source.random()
+                    lasts, times = between(seconds), between(factor)
+                    more = {"hang": {"seconds": lasts}, "slow": {"seconds": lasts, "factor": times}}.get(kind, {})
+                    if hits:  # all is drawn in any case, so that a rate decides of its own kind alone
+                        yield make(workers[int(place * len(workers))], at_step=step, **more)
+
+        return cls(drawn())
+
+    def begin(self, scheduler: Scheduler) -> FaultInjector:
+        """Begin to inject the faults into workers of a scheduler, which need not have started yet.
+
+        Raises: FaultsUnsupportedError on a scheduler whose workers are no processes, unless there is nothing to do.
+        """
+        return FaultInjector(self.faults, scheduler)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.faults))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FaultPlan) and self.faults == other.faults
+
+    def __hash__(self) -> int:
+        return hash(self.faults)
+
+
+def _read(line: int, text: str) -> Fault:
+    for kind, form in _FORMS.items():
+        if (found := re.fullmatch(form, text)) is None:
+            continue
+        given: dict[str, Any] = {name: value for name, value in found.groupdict().items() if value is not None}
+        scale = {"seconds": _UNITS[given.pop("unit", "s")], "factor": 1.0}
+        numbers = {name: float(given[name]) * scale[name] for name in scale if name in given}
+        try:
+            return _KINDS[kind](given["worker"], at_step=int(given["at_step"]), **numbers)
+        except ValueError as error:
+            raise FaultPlanError(line=line, text=text, reason=f"has a number out of range ({error})") from error
+    raise FaultPlanError(line=line, text=text, reason="cannot be read")
