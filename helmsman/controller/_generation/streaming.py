@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
@@ -62,9 +61,7 @@ def stream(requests: GenerateScheduler, put: Put, on_error: OnError) -> Iterator
     tickets: list[Ticket] = []
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     try:
-        run_sync(_put_into(tickets, put))
-        for number, ticket in enumerate(tickets):
-            ticket.future.add_done_callback(functools.partial(_tell, ended.put, number))
+        run_sync(_put_into(tickets, put, ended.put))
         for _ in tickets:
             number = ended.get()
             yield number, _outcome(tickets[number], on_error)
@@ -84,9 +81,7 @@ async def astream(
             loop.call_soon_threadsafe(ended.put_nowait, number)
 
     try:
-        await run_async(_put_into(tickets, put))
-        for number, ticket in enumerate(tickets):
-            ticket.future.add_done_callback(functools.partial(_tell, tell, number))
+        await run_async(_put_into(tickets, put, tell))
         for _ in tickets:
             number = await ended.get()
             yield number, _outcome(tickets[number], on_error)
@@ -94,13 +89,12 @@ async def astream(
         run_on_loop(lambda: withdraw(requests, tickets))
 
 
-async def _put_into(tickets: list[Ticket], put: Put) -> None:
-    """They are known to the caller from the moment on when they are put, also if it is interrupted before this returns."""
+async def _put_into(tickets: list[Ticket], put: Put, tell: Callable[[int], None]) -> None:
+    """Put requests, and report the number of each as it ends. The caller knows them once they are put, also when it is
+    interrupted before this returns."""
     tickets.extend(put())
-
-
-def _tell(tell: Callable[[int], None], number: int, _: object) -> None:
-    tell(number)
+    for number, ticket in enumerate(tickets):
+        ticket.future.add_done_callback(lambda _, number=number: tell(number))  # type: ignore[misc]
 
 
 def _outcome(ticket: Ticket, on_error: OnError) -> GenerationResult | Exception:

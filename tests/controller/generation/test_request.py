@@ -15,21 +15,11 @@ from tests.controller.generation.backends import make_request, make_result
 
 S = RequestState
 ENDS = {S.DONE, S.PARTIAL, S.ABORTED, S.FAILED}
+EARLY = {S.PARTIAL, S.ABORTED, S.FAILED}
 LEGAL = {
-    (S.QUEUED, S.ADMITTED),
-    (S.QUEUED, S.PARTIAL),
-    (S.QUEUED, S.ABORTED),
-    (S.QUEUED, S.FAILED),
-    (S.ADMITTED, S.QUEUED),
-    (S.ADMITTED, S.RUNNING),
-    (S.ADMITTED, S.PARTIAL),
-    (S.ADMITTED, S.ABORTED),
-    (S.ADMITTED, S.FAILED),
-    (S.RUNNING, S.QUEUED),
-    (S.RUNNING, S.DONE),
-    (S.RUNNING, S.PARTIAL),
-    (S.RUNNING, S.ABORTED),
-    (S.RUNNING, S.FAILED),
+    *((S.QUEUED, after) for after in (S.ADMITTED, *EARLY)),
+    *((S.ADMITTED, after) for after in (S.QUEUED, S.RUNNING, *EARLY)),
+    *((S.RUNNING, after) for after in (S.QUEUED, S.DONE, *EARLY)),
 }
 PATH_TO: dict[RequestState, Sequence[RequestState]] = {
     S.QUEUED: (),

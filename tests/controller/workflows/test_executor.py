@@ -86,23 +86,6 @@ def test_an_error_in_a_batch_of_given_items_is_raised_once_all_have_ended() -> N
     assert ended == [1, 2]
 
 
-def test_without_staleness_nothing_is_begun_before_the_weights_are_there() -> None:
-    started = []
-
-    async def workflow(item: int) -> int:
-        started.append(item)
-        return item
-
-    with WorkflowExecutor(workflow) as executor:
-        source = itertools.count()
-        for version in range(3):
-            batch = executor.prepare_batch(source, 4)
-            assert _items(batch) == list(range(4 * version, 4 * version + 4))
-            assert {episode.version for episode in batch} == {version}
-            assert len(started) == 4 * (version + 1)
-            executor.set_version(version + 1)
-
-
 @pytest.mark.parametrize(("staleness", "num_begun"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.25, 13)])
 def test_so_much_of_the_next_batches_is_begun_early(staleness: float, num_begun: int) -> None:
     held = Held()
@@ -271,26 +254,6 @@ def test_closing_in_many_threads_while_others_ask() -> None:
         with concurrent.futures.ThreadPoolExecutor(6) as threads:
             for future in [threads.submit(work) for work in (ask, close) * 3]:
                 future.result(30)
-
-
-def test_closing_ends_what_runs() -> None:
-    ended = threading.Event()
-
-    async def workflow(item: int) -> int:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return item
-
-    executor = WorkflowExecutor(workflow, sampler=BoundedStaleness(1))
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(executor.prepare_batch, itertools.count(), 2)
-        wait_until(lambda: executor.figures().num_running == 4, "they run")
-        executor.close()
-        assert ended.wait(5)
-        with pytest.raises(HelmsmanError, match="closed; make a new one"):
-            asked.result(10)
 
 
 def test_the_requests_of_an_episode_that_takes_too_long_are_aborted_at_their_instance() -> None:
