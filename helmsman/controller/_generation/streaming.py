@@ -1,7 +1,7 @@
-"""What a script waits for: the results of several requests together, or as they end, and an end to those that nobody waits for.
+"""Results of several requests, together or as they end; requests whose caller leaves early are withdrawn.
 
-A request that was put has its end in any case, so whoever waits for one waits no longer than that takes; and whoever leaves
-early, by an error, an interrupt or a ``break``, leaves nothing running.
+A request that was put ends in any case, so a caller waits no longer than that takes. A caller that leaves early, by an error,
+an interrupt or a ``break``, leaves nothing running.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def gather(requests: GenerateScheduler, tickets: Sequence[Ticket], role: s
         raise
     finally:
         for future in futures:
-            future.cancel()  # of those that have not ended, nobody asks for the result any more
+            future.cancel()  # the results of those that have not ended are not needed any more
     failures: dict[str, Exception] = {}
     for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
         error = None if future.cancelled() else future.exception()
@@ -77,7 +77,7 @@ async def astream(
     loop, ended = asyncio.get_running_loop(), asyncio.Queue[int]()
 
     def tell(number: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits there
             loop.call_soon_threadsafe(ended.put_nowait, number)
 
     try:
@@ -112,7 +112,7 @@ def withdraw(requests: GenerateScheduler, tickets: Sequence[Ticket]) -> None:
         ticket.future.cancel()
     running = [ticket.request_id for ticket in tickets if ticket.future.running()]
     if running:
-        what = f"abort of {len(running)} requests that nobody waits for, {running[0]!r} first"
+        what = f"abort of {len(running)} requests that no caller waits for, {running[0]!r} first"
         observe(asyncio.create_task(_abort_if_open(requests, running)), what)
 
 

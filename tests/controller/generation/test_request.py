@@ -40,7 +40,7 @@ def make_ticket(request: GenerationRequest | None = None, **options: object) -> 
 def in_state(state: RequestState) -> Ticket:
     ticket = make_ticket()
     for step in PATH_TO[state]:
-        ticket.to(step)
+        ticket.transition(step)
     return ticket
 
 
@@ -56,11 +56,11 @@ def test_each_state_has_its_row() -> None:
 def test_a_request_goes_on_only_as_drawn(before: RequestState, after: RequestState) -> None:
     ticket = in_state(before)
     if (before, after) in LEGAL:
-        ticket.to(after)
+        ticket.transition(after)
         assert ticket.state is after
     else:
         with pytest.raises(AssertionError, match="r: "):
-            ticket.to(after)
+            ticket.transition(after)
         assert ticket.state is before
 
 
