@@ -63,8 +63,8 @@ class RequestFlow:
         self.holds_slot: set[Ticket] = set()
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._watchers: list[asyncio.Future[None]] = []
-        """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
+        self._changed = asyncio.Event()
+        """Set for a moment whenever an instance has one request less, one less waits, or an instance serves again."""
         self.suspended: set[str] = set()
         """By whom."""
         self.expected_version: int | None = None
@@ -260,11 +260,9 @@ class RequestFlow:
             self.wake()
 
     def wake(self) -> None:
-        """Have those look again who wait by until."""
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        """Have ``until`` check its conditions again."""
+        self._changed.set()
+        self._changed.clear()
 
     def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
         """Give a request its one outcome."""
@@ -372,13 +370,7 @@ class RequestFlow:
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds, which may change with a wake."""
         while not holds():
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            try:
-                await watcher
-            finally:
-                if watcher in self._watchers:
-                    self._watchers.remove(watcher)
+            await self._changed.wait()
 
 
 def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:
