@@ -90,7 +90,7 @@ class BareConnection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
-        sock.sendall(pack_length(HELLO.size) + HELLO.pack(bytes(16), -1))
+        sock.sendall(pack_length(HELLO.size) + HELLO.pack(bytes(16), 0, 0))
         sock.recv(65536)
         self._socket = sock
         self._session = Session()

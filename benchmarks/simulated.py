@@ -10,11 +10,11 @@ import os
 
 from benchmarks.echo import EchoProcess
 from helmsman.controller._aio.event_loop import await_all
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._transport.base import Ending
-from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._wire import auth
@@ -44,15 +44,14 @@ class SimulatedBackend(Backend):
     def __init__(self, echo: EchoProcess) -> None:
         self.allocator = OneMachine(num_gpus=0)
         self.store = SegmentStore()
-        self.transports: list[ChannelTransport] = []
+        self.transports: list[Channel] = []
         self._echo = echo
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        async def connect(rank: int, place: Place) -> WorkerClient:
+        async def connect(rank: int, place: Placement) -> WorkerClient:
             connecting = functools.partial(auth.connect, self._echo.path, self._echo.key, 30.0)
-            channel = Channel(f"{start.job.role}/{rank}", connecting, shares_memory=True)
-            await channel.open()
-            transport = ChannelTransport(channel, _Process())
+            transport = Channel(f"{start.job.role}/{rank}", connecting, _Process(), shares_memory=True)
+            await transport.open()
             start.resources.push_async_callback(transport.kill)
             self.transports.append(transport)
             identity = self.run.identity(start.job, rank, place.node)

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from helmsman.api.generation import GenerationRequest, SamplingParams
-from helmsman.api.scheduler import Leaving, WorkerHealth
+from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.request import RequestOptions
@@ -103,7 +103,7 @@ async def simulate(name: str, policy: RoutingPolicy, workload: Workload, options
         failure = "it was killed" if backend.instances[instance_id].is_lost else None
         return WorkerHealth(worker_id=instance_id, pid=0, node="", engines={}, failure=failure)
 
-    async def leaving() -> dict[str, Leaving]:
+    async def leaving() -> dict[str, PreemptionNotice]:
         return {}
 
     async def rebuild(instance_id: str) -> bool:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from helmsman.api.register import register as register
     from helmsman.api.scheduler import EngineSpec as EngineSpec
     from helmsman.api.scheduler import Job as Job
-    from helmsman.api.scheduler import Leaving as Leaving
+    from helmsman.api.scheduler import PreemptionNotice as PreemptionNotice
     from helmsman.api.scheduler import ResultHandle as ResultHandle
     from helmsman.api.scheduler import Scheduler as Scheduler
     from helmsman.api.scheduler import SchedulingSpec as SchedulingSpec

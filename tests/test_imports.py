@@ -62,7 +62,6 @@ NEEDS_RAY = {
     "helmsman.controller._ray_backend.placement_groups",
     "helmsman.controller._ray_backend.address",
     "helmsman.controller._ray_backend.allocator",
-    "helmsman.controller._ray_backend.holders",
     "helmsman.controller._ray_backend.cluster_state",
     "helmsman.controller._ray_backend.transport",
     "helmsman.controller._ray_backend.scheduler",

@@ -37,7 +37,7 @@ PUBLIC = [
     "InferenceEngine",
     "InlineScheduler",
     "Job",
-    "Leaving",
+    "PreemptionNotice",
     "LeastOutstandingTokens",
     "LocalScheduler",
     "PrefixAffinity",

@@ -24,7 +24,7 @@ from helmsman.api.supervision import Monitor
 from helmsman.api.workers import CONTROLLER as CONTROLLER
 from helmsman.api.workers import Call as Call
 from helmsman.api.workers import EngineSpec as EngineSpec
-from helmsman.api.workers import Leaving as Leaving
+from helmsman.api.workers import PreemptionNotice as PreemptionNotice
 from helmsman.api.workers import ProcessState as ProcessState
 from helmsman.api.workers import ResultHandle as ResultHandle
 from helmsman.api.workers import Timeouts as Timeouts
@@ -56,7 +56,7 @@ class Scheduler(Closing):
     @functools.cached_property
     def monitor(self) -> Monitor:
         """Watches the workers by ``check_health`` and ``leaving`` for all controllers of this scheduler."""
-        return Monitor(self.check_health, self.leaving)
+        return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod
     def nodes(self) -> list[Node]:
@@ -194,7 +194,7 @@ class Scheduler(Closing):
         """
 
     @abc.abstractmethod
-    async def leaving(self) -> dict[str, Leaving]:
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         """Workers that are about to go, by id.
 
         On Ray these are the workers of nodes that are being drained: before a preemption, by an autoscaler or by

@@ -12,7 +12,7 @@ import msgspec
 
 from helmsman.api.errors import CallTimeoutError, WorkerFailedError
 from helmsman.api.suggestions import Suggesting
-from helmsman.api.workers import Leaving, WorkerHealth
+from helmsman.api.workers import PreemptionNotice, WorkerHealth
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Report(NamedTuple):
     """How it died; None where it is DEAD because it is silent."""
     health: WorkerHealth | None = None
     """Of one that ANSWERED."""
-    notice: Leaving | None = None
+    notice: PreemptionNotice | None = None
     """Of one that is PREEMPTED."""
 
 
@@ -67,17 +67,17 @@ class Monitor:
     """Watches the workers of one scheduler. It is used on Helmsman's event loop, whose clock it reads.
 
     Args:
-        check_health, leaving: of the scheduler.
+        check_health, look_up_notices: check_health and preemption_notices of the scheduler.
     """
 
     def __init__(
         self,
         check_health: Callable[[str, float | None], Awaitable[WorkerHealth]],
-        leaving: Callable[[], Awaitable[Mapping[str, Leaving]]],
+        look_up_notices: Callable[[], Awaitable[Mapping[str, PreemptionNotice]]],
     ) -> None:
-        self._check_health, self._leaving = check_health, leaving
+        self._check_health, self._look_up_notices = check_health, look_up_notices
         self._watches: set[Watch] = set()
-        self._notices: dict[str, Leaving] = {}
+        self._notices: dict[str, PreemptionNotice] = {}
         self._looking: asyncio.Task[None] | None = None
 
     async def ask(self, worker_id: str, limit_s: float, *, or_busy: bool = True) -> Report:
@@ -114,7 +114,7 @@ class Monitor:
         while self._watches:
             pause_s = min(watch.policy.probe_every_s for watch in self._watches)
             try:
-                found = await self._leaving()
+                found = await self._look_up_notices()
             except Exception as error:  # noqa: BLE001 - asked again soon; a worker that goes without notice is noticed, too
                 log.debug("which workers are about to go could not be asked: %s", error)
             else:
@@ -177,7 +177,7 @@ class Watch:
             self.discard(worker_id)
         self._monitor._watches.discard(self)
 
-    def _give(self, notices: Mapping[str, Leaving]) -> None:
+    def _give(self, notices: Mapping[str, PreemptionNotice]) -> None:
         for worker_id in [id_ for id_ in self._asking if id_ in notices]:
             self._subscriber(Report(worker_id, Sign.PREEMPTED, notice=notices[worker_id]))
 

@@ -95,7 +95,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
         return self.process_state in ("running", "disk")
 
 
-class Leaving(msgspec.Struct, frozen=True, kw_only=True):
+class PreemptionNotice(msgspec.Struct, frozen=True, kw_only=True):
     """That a worker is about to go, with its node or alone."""
 
     reason: str

@@ -199,8 +199,7 @@ def _refusal(shortfall: Shortfall, ever: bool, holders: str) -> str:
 
 def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, str]:
     _connect(address)
-    from helmsman.controller._ray_backend.cluster_state import snapshot
-    from helmsman.controller._ray_backend.holders import describe_holders
+    from helmsman.controller._ray_backend.cluster_state import describe_holders, snapshot
 
     return snapshot(), describe_holders("helmsman/none", jobs)
 

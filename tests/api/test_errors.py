@@ -80,6 +80,7 @@ NEXT_STEPS = {
     "ArgumentNotLoadableError": "importable in the worker",
     "ResultNotSerializableError": "Return plain data",
     "PeerNotReadyError": "Look at the error of that rank first",
+    "WorkerBacklogError": "Await earlier calls before making more",
     "HandleLostError": "Produce it again",
     "GroupCallError": "Root cause:",
     "RendezvousError": "no firewall closes the ports",

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from helmsman.api.errors import CallTimeoutError, WorkerNotFoundError
-from helmsman.api.scheduler import Leaving, WorkerHealth
+from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor, ProbePolicy, Report, RestartBudget, Sign, Watch
 from tests.controller.fakes import make_death
 from tests.controller.generation.backends import virtually
@@ -49,8 +49,8 @@ class Workers:
             process_state=state,  # type: ignore[arg-type]
         )
 
-    async def leaving(self) -> dict[str, Leaving]:
-        return {worker_id: Leaving(reason=reason) for worker_id, reason in self.notices.items()}
+    async def leaving(self) -> dict[str, PreemptionNotice]:
+        return {worker_id: PreemptionNotice(reason=reason) for worker_id, reason in self.notices.items()}
 
     def note(self, report: Report) -> None:
         self.reports.append((asyncio.get_running_loop().time(), report))

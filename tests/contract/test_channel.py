@@ -31,7 +31,7 @@ only_ray = pytest.mark.not_on("local", "all its workers share memory with the sc
 
 
 def _channel(engine: Engine) -> Channel:
-    channel = engine.scheduler._roles.client(engine.worker_id).transport.channel  # type: ignore[attr-defined]
+    channel = engine.scheduler._roles.client(engine.worker_id).transport  # type: ignore[attr-defined]
     assert isinstance(channel, Channel)
     return channel
 

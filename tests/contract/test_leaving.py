@@ -45,7 +45,7 @@ def _live(path: str) -> None:
 def _leaving(scheduler: Scheduler, role: str) -> dict[str, Any]:
     for worker in scheduler.get_workers(role, timeout=0):
         asyncio.run(scheduler.check_health(worker.id))
-    return {id_: leaving for id_, leaving in asyncio.run(scheduler.leaving()).items() if id_.startswith(f"{role}/")}
+    return {id_: leaving for id_, leaving in asyncio.run(scheduler.preemption_notices()).items() if id_.startswith(f"{role}/")}
 
 
 def test_nobody_leaves_who_was_not_told_to(scheduler: Scheduler, role: str) -> None:
@@ -86,7 +86,7 @@ def test_a_worker_that_is_told_twice_ends(scheduler: Scheduler, role: str) -> No
     wait_gone({worker: pid})
     with pytest.raises(errors.WorkerFailedError, match="exited with code 143"):
         engine.call("add", 1)
-    assert asyncio.run(scheduler.leaving()) == {}, "it has left"
+    assert asyncio.run(scheduler.preemption_notices()) == {}, "it has left"
 
 
 @pytest.mark.not_on("inline", "SIGTERM is for the script itself")

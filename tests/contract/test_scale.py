@@ -223,6 +223,7 @@ def test_a_removal_whose_caller_is_interrupted_is_finished(scheduler: Scheduler,
         wait_gone({f"{role}/0": pid})
     with pytest.raises(errors.WorkerFailedError):
         call.result(30)
+    wait_until(lambda: sum(node.num_free_devices for node in scheduler.nodes()) == 7, "its device is free")
     scheduler.scale(role, 8)
 
 

@@ -33,12 +33,10 @@ class RecordingTrainer:
         self.environment: dict[str, str] = {}
 
     def create_process_group(self) -> None:
-        """Note the rendezvous variables of this moment."""
         self.environment = {name: os.environ.get(name, "") for name in RENDEZVOUS}
         self.log.append("create_process_group")
 
     def initialize(self) -> None:
-        """Note it."""
         self.log.append("initialize")
 
     def describe(self) -> tuple[str, list[str], dict[str, str]]:
@@ -52,7 +50,6 @@ class RecordingTrainer:
         return {**self._figures(samples), "loss": float(loss_fn(len(samples), **(loss_kwargs or {})))}
 
     def eval_batch(self, samples: Sequence[Any], loss_fn: Any, loss_kwargs: Mapping[str, Any] | None) -> dict[str, float]:
-        """As train_batch without a step."""
         self.log.append("eval_batch")
         return self._figures(samples)
 
@@ -60,32 +57,25 @@ class RecordingTrainer:
         return {"num_samples": len(samples), "num_tokens": sum(len(sample["input_ids"]) for sample in samples)}
 
     def forward(self, samples: Sequence[Any]) -> list[list[int]]:
-        """Each sample's tokens, negated."""
         self.log.append("forward")
         return [[-token for token in sample["input_ids"]] for sample in samples]
 
     def export_weights(self) -> dict[str, list[float]]:
-        """Weights that tell their version."""
         return {"weight": [float(self.version)]}
 
     def save(self, path: str) -> None:
-        """Note where."""
         self.log.append(f"save {path}")
 
     def load(self, path: str) -> None:
-        """Note from where."""
         self.log.append(f"load {path}")
 
     def get_version(self) -> int:
-        """The version."""
         return self.version
 
     def set_version(self, version: int) -> None:
-        """Set it."""
         self.version = version
 
     def set_lr(self, lr: float) -> None:
-        """Note it."""
         self.log.append(f"set_lr {lr}")
 
     def destroy(self) -> None:
@@ -133,7 +123,6 @@ class CountingRollout:
         self.ready = False
 
     def initialize(self) -> None:
-        """Note it."""
         self.ready = True
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
@@ -160,7 +149,6 @@ class CountingRollout:
         )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests."""
         chosen = [id_ for id_ in self.running if request_ids is None or id_ in request_ids]
         for id_ in chosen:
             self.running[id_].set_result("abort")
@@ -187,7 +175,6 @@ class CountingRollout:
         return version
 
     def get_version(self) -> int:
-        """The version."""
         return self.version
 
     async def figures(self) -> tuple[int, int, list[str]]:
@@ -195,7 +182,6 @@ class CountingRollout:
         return self.num_updates, self.most_at_once, self.served
 
     def hold_interpreter(self, started: str) -> None:
-        """As the function."""
         hold_interpreter(started)
 
     def spin(self, seconds: float) -> None:
@@ -225,11 +211,9 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
         self.child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 
     def failure(self) -> str | None:
-        """That the process has ended."""
         return None if self.child.poll() is None else f"its process ended with {self.child.returncode}"
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """As there, while the process lives."""
         answer = asyncio.ensure_future(super().agenerate(request))
         while not answer.done():
             try:
@@ -245,19 +229,15 @@ class RolloutOfAChild(CountingRollout, InferenceEngine):  # type: ignore[misc]
             raise EngineDeadError(engine=type(self).__name__, reason=reason)
 
     async def sleep(self, level: int = 1) -> None:
-        """Nothing to give back, if the process lives."""
         self._require_child()
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """Nothing to take, if the process lives."""
         self._require_child()
 
     async def child_pid(self) -> int:
-        """Of the process."""
         return self.child.pid
 
     def destroy(self) -> None:
-        """End the process."""
         self.child.kill()
         self.child.wait()
 
@@ -270,18 +250,15 @@ class SleepyRollout(CountingRollout):
         self.hold, self.state = Path(hold), "awake"
 
     async def sleep(self, level: int = 1) -> None:
-        """Note it."""
         self.state = "drowsy"
         while self.hold.exists():  # noqa: ASYNC110 - another process removes it
             await asyncio.sleep(0.01)
         self.state = "asleep"
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """Note it."""
         self.state = "awake"
 
     async def how_awake(self) -> str:
-        """Awake, drowsy or asleep."""
         return self.state
 
 

@@ -6,28 +6,16 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.errors import (
-    CallTimeoutError,
-    EngineCallError,
-    EngineCreationError,
-    HandleLostError,
-    MethodNotFoundError,
-    RoleExistsError,
-    RoleNotFoundError,
-    SchedulerClosedError,
-    WorkerFailedError,
-    WorkerNotFoundError,
-)
+from helmsman.api import errors
 from helmsman.api.faults import Fault, Injection
-from helmsman.api.plan import Node, Plan, Reservation
+from helmsman.api.plan import Node
 from helmsman.api.scheduler import (
     CONTROLLER,
     EngineSpec,
     Job,
-    Leaving,
+    PreemptionNotice,
     ResultHandle,
     Scheduler,
     Timeouts,
@@ -38,21 +26,30 @@ from helmsman.api.scheduler import (
 from helmsman.controller._aio.event_loop import background_loop, run_sync
 
 
-class Sent:
+class Sent(NamedTuple):
     """One call as the scheduler was asked for it."""
 
-    def __init__(
-        self, worker_id: str, method: str, args: tuple[Any, ...], rpc_meta: Mapping[str, Any] | None, timeout: float | None
-    ) -> None:
-        self.worker_id = worker_id
-        self.method = method
-        self.args = args
-        self.rpc_meta = dict(rpc_meta or {})
-        self.timeout = timeout
+    worker_id: str
+    method: str
+    args: tuple[Any, ...]
+    rpc_meta: Mapping[str, Any]
+    timeout: float | None
 
 
-class FakeScheduler(Scheduler):
+def _unsupported(name: str) -> Any:
+    def method(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"a fake has no {name}")
+
+    return method
+
+
+_Base: Any = type("_Base", (Scheduler,), {name: _unsupported(name) for name in Scheduler.__abstractmethods__})
+
+
+class FakeScheduler(_Base):  # type: ignore[misc]
     """Engines run on the background loop; ``sent`` records every call, ``ips`` are the workers' addresses by index."""
+
+    n_gpus_per_node = 0
 
     def __init__(self, ips: Sequence[str] = ()) -> None:
         self.timeouts = Timeouts(call_s=60.0, create_engine_s=60.0)
@@ -76,30 +73,27 @@ class FakeScheduler(Scheduler):
         """The methods called on a worker, in order."""
         return [call.method for call in self.sent if call.worker_id == worker_id]
 
-    def create_workers(self, job: Job) -> list[str]:  # type: ignore[override]
+    # --- roles ------------------------------------------------------------------------------------------------------
+
+    def create_workers(self, job: Job) -> list[str]:
         job.validate()
         self._require_open("create_workers")
         if job.role in self.jobs:
-            raise RoleExistsError(role=job.role, num_workers=job.replicas)
+            raise errors.RoleExistsError(role=job.role, num_workers=job.replicas)
         self.jobs[job.role] = job
         ids = [f"{job.role}/{index}" for index in range(job.replicas)]
         self._deaths |= {worker_id: background_loop().create_future() for worker_id in ids}
         return ids
 
-    def nodes(self) -> list[Node]:
-        return [Node(node_id="", address="127.0.0.1")]
-
-    def reserve(self, job: Job) -> list[Reservation]:
-        raise NotImplementedError("a fake has no cluster")
-
-    def scale(self, role: str, replicas: int) -> list[str]:
-        raise NotImplementedError("a fake's roles stay as they are")
-
-    def add_workers(self, role: str, count: int) -> list[str]:
-        raise NotImplementedError("a fake's roles stay as they are")
-
-    def remove_workers(self, role: str, worker_ids: Sequence[str]) -> None:
-        raise NotImplementedError("a fake's roles stay as they are")
+    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
+        self._require_open("delete_workers")
+        for name in [role] if role is not None else list(self.jobs):
+            job = self._job(name)
+            del self.jobs[name]
+            for index in range(job.replicas):
+                self.engines.pop(f"{name}/{index}", None)
+                if not (death := self._deaths.pop(f"{name}/{index}")).done():
+                    background_loop().call_soon_threadsafe(death.set_result, None)
 
     def restart_worker(self, worker_id: str) -> None:
         self.engines.pop(worker_id, None)
@@ -108,9 +102,6 @@ class FakeScheduler(Scheduler):
     def restart_workers(self, role: str, *, elsewhere: bool = False) -> None:
         for worker in self.get_workers(role):
             self.restart_worker(worker.id)
-
-    def plan(self, jobs: Job | Sequence[Job]) -> Plan:  # type: ignore[override]
-        raise NotImplementedError("a fake has no cluster")
 
     def get_workers(self, role: str, timeout: float | None = None) -> list[Worker]:
         job = self._job(role)
@@ -123,18 +114,30 @@ class FakeScheduler(Scheduler):
             for index in range(job.replicas)
         ]
 
-    def delete_workers(self, role: str | None = None, reverse_order: bool = False) -> None:
-        self._require_open("delete_workers")
-        for name in [role] if role is not None else list(self.jobs):
-            job = self._job(name)
-            del self.jobs[name]
-            for index in range(job.replicas):
-                self.engines.pop(f"{name}/{index}", None)
-                if not (death := self._deaths.pop(f"{name}/{index}")).done():
-                    background_loop().call_soon_threadsafe(death.set_result, None)
+    def nodes(self) -> list[Node]:
+        return [Node(node_id="", address="127.0.0.1")]
 
-    def fork_workers(self, role: str, target_role: str, command: str | None = None) -> list[str]:
-        raise NotImplementedError
+    def status(self) -> list[WorkerStatus]:
+        return []
+
+    def stacks(self, role: str) -> dict[str, str]:
+        return {}
+
+    def close(self) -> None:
+        if not self.closed:
+            self.delete_workers()
+            self.closed = True
+
+    def _require_open(self, operation: str) -> None:
+        if self.closed:
+            raise errors.SchedulerClosedError(operation=operation)
+
+    def _job(self, role: str) -> Job:
+        if role not in self.jobs:
+            raise errors.RoleNotFoundError(name=role, known=list(self.jobs))
+        return self.jobs[role]
+
+    # --- workers ----------------------------------------------------------------------------------------------------
 
     async def set_worker_env(self, worker_id: str, env: Mapping[str, str]) -> None:
         self.set_variables.setdefault(worker_id, {}).update(env)
@@ -146,11 +149,11 @@ class FakeScheduler(Scheduler):
 
     async def inject(self, fault: Fault) -> list[Injection]:
         if fault.worker_id not in self._deaths:
-            raise WorkerNotFoundError(name=fault.worker_id, known=list(self._deaths))
+            raise errors.WorkerNotFoundError(name=fault.worker_id, known=list(self._deaths))
         self.injected.append(fault)
         return [Injection(worker_id=fault.worker_id, pid=1, node="127.0.0.1", done=True, outcome="recorded")]
 
-    async def leaving(self) -> dict[str, Leaving]:
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
         return {}
 
     async def kill_worker(self, worker_id: str, cause: str) -> None:
@@ -159,36 +162,22 @@ class FakeScheduler(Scheduler):
     async def probe_rendezvous(self, role: str, address: str, port: int) -> None:
         self.probed.append((role, address, port))
 
+    # --- calls ------------------------------------------------------------------------------------------------------
+
     async def create_engine(
-        self,
-        worker_id: str,
-        engine: str | type[Any] | EngineSpec,  # type: ignore[override]
-        engine_name: str | None = None,
-        *args: Any,
-        **kwargs: Any,
+        self, worker_id: str, engine: str | type[Any] | EngineSpec, engine_name: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
         assert isinstance(engine, type)
-        self.sent.append(Sent(worker_id, "__init__", args, None, None))
+        self.sent.append(Sent(worker_id, "__init__", args, {}, None))
         try:
             instance = engine(*args, **kwargs)
             instance.worker_id = worker_id
             self.engines[worker_id] = instance
         except Exception as error:
-            raise EngineCreationError(**self._remote(worker_id, engine_name, "__init__", error)) from error
+            raise errors.EngineCreationError(**_remote(worker_id, engine_name, "__init__", error)) from error
 
-    def call_engine(
-        self,
-        worker_id: str,
-        method: str,
-        engine_name: str | None = None,
-        *args: Any,
-        rpc_meta: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        return run_sync(
-            self.async_call_engine(worker_id, method, engine_name, *args, rpc_meta=rpc_meta, timeout=timeout, **kwargs)
-        )
+    def call_engine(self, *args: Any, **kwargs: Any) -> Any:
+        return run_sync(self.async_call_engine(*args, **kwargs))
 
     async def async_call_engine(
         self,
@@ -201,7 +190,7 @@ class FakeScheduler(Scheduler):
         **kwargs: Any,
     ) -> Any:
         self._require_open("async_call_engine")
-        self.sent.append(Sent(worker_id, method, args, rpc_meta, timeout))
+        self.sent.append(Sent(worker_id, method, args, rpc_meta or {}, timeout))
         kwargs |= (rpc_meta or {}).get("kwargs", {})
         work = asyncio.ensure_future(self._run(worker_id, method, args, kwargs))
         death = self._deaths[worker_id]
@@ -210,7 +199,7 @@ class FakeScheduler(Scheduler):
             work.cancel()
             raise make_death(worker_id, engine_name, method)
         if not work.done():
-            raise CallTimeoutError(
+            raise errors.CallTimeoutError(
                 worker_id=worker_id,
                 engine_name=engine_name,
                 method=method,
@@ -226,18 +215,16 @@ class FakeScheduler(Scheduler):
         except Exception as error:
             if type(error).__module__ == "helmsman.api.errors":
                 raise
-            raise EngineCallError(**self._remote(worker_id, engine_name, method, error)) from error
+            raise errors.EngineCallError(**_remote(worker_id, engine_name, method, error)) from error
         if rpc_meta and rpc_meta.get("keep") and value is not None:
-            handle_id = f"handle-{len(self.kept)}"
-            self.kept[handle_id] = value
-            return ResultHandle(id=handle_id, worker_id=worker_id, location=None, nbytes=0, summary="")
+            return self._keep(worker_id, value)
         return value
 
     async def _run(self, worker_id: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self.engines[worker_id]
         function = getattr(engine, method, None)
         if function is None:
-            raise MethodNotFoundError(
+            raise errors.MethodNotFoundError(
                 worker_id=worker_id, engine_name=worker_id, method=method, engine_type=type(engine).__name__, suggestions=()
             )
         result = function(*(self._value(argument) for argument in args), **kwargs)
@@ -247,13 +234,11 @@ class FakeScheduler(Scheduler):
         if not isinstance(argument, ResultHandle):
             return argument
         if argument.id in self.released:
-            raise HandleLostError(worker_id=argument.worker_id, handle_id=argument.id, reason="it was released")
+            raise errors.HandleLostError(worker_id=argument.worker_id, handle_id=argument.id, reason="it was released")
         return self.kept[argument.id]
 
     def put(self, value: Any) -> ResultHandle:
-        handle = ResultHandle(id=f"handle-{len(self.kept)}", worker_id=CONTROLLER, location=None, nbytes=0, summary="")
-        self.kept[handle.id] = value
-        return handle
+        return self._keep(CONTROLLER, value)
 
     def get(self, handle: ResultHandle) -> Any:
         return self._value(handle)
@@ -261,38 +246,21 @@ class FakeScheduler(Scheduler):
     def release(self, handle: ResultHandle) -> None:
         self.released.append(handle.id)
 
-    def status(self) -> list[WorkerStatus]:
-        return []
+    def _keep(self, worker_id: str, value: Any) -> ResultHandle:
+        handle = ResultHandle(id=f"handle-{len(self.kept)}", worker_id=worker_id, location=None, nbytes=0, summary="")
+        self.kept[handle.id] = value
+        return handle
 
-    def stacks(self, role: str) -> dict[str, str]:
-        return {}
 
-    def environment(self, role: str) -> dict[str, list[EnvironmentVariable]]:
-        raise NotImplementedError("a fake's engines share the test's environment")
-
-    def close(self) -> None:
-        if not self.closed:
-            self.delete_workers()
-            self.closed = True
-
-    def _require_open(self, operation: str) -> None:
-        if self.closed:
-            raise SchedulerClosedError(operation=operation)
-
-    def _job(self, role: str) -> Job:
-        if role not in self.jobs:
-            raise RoleNotFoundError(name=role, known=list(self.jobs))
-        return self.jobs[role]
-
-    def _remote(self, worker_id: str, engine_name: str | None, method: str, error: Exception) -> dict[str, Any]:
-        return {
-            "worker_id": worker_id,
-            "engine_name": engine_name or worker_id,
-            "method": method,
-            "remote_type": type(error).__qualname__,
-            "remote_message": str(error),
-            "remote_traceback": "".join(traceback.format_exception(error)),
-        }
+def _remote(worker_id: str, engine_name: str | None, method: str, error: Exception) -> dict[str, Any]:
+    return {
+        "worker_id": worker_id,
+        "engine_name": engine_name or worker_id,
+        "method": method,
+        "remote_type": type(error).__qualname__,
+        "remote_message": str(error),
+        "remote_traceback": "".join(traceback.format_exception(error)),
+    }
 
 
 async def awaited(awaitable: Awaitable[Any]) -> Any:
@@ -300,9 +268,9 @@ async def awaited(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
-def make_death(worker_id: str, engine_name: str | None = None, method: str = "health") -> WorkerFailedError:
+def make_death(worker_id: str, engine_name: str | None = None, method: str = "health") -> errors.WorkerFailedError:
     """The error of a call to a worker that was killed."""
-    return WorkerFailedError(
+    return errors.WorkerFailedError(
         worker_id=worker_id,
         engine_name=engine_name,
         method=method,

@@ -60,29 +60,24 @@ class FaultyTrainEngine(FSDPTrainEngine):
         self.faults = faults
 
     def initialize(self) -> None:
-        """As FSDPTrainEngine's."""
         meet_fault(self.faults, "initialize")
         super().initialize()
 
     def save(self, path: str) -> None:
-        """As FSDPTrainEngine's."""
         meet_fault(self.faults, "save")
         super().save(path)
         meet_fault(self.faults, "saved")
 
     def save_in_background(self, path: str) -> None:
-        """As FSDPTrainEngine's."""
         meet_fault(self.faults, "save")
         super().save_in_background(path)
         meet_fault(self.faults, "begun")
 
     def load(self, path: str) -> None:
-        """As FSDPTrainEngine's."""
         meet_fault(self.faults, "load")
         super().load(path)
 
     def pid(self) -> int:
-        """Of this rank."""
         return os.getpid()
 
 
@@ -93,6 +88,5 @@ class AnyWeightsRollout(CountingRollout):
         super().__init__(gated=True)
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> int:
-        """Take them, once they have arrived."""
         assert weights
         return await super().update_weights({"weight": list(weights)}, version)

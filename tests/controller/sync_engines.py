@@ -27,7 +27,6 @@ class Trainer(FSDPTrainEngine):
         self._steps_on = True
 
     def get_version(self) -> int:
-        """As FSDPTrainEngine's."""
         version = super().get_version()
         if self._steps_on:
             self._steps_on = False
@@ -35,7 +34,6 @@ class Trainer(FSDPTrainEngine):
         return version
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """All of them, in full; a collective."""
         return {name: full_tensor(tensor).cpu().clone() for name, tensor in named_tensors(self._built_model()).items()}
 
 
@@ -44,7 +42,6 @@ class Marked(Trainer):
     before they give another one."""
 
     def mark(self, version: int) -> None:
-        """Have the weights of a version."""
         model = self._built_model()
         sign = 1.0 if version % 2 else -1.0
         with torch.no_grad():
@@ -72,19 +69,15 @@ class Rollout(HFRolloutEngine):
         self._refuses = False
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """What it serves by."""
         return {name: tensor.detach().clone() for name, tensor in named_tensors(self._running()._model).items()}
 
     def updates(self) -> int:
-        """How many it was asked for."""
         return self.num_updates
 
     def aborts(self) -> int:
-        """How often it was asked to give requests back."""
         return self.num_aborts
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """As HFRolloutEngine's."""
         self.num_aborts += 1
         return await super().abort(request_ids)
 
@@ -101,7 +94,6 @@ class Rollout(HFRolloutEngine):
         self._refuses = refuses
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """As HFRolloutEngine's."""
         self.num_updates += 1
         if self._refuses:
             raise NotImplementedError("this engine cannot read them")

@@ -52,7 +52,6 @@ class World:
         return self.trainer.get_version()
 
     def differing(self, ids: Sequence[str] | None = None) -> dict[str, list[str]]:
-        """By instance, the parameters that are not the trainer's."""
         expected = self.expected()
         served = {id_: self.scheduler.call_engine(id_, "parameters") for id_ in ids or self.ids}
         return {
@@ -75,7 +74,6 @@ class World:
         return [self.scheduler.call_engine(id_, "updates") for id_ in self.ids]
 
     def health(self) -> list[Health]:
-        """Of each instance."""
         return [load.state for load in self.rollout.load().instances.values()]
 
     def sync(self, way: Way | None = None, **options: Any) -> WeightSync:
@@ -91,7 +89,6 @@ class World:
         self.trainer.close()
 
     def pid(self, worker_id: str) -> int:
-        """Of a worker."""
         return next(int(status.pid) for status in self.scheduler.status() if status.worker_id == worker_id)  # type: ignore[arg-type]
 
     def num_segments(self) -> int:

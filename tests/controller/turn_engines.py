@@ -22,46 +22,39 @@ FAULTS = {
 }
 
 
-class _Planned:
-    """A fault in the next call of a method."""
+class _Faulty:
+    """Meets a fault in the next call of a method."""
 
-    def __init__(self) -> None:
-        self.method = self.kind = ""
-
-    def meet(self, method: str) -> None:
-        if method == self.method:
-            self.method = ""
-            if self.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise FAULTS[self.kind]()
-
-
-class Trainer(FSDPTrainEngine):
-    """Meets faults."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.planned = _Planned()
+    _planned = ("", "")
 
     def plan(self, method: str, kind: str) -> None:
-        """Have the next call of a method meet this."""
-        self.planned.method, self.planned.kind = method, kind
+        """Have the next call of ``method`` meet a key of FAULTS, or SIGKILL for 'kill'."""
+        self._planned = method, kind
+
+    def _meet(self, method: str) -> None:
+        planned, kind = self._planned
+        if method == planned:
+            self._planned = "", ""
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FAULTS[kind]()
+
+
+class Trainer(_Faulty, FSDPTrainEngine):
+    """An FSDPTrainEngine that meets faults."""
 
     def train_batch(
         self, samples: Sequence[Sample], loss_fn: LossFn | str, loss_kwargs: Mapping[str, Any] | None = None
     ) -> dict[str, float]:
-        """As FSDPTrainEngine's."""
-        self.planned.meet("train_batch")
+        self._meet("train_batch")
         return super().train_batch(samples, loss_fn, loss_kwargs)
 
     def sleep(self) -> None:
-        """As FSDPTrainEngine's."""
-        self.planned.meet("sleep")
+        self._meet("sleep")
         super().sleep()
 
     def wake(self) -> None:
-        """As FSDPTrainEngine's."""
-        self.planned.meet("wake")
+        self._meet("wake")
         super().wake()
 
     def is_asleep(self) -> bool:
@@ -69,39 +62,26 @@ class Trainer(FSDPTrainEngine):
         return self._memory.is_asleep
 
     def pid(self) -> int:
-        """Of its process."""
         return os.getpid()
 
 
-class Rollout(HFRolloutEngine):
-    """Meets faults."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
-        self.planned = _Planned()
-
-    def plan(self, method: str, kind: str) -> None:
-        """Have the next call of a method meet this."""
-        self.planned.method, self.planned.kind = method, kind
+class Rollout(_Faulty, HFRolloutEngine):
+    """An HFRolloutEngine that meets faults."""
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """As HFRolloutEngine's."""
-        self.planned.meet("agenerate")
+        self._meet("agenerate")
         return await super().agenerate(request)
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """As HFRolloutEngine's."""
-        self.planned.meet("update_weights")
+        self._meet("update_weights")
         return await super().update_weights(weights, version)
 
     async def sleep(self, level: int = 1) -> None:
-        """As HFRolloutEngine's."""
-        self.planned.meet("sleep")
+        self._meet("sleep")
         await super().sleep(level)
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """As HFRolloutEngine's."""
-        self.planned.meet("wake")
+        self._meet("wake")
         await super().wake(weights_only=weights_only)
 
     def is_asleep(self) -> bool:

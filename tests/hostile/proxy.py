@@ -20,6 +20,7 @@ class Proxy:
         self.alter = False
         """Whether a bit of each further chunk to the listener is flipped."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silent: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._to_listener: asyncio.StreamWriter | None = None
         self._to_connector: asyncio.StreamWriter | None = None
@@ -47,6 +48,8 @@ class Proxy:
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_forth: bool) -> None:
         with contextlib.suppress(OSError, ssl.SSLError):
             while data := await source.read(1 << 16):
+                if asyncio.current_task() in self._silent:
+                    continue
                 if is_forth:
                     self.sent += data
                     if self.alter:
@@ -63,6 +66,10 @@ class Proxy:
         """Send bytes of the proxy's own to the connector."""
         assert self._to_connector is not None
         self._to_connector.write(data)
+
+    def silence(self) -> None:
+        """Lose all further bytes of the connections so far, which stay open."""
+        self._silent = set(self._tasks)
 
     def drop(self) -> None:
         """Abort the latest connection at both ends."""

@@ -24,7 +24,7 @@ from tests.contract.helpers import LIMIT_S, wait_until
 from tests.hostile.conftest import MakeWorker
 from tests.hostile.peers import KINDS, NUM_LEGITIMATE, peers_of_kind
 from tests.hostile.proxy import GREETING, Proxy
-from tests.hostile.worker import Worker, request_body, request_frame
+from tests.hostile.worker import Worker, request, request_frame
 
 
 class Answer:
@@ -51,7 +51,8 @@ class Controller:
         self._worker = worker
         self._address = worker.address if port is None else ("127.0.0.1", port)
         self._num_requests = 0
-        self.channel = Channel("target/0", self._connect, shares_memory=worker.mode == "unix")
+        process: Any = None  # nothing asks for its end
+        self.channel = Channel("target/0", self._connect, process, shares_memory=worker.mode == "unix")
 
     @classmethod
     async def of(cls, worker: Worker, port: int | None = None, *, reconnects: bool = False) -> Controller:
@@ -71,7 +72,7 @@ class Controller:
         """Send a request that adds a line to a file."""
         self._num_requests += 1
         answer = Answer()
-        self.channel.write(self._num_requests, request_body(self._num_requests, target), answer)
+        self.channel.post(request(self._num_requests, target), answer)
         return answer
 
     async def call(self, target: Path) -> None:

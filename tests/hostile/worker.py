@@ -17,12 +17,16 @@ import psutil
 
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
+from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._server import channel
 from helmsman.rpc_server._wire.codec import encode
 from helmsman.rpc_server._wire.messages import Request, Verb, WorkerIdentity
 from helmsman.rpc_server._wire.tls import server_tls
-from helmsman.rpc_server._wire.wire import RequestFrame, Session, encode_frame, to_wire
+from helmsman.rpc_server._wire.wire import Outgoing, Session
 from tests.contract.helpers import ROOT
+
+TAG = "run/target/0"
+"""By which the worker's pulse is found."""
 
 
 class Worker:
@@ -85,21 +89,20 @@ class Mark:
         return mark, (str(self.path),)
 
 
-def request_body(request_id: int, target: Path) -> bytes:
+def request(request_id: int, target: Path) -> Outgoing:
     """A request that adds a line to ``target`` when the worker executes it."""
-    wire, _ = to_wire(encode((Mark(target),)), segments=False)
-    return encode_frame(RequestFrame(Request(request_id, Verb.RELEASE), wire))
+    return Outgoing(Request(request_id, Verb.RELEASE), encode((Mark(target),)))
 
 
 def request_frame(request_id: int, target: Path) -> bytes:
     """The same as bytes on a plain connection."""
-    return Session().keep(request_body(request_id, target))
+    return Session().keep(request(request_id, target).body())
 
 
 def serve(key: bytes, mode: str) -> None:
     """Serve until standard input ends."""
     identity = WorkerIdentity(run_id="run", worker_id="target/0", role="target", rank=0, node="127.0.0.1")
-    host = EngineHost(identity, SegmentStore(), seeding=False)
+    host = EngineHost(identity, SegmentStore(), seeding=False, pulse=Pulse(TAG))
     listener = channel.listen_abstract() if mode == "unix" else channel.listen_tcp("127.0.0.1")
     name = listener.getsockname()
     tls = server_tls() if mode == "tls" else None

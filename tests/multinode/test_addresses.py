@@ -29,7 +29,7 @@ def test_worker_of_another_machine_listens_on_a_port_of_ray_workers(nodes: Nodes
     with RayScheduler(address=nodes.address) as run:
         (worker,) = run.create_workers(Job(role="r", tasks=[SchedulingSpec(resources={"ranged": 1})]))
         transport: Any = run._roles.client(worker).transport
-        assert 23_200 <= transport.channel._socket.getpeername()[1] <= 23_299
+        assert 23_200 <= transport._socket.getpeername()[1] <= 23_299
 
 
 def test_the_connected_cluster_may_be_named(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

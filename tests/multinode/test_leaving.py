@@ -146,9 +146,9 @@ def test_the_instances_of_a_killed_node_come_back_on_another(nodes: Nodes, run: 
 def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, run: RayScheduler) -> None:
     doomed = nodes.add(**gpu_node(num_gpus=4))
     run.create_workers(Job(role="shared", replicas=4, tasks=[SchedulingSpec(cpu=0, gpu=1, nodelist=[doomed.node_id])]))
-    assert asyncio.run(run.leaving()) == {}
+    assert asyncio.run(run.preemption_notices()) == {}
     _drain(nodes, doomed.node_id, deadline_s=300.0)
-    notices = wait_until(lambda: asyncio.run(run.leaving()), "it is told")
+    notices = wait_until(lambda: asyncio.run(run.preemption_notices()), "it is told")
     assert list(notices) == [f"shared/{index}" for index in range(4)]
     assert 200.0 < notices["shared/0"].deadline_s <= 300.0
     assert "is being drained" in notices["shared/0"].reason
@@ -159,7 +159,7 @@ def test_leaving_tells_of_drained_nodes_and_restarts_avoid_them(nodes: Nodes, ru
     _settle(doomed)
     run.delete_workers("shared")
     _end(nodes, doomed)
-    assert asyncio.run(run.leaving()) == {}
+    assert asyncio.run(run.preemption_notices()) == {}
 
 
 def test_a_rank_of_a_training_job_is_placed_anew_when_its_node_is_lost(nodes: Nodes, run: RayScheduler) -> None:

@@ -38,6 +38,7 @@ HelmsmanError
 │   ├── ArgumentNotLoadableError
 │   ├── ResultNotSerializableError (TypeError)
 │   ├── PeerNotReadyError
+│   ├── WorkerBacklogError                not sent, since the worker does not take what was sent before
 │   └── HandleLostError (LookupError)
 ├── GenerationError                       one generation request
 │   ├── InstanceLostError (ConnectionError)  its instance has exited or cannot be reached

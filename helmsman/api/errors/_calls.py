@@ -204,6 +204,19 @@ class PeerNotReadyError(CallError):
     )
 
 
+class WorkerBacklogError(CallError):
+    """A request that was not sent, since its worker has not taken those before it."""
+
+    num_bytes: int
+    num_waiting_bytes: int
+    limit_bytes: int
+    template = (
+        "{worker_id}: {call} was not sent ({num_bytes} bytes): {num_waiting_bytes} bytes of earlier requests wait here for the "
+        "worker to take them, and the limit is {limit_bytes}. Its process is stopped, or the connection is slow. Await earlier "
+        "calls before making more, look at status() and stacks(), or end the worker with delete_workers."
+    )
+
+
 class HandleLostError(CallError, LookupError):
     """A result handle whose value is gone: released, or its worker died."""
 

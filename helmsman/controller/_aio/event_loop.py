@@ -11,6 +11,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 from helmsman.rpc_server._host.threads import start_loop
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -74,7 +77,11 @@ class Mailbox:
     def _run(self) -> None:
         self._is_woken = False
         for _ in range(len(self._waiting)):
-            self._waiting.popleft()()
+            function = self._waiting.popleft()
+            try:
+                function()
+            except BaseException:  # its own loss: those after it have no other wake
+                log.exception("%r, which was posted to an event loop, has raised", function)
 
 
 _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from helmsman.api.extras import needed_by
+from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import submit
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.resources import ACCELERATORS
 from helmsman.controller._placement.snapshot import NodeState
-from helmsman.controller._ray_backend.before_import import choose_authentication, outliving_the_raylet
-from helmsman.controller._ray_backend.embedded import end_current, forget_lost, has_started_its_cluster, script_is_failing
+from helmsman.controller._ray_backend.before_import import importing_ray
+from helmsman.controller._ray_backend.embedded import (
+    current,
+    end_connection,
+    has_started_its_cluster,
+    script_is_failing,
+    settle,
+)
 from helmsman.controller._ray_backend.embedded_start import connect
 
 _END_S = 10.0
@@ -67,13 +73,12 @@ def initialize(
     Raises: ClusterNotFoundError (no one answers at RAY_ADDRESS), ClusterMismatchError (it is another run's), ClusterNotUpError
         (several nodes, and no RAY_ADDRESS), BackendNotInstalledError.
     """
-    choose_authentication()
-    with needed_by("initialize", "ray"), outliving_the_raylet():
+    with importing_ray("initialize"):
         import ray
 
         from helmsman.controller._ray_backend import cluster_state
         from helmsman.controller._ray_backend.address import choose_address
-    forget_lost()
+    settle(Timeouts().start_s)
     address = choose_address(None)
     if address is not None:
         run_id = new_run_id()
@@ -89,4 +94,4 @@ def initialize(
 
 def _close() -> None:
     atexit.unregister(_close)
-    submit(end_current(_END_S, keep_session=script_is_failing())).result()
+    submit(end_connection(current(), _END_S, keep_session=script_is_failing())).result()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.supervision import Monitor, Report, RestartBudget, Sign, Watch
-from helmsman.api.workers import Leaving
+from helmsman.api.workers import PreemptionNotice
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy, follow
 from helmsman.controller._generation.scheduler import GenerateScheduler
 
@@ -27,7 +27,7 @@ class _Supervised:
     budget: RestartBudget
     restart_at: float | None = None
     """When to rebuild it, where it is dead and the budget allows it."""
-    heeded: Leaving | None = None
+    heeded: PreemptionNotice | None = None
     """The last notice that it is about to go."""
     restarting: asyncio.Task[None] | None = None
     moving: asyncio.Task[None] | None = None
@@ -193,7 +193,7 @@ class Supervisor:
             else:
                 self.note(id_, Event.LOST, _lost(report._replace(reason=failure)))
 
-    def _leave(self, instance_id: str, notice: Leaving) -> None:
+    def _leave(self, instance_id: str, notice: PreemptionNotice) -> None:
         supervised = self._supervised[instance_id]
         if supervised.heeded is not notice and (supervised.moving is None or supervised.moving.done()):
             supervised.heeded = notice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,14 +86,12 @@ def advise(
     return msgspec.structs.replace(shortfall, change=text[0].upper() + text[1:])
 
 
+@dataclasses.dataclass
 class _Advice:
-    def __init__(
-        self, shortfall: Shortfall, snapshot: ClusterSnapshot, jobs: Sequence[Job], running: Sequence[PlannedRole]
-    ) -> None:
-        self._shortfall = shortfall
-        self._snapshot = snapshot
-        self._jobs = list(jobs)
-        self._running = running
+    _shortfall: Shortfall
+    _snapshot: ClusterSnapshot
+    _jobs: Sequence[Job]
+    _running: Sequence[PlannedRole]
 
     def options(self) -> Iterator[str]:
         """Yield changes, each of which is enough; '' for a change that is not."""

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from helmsman.api.plan import Plan, PlannedRole, Reservation
-from helmsman.api.scheduler import Job, Leaving
+from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._placement.admission import busy, require_feasible
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.snapshot import ClusterSnapshot
 
@@ -25,20 +25,22 @@ class Allocator(abc.ABC):
     @abc.abstractmethod
     async def reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
+    ) -> Mapping[str, Sequence[Placement]]:
         """Take the resources of all of these jobs, or nothing; returns the place of each replica in rank order, by role.
 
         The release of a job's resources is pushed on its role's stack as soon as they are taken. Raises:
         PlacementInfeasibleError, PlacementTimeoutError.
         """
 
-    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> list[tuple[Place, Reservation]]:
+    async def hold(
+        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[tuple[Placement, Reservation]]:
         """Take the resources of a job, as reserve, and describe those of each replica."""
         places = (await self.reserve([job], deadline, {job.role: resources}))[job.role]
         return [(place, Reservation(node_id=place.node_id, node=place.node, devices=place.devices)) for place in places]
 
     async def give_back(  # noqa: B027 - where nothing is counted, there is nothing to free
-        self, worker_id: str, place: Place, kept: Sequence[Place]
+        self, worker_id: str, place: Placement, kept: Sequence[Placement]
     ) -> None:
         """Free the resources of a worker that has ended, of a job whose other workers are at ``kept``. Idempotent."""
 
@@ -46,11 +48,11 @@ class Allocator(abc.ABC):
         self,
         single: Job,
         worker_id: str,
-        place: Place,
-        kept: Sequence[Place],
+        place: Placement,
+        kept: Sequence[Placement],
         deadline: Deadline,
         resources: contextlib.AsyncExitStack,
-    ) -> Place:
+    ) -> Placement:
         """The place at which a worker that has ended starts again: its own, unless that is lost.
 
         Args:
@@ -61,11 +63,11 @@ class Allocator(abc.ABC):
         """
         return place
 
-    async def leaving(self, places: Mapping[str, Place]) -> dict[str, Leaving]:
+    async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         """Of these workers, by id, those whose nodes are about to go."""
         return {}
 
-    def why_node_stays(self, place: Place) -> str:
+    def why_node_stays(self, place: Placement) -> str:
         """Why a node cannot be dropped itself; '' when it can. Blocks for one look at a cluster at most."""
         return "the script runs on it"
 

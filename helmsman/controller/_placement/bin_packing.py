@@ -11,6 +11,7 @@ work grows with the number of classes, demands and bundles, not with their produ
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import heapq
 import itertools
 import operator
@@ -35,21 +36,19 @@ Placed = dict[tuple[int, int, int], int]
 """(job, replica, part) -> index of a node."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class NodeClass:
     """Nodes that are alike."""
 
-    __slots__ = ("capacity", "free", "in_use", "nodes", "selections")
-
-    def __init__(self, free: Amounts, selections: Amounts, capacity: int, in_use: bool) -> None:
-        self.free = free
-        self.selections = selections
-        """For each selection of nodes, whether these nodes are in it."""
-        self.capacity = capacity
-        """Accelerators of each node, free or not."""
-        self.in_use = in_use
-        """Whether some of these are held."""
-        self.nodes: list[int] = []
-        """Indexes in ascending order."""
+    free: Amounts
+    selections: Amounts
+    """For each selection of nodes, whether these nodes are in it."""
+    capacity: int
+    """Accelerators of each node, free or not."""
+    in_use: bool
+    """Whether some of these are held."""
+    nodes: list[int] = dataclasses.field(default_factory=list)
+    """Indexes in ascending order."""
 
 
 class Packing:

@@ -13,7 +13,7 @@ from helmsman.controller._node.checks import cpus_allowed, memory_allowed
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.bundles import change_specs
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 
@@ -66,7 +66,7 @@ class OneMachine(Allocator):
 
     async def reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
+    ) -> Mapping[str, Sequence[Placement]]:
         plan = self.plan(jobs)
         for role in plan.roles:
             resources[role.role].callback(self._free, [worker.worker_id for worker in role.workers])
@@ -77,9 +77,9 @@ class OneMachine(Allocator):
                     self._held[worker.worker_id] = {
                         name: amount for name, amount in held.items() if name not in ("CPU", self._kind)
                     }
-        return {role.role: [Place.planned(worker, role.accelerator) for worker in role.workers] for role in plan.roles}
+        return {role.role: [Placement.planned(worker, role.accelerator) for worker in role.workers] for role in plan.roles}
 
-    async def give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
+    async def give_back(self, worker_id: str, place: Placement, kept: Sequence[Placement]) -> None:
         self._free([worker_id])
 
     def _free(self, worker_ids: Sequence[str]) -> None:

@@ -8,21 +8,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.api.scheduler import Job, Leaving
+from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._node.devices import physical_ids
 from helmsman.controller._placement.allocator import Allocator
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.snapshot import ClusterSnapshot
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
-from helmsman.controller._ray_backend.embedded import blocking, bounded, is_own_node
-from helmsman.controller._ray_backend.holders import describe_holders
-from helmsman.controller._ray_backend.process_watch import EmbeddedRay
+from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded, is_own_node
+from helmsman.controller._schedulers.backend import start_error
 from helmsman.controller._transport.base import TransportLostError
 from helmsman.rpc_server._server.ray_server import Granted
 
@@ -51,38 +49,42 @@ class RayAllocator(Allocator):
         return blocking(cluster_state.snapshot)
 
     def holders(self, jobs: Sequence[Job]) -> str:
-        return blocking(describe_holders, self._prefix, jobs)
+        return blocking(cluster_state.describe_holders, self._prefix, jobs)
 
     async def reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
+    ) -> Mapping[str, Sequence[Placement]]:
         self.require_ray()
         return await placement.admit(jobs, self._prefix, deadline, resources)
 
-    async def give_back(self, worker_id: str, place: Place, kept: Sequence[Place]) -> None:
-        if isinstance(place, placement.Slot) and not any(place.shares_group_of(other) for other in kept):
+    async def give_back(self, worker_id: str, place: Placement, kept: Sequence[Placement]) -> None:
+        if isinstance(place, placement.BundleSlot) and not any(place.shares_group_of(other) for other in kept):
             await placement.remove_created(place.group)
 
     async def place_again(
         self,
         single: Job,
         worker_id: str,
-        place: Place,
-        kept: Sequence[Place],
+        place: Placement,
+        kept: Sequence[Placement],
         deadline: Deadline,
         resources: contextlib.AsyncExitStack,
-    ) -> Place:
-        if not (isinstance(place, placement.Slot) and await bounded(_is_going, place)):
+    ) -> Placement:
+        if not (isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)):
             return place
         await self.give_back(worker_id, place, kept)
         return (await self.reserve([single], deadline, {single.role: resources}))[single.role][0]
 
-    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> list[tuple[Place, Reservation]]:
+    async def hold(
+        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
+    ) -> list[tuple[Placement, Reservation]]:
         self.require_ray()
         slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
         return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
 
-    async def _held(self, job: Job, index: int, slot: placement.Slot, deadline: Deadline) -> tuple[Place, Reservation]:
+    async def _held(
+        self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline
+    ) -> tuple[Placement, Reservation]:
         """What a group was granted, with its bundles in the order of the node's devices."""
         found: list[tuple[int, str, int]] = []
         if slot.num_devices:
@@ -91,9 +93,7 @@ class RayAllocator(Allocator):
                     granted = await placement.devices_of(slot)
             except (TimeoutError, TransportLostError) as error:
                 reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
-                raise errors.WorkerStartError(
-                    role=job.role, worker_id=f"{job.role}/{index}", node=slot.node, reason=reason, log_path="", log_tail=""
-                ) from error
+                raise start_error(f"{job.role}/{index}", slot.node, reason) from error
             for bundle, grant in enumerate(granted):
                 own = with_devices(slot, grant)
                 found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
@@ -105,27 +105,29 @@ class RayAllocator(Allocator):
             node_id=slot.node_id, node=slot.node, devices=devices, bundles=bundles, placement_group=slot.group
         )
 
-    async def leaving(self, places: Mapping[str, Place]) -> dict[str, Leaving]:
+    async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         self.require_ray()
-        found: dict[str, Leaving] = {}
+        found: dict[str, PreemptionNotice] = {}
         nodes = await bounded(cluster_state.draining_nodes)
         by_id = {node.node_id: node for node in nodes}
         by_address = {node.address: node for node in nodes}
         for worker_id, place in places.items() if nodes else ():
             node = by_id.get(place.node_id)
-            if isinstance(place, placement.Slot) and len(place.bundles) > 1:  # an instance that spans nodes
+            if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:  # an instance that spans nodes
                 node = node or next((by_address[each] for each, _ in place.bundles if each in by_address), None)
             if node is not None:
-                found[worker_id] = Leaving(reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s)
+                found[worker_id] = PreemptionNotice(
+                    reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s
+                )
         return found
 
-    def why_node_stays(self, place: Place) -> str:
+    def why_node_stays(self, place: Placement) -> str:
         if place.node_id == self._here:
             return "the script runs on it"
         return "" if is_own_node(place.node_id) else "it is a cluster that this run has not started"
 
 
-def _is_going(slot: placement.Slot) -> bool:
+def _is_going(slot: placement.BundleSlot) -> bool:
     """Whether a node of this instance has gone, or is about to go."""
     there = cluster_state.alive_nodes()
     addresses = {node["NodeManagerAddress"] for node in there}
@@ -136,7 +138,7 @@ def _is_going(slot: placement.Slot) -> bool:
     )
 
 
-def with_devices(place: Place, granted: Granted) -> Place:
+def with_devices(place: Placement, granted: Granted) -> Placement:
     """The place with the ids of the devices that Ray has granted there."""
     kind = next(info for info in PLATFORMS.values() if info.ray_resource == place.accelerator)
     found = physical_ids(kind.name, granted.ids.get(place.accelerator, []), granted.masks.get(kind.visibility_env_var))

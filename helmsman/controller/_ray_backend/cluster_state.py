@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -18,10 +18,15 @@ import ray
 from ray._private.state import state
 from ray.core.generated import gcs_pb2
 
-from helmsman.controller._placement.resources import Resources, total_of
+from helmsman.api.plan import Plan
+from helmsman.api.scheduler import Job
+from helmsman.controller._placement.admission import asked_for
+from helmsman.controller._placement.planner import plan_jobs
+from helmsman.controller._placement.resources import ACCELERATORS, Resources, show, total_of
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 
 _RAYLET_ANSWERS_S = 1.0
+_SHOWN = 8
 NODE_ID_LABEL = "ray.io/node-id"
 """Label by which Ray names a node."""
 _GPU_DOMAIN = "ray.io/gpu-domain"
@@ -42,17 +47,6 @@ class GroupRow(msgspec.Struct, frozen=True):
     job_id: str
     bundles: list[tuple[str, Resources]]
     """(node id, resources) of each bundle, in its order; while it has no node, the one that it names, or ''."""
-
-
-class ActorRow(msgspec.Struct, frozen=True):
-    """A living actor that holds resources outside placement groups."""
-
-    name: str
-    """Its name, or its class."""
-    node_id: str
-    job_id: str
-    pid: int
-    resources: Resources
 
 
 def alive_nodes() -> list[dict[str, Any]]:
@@ -216,30 +210,10 @@ def _in_order(bundles: Iterable[Any]) -> list[Any]:
     return sorted(bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
 
 
-def actor_rows() -> list[ActorRow]:
-    """Living actors of all jobs that hold resources outside placement groups."""
-    found = []
-    for data in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
-        row = _ActorState.FromString(data)
-        resources = {name: amount for name, amount in row.required_resources.items() if amount and not _DERIVED.search(name)}
-        if resources and not row.placement_group_id.strip(b"\xff"):
-            name = row.name or row.class_name
-            found.append(ActorRow(name, row.address.node_id.hex(), row.job_id.hex(), row.pid, resources))
-    return found
-
-
 def actor_state(actor_id: str) -> str:
     """State of an actor, such as PENDING_CREATION; '' when Ray does not know it."""
     data = state._connect_and_get_accessor().get_actor_info(ray.ActorID.from_hex(actor_id))
     return _ActorState.ActorState.Name(_ActorState.FromString(data).state) if data else ""
-
-
-def jobs() -> dict[str, str]:
-    """What each job of the cluster is, for people: its driver's pid, address and command line."""
-    return {
-        job["JobID"]: f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}: {job['Entrypoint'][:120]})"
-        for job in state.job_table()  # type: ignore[no-untyped-call]
-    }
 
 
 def loss_of_node(node_id: str) -> str | None:
@@ -256,3 +230,57 @@ def loss_of_node(node_id: str) -> str | None:
             return None
     except OSError as error:
         return f"the node's raylet does not answer ({error})"
+
+
+# --- holders ------------------------------------------------------------------------------------------------------------
+
+
+def is_held_by_run(prefix: str, snapshot: ClusterSnapshot, jobs: Sequence[Job]) -> bool:
+    """Whether groups whose names begin with ``prefix`` are in the way of the jobs, even if all others held nothing."""
+    held: dict[str, list[Resources]] = {}
+    for group in group_rows():
+        if group.name.startswith(f"{prefix}/") and group.state == "CREATED":
+            for node_id, bundle in group.bundles:
+                held.setdefault(node_id, []).append(bundle)
+    nodes = [
+        msgspec.structs.replace(node, available=_available(node.total, node.total, held.get(node.node_id, [])))
+        for node in snapshot.nodes
+    ]
+    return bool(held) and not isinstance(plan_jobs(ClusterSnapshot(nodes=tuple(nodes)), jobs), Plan)
+
+
+def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
+    """Who holds something of what the jobs ask for, largest first; groups of the run ``prefix`` as its own."""
+    wanted = asked_for(jobs).keys()
+    drivers = {
+        job["JobID"]: f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}: {job['Entrypoint'][:120]})"
+        for job in state.job_table()  # type: ignore[no-untyped-call]
+    }
+    found: list[tuple[float, str]] = []
+    for group in group_rows():
+        part = _part(total_of([bundle for _, bundle in group.bundles]), wanted)
+        if group.state == "CREATED" and part:
+            own = group.name.startswith(f"{prefix}/")
+            name = group.name.removeprefix(f"{prefix}/") if own else group.name or f"placement group {group.id[:12]}"
+            whose = "this run itself, which delete_workers frees" if own else drivers.get(group.job_id, f"job {group.job_id}")
+            found.append((_weight(part), f"{name} of {whose} ({show(part)})"))
+    for data in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+        row = _ActorState.FromString(data)
+        part = _part(row.required_resources, wanted)
+        if part and not row.placement_group_id.strip(b"\xff"):
+            whose = drivers.get(row.job_id.hex(), f"job {row.job_id.hex()}")
+            found.append((_weight(part), f"actor {row.name or row.class_name}, pid {row.pid}, of {whose} ({show(part)})"))
+    found.sort(key=lambda holder: -holder[0])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(text for _, text in found[:_SHOWN]) + more or "tasks, or groups and actors that end just now"
+
+
+def _part(resources: Mapping[str, float], wanted: Collection[str]) -> Resources:
+    # A trace of CPU, which every bundle has that asks for nothing else, is in nobody's way.
+    return {name: amount for name, amount in resources.items() if name in wanted and amount >= 0.01}
+
+
+def _weight(resources: Resources) -> float:
+    """Accelerators before anything else."""
+    units = {**dict.fromkeys(ACCELERATORS, 1e3), "memory": 1e-9}
+    return sum(amount * units.get(name, 1.0) for name, amount in resources.items())

@@ -1,4 +1,4 @@
-"""The Ray to which this process is connected: calls of it that fail once it is lost, and its end in bounded time."""
+"""The Ray to which this process is connected: calls that fail as soon as it is lost, and its end in bounded time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import contextlib
 import logging
 import os
 import re
+import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from helmsman.api.errors import ClusterLostError, RayStartError
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
-from helmsman.controller._ray_backend.process_watch import EmbeddedRay
+from helmsman.controller._ray_backend.ray_logs import newest_log, tail_without_dumps
+from helmsman.controller._transport.base import describe_exit, split_returncode
+from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.safe_files import remove_tree
 from helmsman.rpc_server._ray_forks.install import end_forks
 
@@ -26,6 +30,130 @@ log = logging.getLogger(__name__)
 
 _END_S = 3.0
 """How long a lost Ray may take to shut down."""
+_KILL_S = 5.0
+_REAP_S = 1.0
+
+
+class EmbeddedRay:
+    """An embedded Ray that has started, watched from its start. Its methods run on the event loop, except ``begin``.
+
+    Args:
+        processes: its processes by name, for those in CORE.
+        logs: the folder of their logs.
+    """
+
+    def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> None:
+        self._logs = logs
+        self._ending: asyncio.Task[None] | None = None
+        self._error: dict[str, Any] | None = None
+        """The fields of the ClusterLostError, once it is lost."""
+        self._oom = oom_count()
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._pidfds: set[int] = set()
+        if hasattr(os, "pidfd_open"):  # on other systems than Linux, only Ray's own errors report its end
+            for name, process in processes.items():
+                pidfd = os.pidfd_open(process.pid)
+                self._pidfds.add(pidfd)
+                asyncio.get_running_loop().add_reader(pidfd, self._has_ended, name, process)
+
+    def unwatch(self) -> None:
+        """Stop watching its processes, since they are about to be ended."""
+        while self._pidfds:
+            pidfd = self._pidfds.pop()
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _has_ended(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.unwatch()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # another thread reaps it just now
+            process.wait(_REAP_S)
+        code, number = split_returncode(process.returncode)
+        log_path = newest_log(self._logs, name)
+        self._error = {
+            "cause": f"{name} (pid {process.pid}) {describe_exit(code, number, oom_kills_since(self._oom))}",
+            "exit_code": code,
+            "exit_signal": number,
+            "log_path": log_path,
+            "log_tail": tail_without_dumps(log_path),
+        }
+        log.error("%s", str(self.loss).split("\n", 1)[0])
+        for waiting in list(self._waiting):
+            waiting.cancel()
+        for call in list(self._calls):
+            self._fail(call)
+        # At once: until this process is disconnected, its next use of the raylet's object store would end it.
+        self._begin_end(_KILL_S, keep_session=True)
+
+    @property
+    def loss(self) -> ClusterLostError | None:
+        """How it was lost; None while it is there, and when it was ended in order."""
+        return None if self._error is None else ClusterLostError(**self._error)
+
+    def require(self) -> None:
+        """Raise ClusterLostError if it is lost."""
+        if (loss := self.loss) is not None:
+            raise loss
+
+    async def end(self, limit_s: float, *, keep_session: bool) -> None:
+        """End it and wait, at most twice ``limit_s``; see disconnect. Idempotent."""
+        ending = self._begin_end(limit_s, keep_session=keep_session)
+        await asyncio.wait([ending], timeout=2 * limit_s)
+        if ending.done():
+            ending.result()
+
+    def _begin_end(self, limit_s: float, *, keep_session: bool) -> asyncio.Task[None]:
+        if self._ending is None:
+            self.unwatch()
+            self._ending = asyncio.get_running_loop().create_task(disconnect(limit_s, keep_session=keep_session))
+        return self._ending
+
+    async def wait(self, answer: Awaitable[T]) -> T:
+        """Await an answer of this Ray's. Raises ClusterLostError as soon as it is lost."""
+        waiting: asyncio.Future[T] = asyncio.ensure_future(answer)
+        self._waiting.add(waiting)
+        try:
+            if self._error is not None:
+                waiting.cancel()
+            return await waiting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._error is None or (task is not None and task.cancelling()):
+                raise
+            raise ClusterLostError(**self._error) from None
+        finally:
+            self._waiting.discard(waiting)
+
+    def begin(self, call: concurrent.futures.Future[Any]) -> None:
+        """Let a blocking call fail with ClusterLostError as soon as this Ray is lost, or at once."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        if self._error is not None:
+            self._fail(call)
+
+    def _fail(self, call: concurrent.futures.Future[Any]) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended just now
+            call.set_exception(self.loss)
+
+
+_current: EmbeddedRay | None = None
+"""The embedded Ray that this process started last; a process has one at a time."""
+_shutdowns: set[concurrent.futures.Future[None]] = set()
+"""Calls that end a Ray and have not returned."""
+
+
+def remember(ray: EmbeddedRay | None) -> None:
+    """Note the embedded Ray that this process is connected to from now on; None for another cluster."""
+    global _current
+    _current = ray
+
+
+def current() -> EmbeddedRay | None:
+    """The embedded Ray that this process is connected to, or has lost."""
+    return _current
+
+
+# --- calls of Ray -------------------------------------------------------------------------------------------------------
 
 
 async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
@@ -54,11 +182,16 @@ def blocking(function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments) if _current is None else _begun(_current, function, *arguments).result()
 
 
+async def answered(answer: Awaitable[T]) -> T:
+    """Await an answer of Ray's. Raises ClusterLostError as soon as the embedded Ray is lost."""
+    return await (answer if _current is None else _current.wait(answer))
+
+
 def _begun(ray: EmbeddedRay | None, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
     call: concurrent.futures.Future[T] = concurrent.futures.Future()
     call.set_running_or_notify_cancel()
     if ray is not None:
-        ray.hold(call)
+        ray.begin(call)
 
     def work() -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # Ray was lost meanwhile
@@ -74,57 +207,17 @@ def _begun(ray: EmbeddedRay | None, function: Callable[..., T], *arguments: Any)
     return call
 
 
-async def answered(answer: Awaitable[T]) -> T:
-    """Await an answer of Ray's. Raises ClusterLostError as soon as the embedded Ray is lost."""
-    return await (answer if _current is None else _current.wait(answer))
+# --- its end ------------------------------------------------------------------------------------------------------------
 
 
-_current: EmbeddedRay | None = None
-"""The embedded Ray that this process started last; a process has one at a time."""
-
-
-def remember(ray: EmbeddedRay | None) -> None:
-    """Note the embedded Ray that this process is connected to from now on; None for another cluster."""
-    global _current
-    _current = ray
-
-
-def current() -> EmbeddedRay | None:
-    """The embedded Ray that this process is connected to, or has lost."""
-    return _current
-
-
-async def end_current(limit_s: float, *, keep_session: bool) -> None:
-    """Disconnect this process from Ray; an embedded one ends, as in end_embedded_ray."""
-    if _current is None:
-        await end_embedded_ray(limit_s, keep_session)
-    else:
-        await _current.end(limit_s, keep_session=keep_session)
-
-
-def forget_lost() -> None:
-    """Disconnect this process from an embedded Ray that is lost, so that it can start another."""
+def settle(limit_s: float) -> None:
+    """Disconnect this process from an embedded Ray that is lost, and wait until none is being ended: that call would end the
+    next one, too. Raises RayStartError after ``limit_s`` seconds."""
     if _current is not None and _current.loss is not None:
         run_sync(_current.end(_END_S, keep_session=True))
-
-
-def has_started_its_cluster() -> bool:
-    """Whether the cluster to which this process is connected was started here, and ends with this process."""
-    from ray._private import worker
-
-    node: Any = worker._global_node  # private, as there is no public way to know
-    return node is not None and bool(node.is_head())
-
-
-def is_own_node(node_id: str) -> bool:
-    """Whether a node belongs to this run: to the cluster that this process, or ``helmsman up``, has started for it."""
-    if has_started_its_cluster():
-        return True
-    import ray
-
-    run_id = os.environ.get(RUN_VARIABLE)
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)
+    if concurrent.futures.wait(list(_shutdowns), limit_s).not_done:
+        reason = f"an earlier Ray of this process did not shut down within {limit_s:g} s"
+        raise RayStartError(reason=reason, processes=[], log_path="", log_tail="")
 
 
 def script_is_failing() -> bool:
@@ -133,8 +226,13 @@ def script_is_failing() -> bool:
     return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
-async def end_embedded_ray(limit_s: float, keep_session: bool) -> None:
-    """Shut the embedded cluster down; its processes are killed if that takes longer than a limit.
+async def end_connection(ray: EmbeddedRay | None, limit_s: float, *, keep_session: bool) -> None:
+    """End an embedded Ray; None disconnects this process from another cluster. For the arguments see disconnect."""
+    await (disconnect(limit_s, keep_session=keep_session) if ray is None else ray.end(limit_s, keep_session=keep_session))
+
+
+async def disconnect(limit_s: float, *, keep_session: bool) -> None:
+    """Disconnect from Ray. An embedded one ends; its processes are killed if that takes longer than a limit.
 
     Args:
         limit_s: seconds for Ray to shut down in order.
@@ -144,23 +242,37 @@ async def end_embedded_ray(limit_s: float, keep_session: bool) -> None:
     import ray
     from ray._private import worker
 
-    if _current is not None:
-        await _current.unwatch()
     if not ray.is_initialized():
         end_forks()
         return
-    node: Any = worker._global_node
+    node: Any = worker._global_node  # private, as there is no public way to end the processes that ray.init started
     session = _own_session(node)
     try:
         await _alone(ray.shutdown, limit_s=limit_s)
     except TimeoutError:
         keep_session = True
         log.warning("Ray did not shut down within %g s; its processes are killed", limit_s)
-        if node is not None:  # private, as there is no public way to end the processes that ray.init started
-            await _alone(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=5.0)
+        if node is not None:
+            await _alone(lambda: node.kill_all_processes(check_alive=False, allow_graceful=False), limit_s=_KILL_S)
     end_forks()
     if session is not None and not keep_session:
         _remove_session(session)
+
+
+async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
+    """Run a call that ends Ray in a daemon thread, as bounded does; it also runs when the embedded Ray is lost."""
+    if threading.main_thread().is_alive():
+        await asyncio.wait_for(asyncio.wrap_future(begin_shutdown(function)), limit_s)
+    else:
+        function()
+
+
+def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[None]:
+    """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it has returned."""
+    call = _begun(None, function)
+    _shutdowns.add(call)
+    call.add_done_callback(_shutdowns.discard)
+    return call
 
 
 def _own_session(node: Any) -> Path | None:
@@ -182,9 +294,23 @@ def _remove_session(path: Path) -> None:
         log.info("the directory of Ray's session stays: %s", error)
 
 
-async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
-    """Run a call that ends Ray in a daemon thread, as bounded does; it also runs when the embedded Ray is lost."""
-    if not threading.main_thread().is_alive():
-        function()
-        return
-    await asyncio.wait_for(asyncio.wrap_future(_begun(None, function)), limit_s)
+# --- its nodes ----------------------------------------------------------------------------------------------------------
+
+
+def has_started_its_cluster() -> bool:
+    """Whether the cluster to which this process is connected was started here, and ends with this process."""
+    from ray._private import worker
+
+    node: Any = worker._global_node  # private, as there is no public way to know
+    return node is not None and bool(node.is_head())
+
+
+def is_own_node(node_id: str) -> bool:
+    """Whether a node belongs to this run: to the cluster that this process, or ``helmsman up``, has started for it."""
+    if has_started_its_cluster():
+        return True
+    import ray
+
+    run_id = os.environ.get(RUN_VARIABLE)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)

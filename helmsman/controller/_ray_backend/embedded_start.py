@@ -17,10 +17,9 @@ from typing import Any
 from helmsman.api.errors import ClusterMismatchError, RayStartError
 from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import submit
+from helmsman.controller._aio.event_loop import run_on_loop, submit
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
-from helmsman.controller._ray_backend.embedded import current, end_embedded_ray, remember
-from helmsman.controller._ray_backend.process_watch import EmbeddedRay
+from helmsman.controller._ray_backend.embedded import EmbeddedRay, begin_shutdown, remember, settle
 from helmsman.controller._ray_backend.ray_logs import newest_log, newest_session_logs, tail_without_dumps
 from helmsman.controller._ray_backend.start_limits import CORE, RayStart
 from helmsman.rpc_server._process import ray_exec
@@ -31,13 +30,21 @@ from helmsman.rpc_server._ray_forks.ray_patches import only_core_processes, repl
 log = logging.getLogger(__name__)
 
 _INTERRUPTED_START_S = 15.0
-"""How long a start that an interrupt has made pointless may still come to its own end. Ray cannot be broken off midway: without
-its head, it waits for that half a minute, and the script for it."""
+"""How long an interrupted start may take to end by itself. Ray cannot be stopped midway: without its head, it waits for that
+half a minute, and the script for it."""
 _END_S = 3.0
 """How long Ray may then take to shut down."""
 _NEVER_S = 365 * 86_400
 _ATTEMPTS = 2
 """Most attempts to start Ray. On a busy machine its processes may miss limits that cannot be changed."""
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # only where the script imported ray before us, which decided that
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_worker_niceness": "0",  # as of local workers; the default of 15 starves workers on a busy machine
+    "RAY_task_events_shutdown_flush_timeout_ms": "500",  # of 5 s, all spent when the head has ended
+}
+"""Settings of an embedded Ray, where the script has not set them."""
 
 
 def connect(
@@ -47,96 +54,80 @@ def connect(
     log_dir: Path,
     preload: Sequence[str] | None,
     start_s: float = Timeouts().start_s,
-) -> EmbeddedRay | None:
-    """Join the cluster at ``address``, or start one of our own for 'local'.
+) -> None:
+    """Join the cluster at ``address``, or start an embedded one for 'local'.
 
     Args:
         address: of the cluster.
         run_id: of the run, in the names of what is started.
-        sizes: what our own counts as its logical resources.
+        sizes: logical resources of an embedded cluster.
         log_dir: of the run.
-        preload: modules that the workers of our own are forked with; None lets Ray start each by itself.
-        start_s: seconds that our own may take to start.
-
-    Returns: The embedded Ray; None for another cluster.
+        preload: modules that the workers of an embedded cluster are forked with; None lets Ray start each by itself.
+        start_s: seconds that an embedded cluster may take to start.
 
     Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
     """
     remember(None)
-    if address != "local":
-        _connect(address, run_id, sizes, log_dir, None, None)
-        return None
     deadline = Deadline(start_s)
     for attempt in range(1, _ATTEMPTS + 1):
+        start = RayStart(deadline) if address == "local" else None
         try:
-            started = _connect(address, run_id, sizes, log_dir, preload, deadline)
+            remember(_connect(address, run_id, sizes, log_dir, preload, start))
         except RayStartError as error:
             if attempt == _ATTEMPTS or deadline.passed:
                 raise
             log.warning("Ray did not start and is started once more: %s", error.reason)
+            settle(deadline.remaining_s)
         else:
-            remember(started)
-            break
-    return current()
+            return
 
 
 def _connect(
-    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, deadline: Deadline | None
+    address: str, run_id: str, sizes: dict[str, Any], log_dir: Path, preload: Sequence[str] | None, start: RayStart | None
 ) -> EmbeddedRay | None:
     import ray
 
-    start = None if deadline is None else RayStart(deadline)
-    if address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # the script imported ray before us, which decided that
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        # As local workers have it. The default of 15 starves workers, and their guardians, beside anything else that runs.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        os.environ.setdefault("RAY_task_events_shutdown_flush_timeout_ms", "500")  # of 5 s, all spent when the head has ended
+    def init(**settings: Any) -> None:
+        name = f"helmsman-{run_id}"
+        ray.init(address=address, namespace=name, log_to_driver=False, logging_level=logging.ERROR, **sizes, **settings)
 
-    async def init() -> EmbeddedRay | None:
-        settings: dict[str, Any] = {}
-        with contextlib.ExitStack() as changes:
-            if start is not None:
-                changes.callback(os.environ.pop, TAG_VARIABLE, None)
-                os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
-                # A client of Ray's head that waits and cannot reach it for so long ends the process, and one that blocks in a
-                # call cannot be disconnected. The setting is for clients of the core worker, the other for those before it.
-                settings["_system_config"] = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
-                raylet: Any = ray._raylet
-                raylet.Config.initialize(json.dumps({**settings["_system_config"], **RayStart.SETTINGS}).encode())
-                if preload is not None:
-                    with contextlib.suppress(OSError):  # the log of the fork server cannot be opened then, which is handled
-                        make_log_dir(log_dir, run_id)
-                changes.enter_context(forked_workers(run_id, log_dir / "ray_forkserver.log", preload))
-                changes.enter_context(start.watching())
-                changes.enter_context(only_core_processes())
-            changes.enter_context(_spawning())
-            ray.init(
-                address=address,
-                namespace=f"helmsman-{run_id}",
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **sizes,
-                **settings,
-            )
-            return _watched() if address == "local" else None
+    async def join_or_start() -> EmbeddedRay | None:
+        if start is None:
+            init()
+            return None
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        os.environ[TAG_VARIABLE] = f"{run_id}/ray"  # inherited by all of its processes, for helmsman clean
+        try:
+            # A client of Ray's head that cannot reach it for so long ends the process, and one that blocks in a call cannot be
+            # disconnected. The setting is passed to clients of the core worker, and set here for those before it.
+            settings = {"gcs_rpc_server_reconnect_timeout_s": _NEVER_S}
+            raylet: Any = ray._raylet
+            raylet.Config.initialize(json.dumps({**settings, **RayStart.SETTINGS}).encode())
+            if preload is not None:
+                with contextlib.suppress(OSError):  # the log of the fork server cannot be opened then, which is handled
+                    make_log_dir(log_dir, run_id)
+            forking = forked_workers(run_id, log_dir / "ray_forkserver.log", preload)
+            with forking, _spawning(), start.watching(), only_core_processes():
+                init(include_dashboard=False, _system_config=settings)
+            return _watched()
+        finally:
+            del os.environ[TAG_VARIABLE]
 
     others = descendants(os.getpid(), process_table())
     # On the loop's thread, which lives as long as the process: an embedded cluster ends with the thread that started it. And in
     # the script's own thread Ray would answer signals itself, and one that breaks in there ends the interpreter by a crash.
-    starting = submit(init())
+    starting = submit(join_or_start())
     try:
         started = starting.result()
         _require_own_run(address)
-        if address == "local":
+        if start is not None:
             _guard_raylet(f"{run_id}/ray")
         return started
     except BaseException as error:
         concurrent.futures.wait([starting], timeout=_INTERRUPTED_START_S)
         if starting.done() and starting.exception() is None and (unwanted := starting.result()) is not None:
-            submit(unwanted.unwatch()).result()
+            run_on_loop(unwanted.unwatch)
         is_rays = isinstance(error, (RuntimeError, OSError)) or type(error) is Exception
         failure = _failed_start(error, start, others) if start is not None and is_rays else None
         _end_half_started(others)
@@ -155,7 +146,7 @@ def _watched() -> EmbeddedRay:
 
     node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started
     processes = {name: each.process for name in CORE for each in node.all_processes.get(name, [])}
-    return EmbeddedRay(processes, Path(node.get_logs_dir_path()), end_embedded_ray)
+    return EmbeddedRay(processes, Path(node.get_logs_dir_path()))
 
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
@@ -229,9 +220,7 @@ def _end_half_started(others: set[int]) -> None:
     import ray
 
     started = descendants(os.getpid(), process_table()) - others
-    ending = threading.Thread(target=ray.shutdown, name="helmsman-ray", daemon=True)
-    ending.start()
-    ending.join(_END_S)
+    concurrent.futures.wait([begin_shutdown(ray.shutdown)], _END_S)
     for pid in started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,14 +30,13 @@ from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import in_thread
 from helmsman.controller._placement.admission import busy, require_feasible
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import Resources
 from helmsman.controller._placement.snapshot import ClusterSnapshot
 from helmsman.controller._ray_backend import cluster_state
-from helmsman.controller._ray_backend.cluster_state import GroupPhase, GroupProgress
+from helmsman.controller._ray_backend.cluster_state import GroupPhase, GroupProgress, describe_holders, is_held_by_run
 from helmsman.controller._ray_backend.embedded import answered, bounded
-from helmsman.controller._ray_backend.holders import describe_holders, is_held_by_run
 from helmsman.controller._transport.base import TransportLostError
 from helmsman.rpc_server._server.ray_server import Granted, granted_here
 
@@ -60,7 +59,7 @@ _REMOVE_S = _SETTLE_S + 3.0
 log = logging.getLogger(__name__)
 
 
-class Slot(Place, frozen=True, kw_only=True):
+class BundleSlot(Placement, frozen=True, kw_only=True):
     """A bundle of a placement group, for one worker."""
 
     group: Any
@@ -71,9 +70,9 @@ class Slot(Place, frozen=True, kw_only=True):
     """(address of the node, number of devices) of each bundle of the instance."""
     deferred: bool
 
-    def shares_group_of(self, other: Place) -> bool:
+    def shares_group_of(self, other: Placement) -> bool:
         """Whether both are bundles of one group."""
-        return isinstance(other, Slot) and bool(other.group.id == self.group.id)
+        return isinstance(other, BundleSlot) and bool(other.group.id == self.group.id)
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -95,7 +94,7 @@ async def admit(
     resources: Mapping[str, contextlib.AsyncExitStack],
     *,
     per_device: bool = False,
-) -> dict[str, list[Slot]]:
+) -> dict[str, list[BundleSlot]]:
     """Placement groups for all of these jobs: slots in rank order, by role.
 
     Args:
@@ -111,7 +110,8 @@ async def admit(
     num_own = 0
     """How often in turn it was this run itself that is in the way: one look may see a group that is just being removed."""
     for attempt in itertools.count():
-        snapshot = _without(await bounded(cluster_state.snapshot), silent)
+        seen = await bounded(cluster_state.snapshot)
+        snapshot = ClusterSnapshot(nodes=tuple(node for node in seen.nodes if node.node_id not in silent))
         outcome = await in_thread(plan_jobs, snapshot, jobs)
         if isinstance(outcome, Plan):
             slots, refused = await _request(outcome, jobs, prefix, deadline, resources, per_device)
@@ -122,22 +122,16 @@ async def admit(
             await in_thread(require_feasible, snapshot, jobs, ())
         own = not isinstance(outcome, Plan) and await bounded(is_held_by_run, prefix, snapshot, jobs)
         num_own = num_own + 1 if own else 0
-        if num_own == _LOOKS or deadline.passed:
-            raise busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline)
-        if deadline.elapsed_s > tell_at_s:
+        is_over = num_own == _LOOKS or deadline.passed
+        if is_over or deadline.elapsed_s > tell_at_s:
+            error = busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline)
+            if is_over:
+                raise error
             tell_at_s = deadline.elapsed_s + _TELL_S[1]
-            log.warning(
-                "still waiting: %s", busy(jobs, snapshot, await bounded(describe_holders, prefix, jobs), deadline).state
-            )
+            log.warning("still waiting: %s", error.state)
         mean_s = min(_PAUSE_S[0] * 2 ** min(attempt, 10), _PAUSE_S[1])
         await asyncio.sleep(min(mean_s * (0.5 + random.random()), max(deadline.remaining_s, 0.0)))
     raise AssertionError("unreachable")
-
-
-def _without(snapshot: ClusterSnapshot, silent: set[str]) -> ClusterSnapshot:
-    if not silent:
-        return snapshot
-    return ClusterSnapshot(nodes=tuple(node for node in snapshot.nodes if node.node_id not in silent))
 
 
 async def _request(
@@ -147,7 +141,7 @@ async def _request(
     deadline: Deadline,
     resources: Mapping[str, contextlib.AsyncExitStack],
     per_device: bool,
-) -> tuple[dict[str, list[Slot]], set[str]]:
+) -> tuple[dict[str, list[BundleSlot]], set[str]]:
     """Ask for the groups of a plan. Returns their slots; or, with all groups removed, the nodes that did not grant theirs."""
     requests: list[_Request] = []
 
@@ -171,7 +165,7 @@ async def _request(
             return {}, {bundle.node_id for request in waiting for bundle in request.instance.bundles}
         undo.pop_all()
     strategies = {job.role: job.spec(0).ray_placement_strategy for job in jobs}
-    slots: dict[str, list[Slot]] = {}
+    slots: dict[str, list[BundleSlot]] = {}
     for role in plan.roles:
         own = [request for request in requests if request.role is role]
         resources[role.role].push_async_callback(_remove, own)
@@ -218,31 +212,28 @@ async def _await_created(requests: Sequence[_Request], deadline: Deadline) -> li
         pause_s = min(2 * pause_s, _POLL_S[1])
 
 
-def _slots(request: _Request, deferred: bool) -> list[Slot]:
-    slots = []
-    for worker in request.instance.workers:
-        taken = dict(request.instance.bundles[worker.bundle].resources)
-        if deferred:
-            taken.pop(request.role.accelerator, None)
-        slots.append(
-            Slot(
-                node_id=worker.node_id,
-                node=worker.node,
-                num_devices=worker.num_devices,
-                accelerator=request.role.accelerator if worker.num_devices else "",
-                group=request.group,
-                bundle_index=worker.bundle,
-                resources=taken,
-                deferred=deferred,
-                bundles=tuple(
-                    (bundle.node, int(bundle.resources.get(request.role.accelerator, 0))) for bundle in request.instance.bundles
-                ),
-            )
+def _slots(request: _Request, deferred: bool) -> list[BundleSlot]:
+    kind, bundles = request.role.accelerator, request.instance.bundles
+    sizes = tuple((bundle.node, int(bundle.resources.get(kind, 0))) for bundle in bundles)
+    return [
+        BundleSlot(
+            node_id=worker.node_id,
+            node=worker.node,
+            num_devices=worker.num_devices,
+            accelerator=kind if worker.num_devices else "",
+            group=request.group,
+            bundle_index=worker.bundle,
+            resources={
+                name: amount for name, amount in bundles[worker.bundle].resources.items() if not (deferred and name == kind)
+            },
+            deferred=deferred,
+            bundles=sizes,
         )
-    return slots
+        for worker in request.instance.workers
+    ]
 
 
-async def devices_of(slot: Slot) -> list[Granted]:
+async def devices_of(slot: BundleSlot) -> list[Granted]:
     """What each bundle of a deferred instance was granted.
 
     Which devices a bundle has is fixed when it is created, but only a task that takes them is told; these take them for a
@@ -264,8 +255,17 @@ async def devices_of(slot: Slot) -> list[Granted]:
 
 
 async def _remove(requests: Sequence[_Request]) -> None:
+    await _removed(_remove_in_order, requests, _REMOVE_S + 0.01 * len(requests))
+
+
+async def remove_created(group: PlacementGroup) -> None:
+    """Remove a group that was created, and may have been removed since."""
+    await _removed(remove_placement_group, group, _REMOVE_S)
+
+
+async def _removed(remove: Callable[[Any], None], groups: Any, limit_s: float) -> None:
     with contextlib.suppress(TimeoutError, ClusterLostError):
-        await bounded(_remove_in_order, requests, limit_s=_REMOVE_S + 0.01 * len(requests))
+        await bounded(remove, groups, limit_s=limit_s)
 
 
 def _remove_in_order(requests: Sequence[_Request]) -> None:
@@ -297,12 +297,6 @@ def _remove_between_attempts(request: _Request, progress: GroupProgress) -> bool
         return False
     remove_placement_group(request.group)
     return True
-
-
-async def remove_created(group: PlacementGroup) -> None:
-    """Remove a group that was created, and may have been removed since."""
-    with contextlib.suppress(TimeoutError, ClusterLostError):
-        await bounded(remove_placement_group, group, limit_s=_REMOVE_S)
 
 
 def _silent_nodes(node_ids: set[str]) -> set[str]:

@@ -15,35 +15,32 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.extras import needed_by
 from helmsman.api.scheduler import Job, ResultHandle, Timeouts
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._node.devices import visibility
-from helmsman.controller._placement.place import Place, in_device_order
+from helmsman.controller._placement.placement import Placement, in_device_order
 from helmsman.controller._placement.resources import ACCELERATORS, Resources, show
 from helmsman.controller._placement.snapshot import NodeState
-from helmsman.controller._ray_backend.before_import import choose_authentication, outliving_the_raylet
+from helmsman.controller._ray_backend.before_import import importing_ray
 from helmsman.controller._ray_backend.embedded import (
+    EmbeddedRay,
     bounded,
     current,
-    end_embedded_ray,
-    forget_lost,
+    end_connection,
     script_is_failing,
+    settle,
 )
 from helmsman.controller._ray_backend.embedded_start import connect
-from helmsman.controller._ray_backend.process_watch import EmbeddedRay
-from helmsman.controller._schedulers.backend import Backend, Launch, Run
+from helmsman.controller._schedulers.backend import Backend, Launch, Run, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
-from helmsman.controller._transport.base import TransportLostError, tail_of
-from helmsman.controller._transport.channel import ChannelTransport
+from helmsman.controller._transport.base import TransportLostError
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._process.environment import absolute_search_path
 from helmsman.rpc_server._wire.tls import uses_tls
 
-choose_authentication()
-
-with needed_by("RayScheduler", "ray"), outliving_the_raylet():
+with importing_ray("RayScheduler"):
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -106,7 +103,7 @@ class RayScheduler(BackendScheduler):
         num_nodes: int | None = None,
         preload: Sequence[str] | None = ("torch",),
     ) -> None:
-        forget_lost()
+        settle((timeouts or Timeouts()).start_s)
         address, tls = choose_address(address), uses_tls(os.environ)
         sizes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources} if address == "local" else {}
         backend = RayBackend(address, sizes, num_nodes, preload, tls=tls)
@@ -146,7 +143,7 @@ class RayBackend(Backend):
 
         def reference_of(handle: ResultHandle) -> Any:
             transport = find_worker(handle.worker_id).transport
-            assert isinstance(transport, ChannelTransport)
+            assert isinstance(transport, Channel)
             assert isinstance(transport.process, RayWorker)
             return transport.process.publish(handle)
 
@@ -179,11 +176,11 @@ class RayBackend(Backend):
             actor = await bounded(self._actor, job, place)  # it asks the head, which may have stopped
             workers.append(RayWorker(actor, place, self._here, self.store, self._ray))
 
-        async def greeted(rank: int, worker: RayWorker) -> tuple[Greeting, Place]:
+        async def greeted(rank: int, worker: RayWorker) -> tuple[Greeting, Placement]:
             greeting = await self._answer(job, rank, worker, worker.greet(), deadline)
             return greeting, await self._granted(job, rank, worker, greeting, deadline)
 
-        async def adopt(index: int, worker: RayWorker, greeting: Greeting, place: Place) -> WorkerClient:
+        async def adopt(index: int, worker: RayWorker, greeting: Greeting, place: Placement) -> WorkerClient:
             identity = self.run.identity(job, index, place.node)
             transport = await self._answer(job, index, worker, worker.adopt(identity, tls=self._tls), deadline)
             client = WorkerClient(identity.worker_id, place, greeting.pid, identity.log_path, transport, self.run.timeouts)
@@ -201,9 +198,9 @@ class RayBackend(Backend):
         order = in_device_order([job.spec(rank) for rank in ranks], [place for _, place in there])
         return await await_all(adopt(rank, workers[origin], *there[origin]) for rank, origin in zip(ranks, order, strict=True))
 
-    def _actor(self, job: Job, place: Place) -> Any:
+    def _actor(self, job: Job, place: Placement) -> Any:
         options: dict[str, Any]
-        if isinstance(place, placement.Slot):
+        if isinstance(place, placement.BundleSlot):
             wanted = dict(place.resources)
             options = {
                 "num_cpus": wanted.pop("CPU", 0),
@@ -234,21 +231,14 @@ class RayBackend(Backend):
         except (TransportLostError, errors.ProtocolError) as error:
             self.allocator.require_ray()
             reason = str(error)
-        raise errors.WorkerStartError(
-            role=job.role,
-            worker_id=f"{job.role}/{index}",
-            node=worker.place.node,
-            reason=reason,
-            log_path=worker.log_path,
-            log_tail=tail_of(worker.log_path, start=worker.log_start),
-        )
+        raise start_error(f"{job.role}/{index}", worker.place.node, reason, worker.log_path, worker.log_start)
 
-    async def _granted(self, job: Job, index: int, worker: RayWorker, greeting: Greeting, deadline: Deadline) -> Place:
+    async def _granted(self, job: Job, index: int, worker: RayWorker, greeting: Greeting, deadline: Deadline) -> Placement:
         """The worker's place with the ids of its devices, which Ray has chosen."""
         place = worker.place
         if place.shared or not place.num_devices:
             return place
-        if not (isinstance(place, placement.Slot) and place.deferred):
+        if not (isinstance(place, placement.BundleSlot) and place.deferred):
             return with_devices(place, greeting.granted)
         bundles = await self._answer(job, index, worker, placement.devices_of(place), deadline)
         everywhere = [with_devices(place, granted).devices for granted in bundles]
@@ -261,12 +251,8 @@ class RayBackend(Backend):
         self._is_failing = script_is_failing()
 
     async def close(self) -> None:
-        if self._address is None:
-            return
-        if self._ray is not None:
-            await self._ray.end(self.run.timeouts.shutdown_s / 2, keep_session=self._is_failing)
-        else:
-            await end_embedded_ray(self.run.timeouts.shutdown_s / 2, self._is_failing)
+        if self._address is not None:
+            await end_connection(self._ray, self.run.timeouts.shutdown_s / 2, keep_session=self._is_failing)
 
 
 async def _kill_all(workers: Sequence[RayWorker]) -> None:

@@ -18,13 +18,12 @@ import ray
 from helmsman.api import errors
 from helmsman.api.scheduler import CONTROLLER, ResultHandle
 from helmsman.controller._aio.event_loop import in_thread
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
-from helmsman.controller._ray_backend.embedded import blocking, bounded
-from helmsman.controller._ray_backend.process_watch import EmbeddedRay
+from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded
 from helmsman.controller._transport.base import Ending, TransportLostError, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.rpc_server._process.guardian import read_record
 from helmsman.rpc_server._process.oom import OomCount, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
@@ -82,7 +81,7 @@ class RayWorker:
     """A worker's actor: its start, its end, and payloads by way of Ray's object store (no task retries, no restarts)."""
 
     def __init__(
-        self, actor: Any, place: Place, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
+        self, actor: Any, place: Placement, here: str, store: ControllerStore, embedded: EmbeddedRay | None = None
     ) -> None:
         self._made = actor
         self._ray = embedded
@@ -116,7 +115,7 @@ class RayWorker:
         self._pid, self._oom = greeting.pid, greeting.oom
         return greeting
 
-    async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> ChannelTransport:
+    async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> Channel:
         """Make it this worker, and open its channel.
 
         Args:
@@ -133,7 +132,7 @@ class RayWorker:
         # A key for each worker: a relay in the network cannot lead its connection to another worker of the run.
         channel = await self._open_channel(secrets.token_bytes(32), tls)
         self._watch = asyncio.ensure_future(self._watch_end(channel))
-        return ChannelTransport(channel, self, self)
+        return channel
 
     async def _open_channel(self, key: bytes, tls: bool) -> Channel:
         with pack([_SAMPLE]) if HAS_SEGMENTS else contextlib.nullcontext() as sample:
@@ -157,7 +156,7 @@ class RayWorker:
 
     async def _channel(self, address: ChannelAddress, key: bytes, *, tls: bool) -> Channel:
         connecting = functools.partial(connect, address.where, key, _CONNECT_S, tls=tls)
-        channel = Channel(self._worker_id, connecting, shares_memory=address.shares_memory, side_path=self)
+        channel = Channel(self._worker_id, connecting, self, shares_memory=address.shares_memory, side_path=self)
         await channel.open()
         return channel
 

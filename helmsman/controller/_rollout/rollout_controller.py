@@ -70,9 +70,9 @@ class RolloutController(Closing):
             retries: which requests go on at another worker when theirs dies; RetryUnbegun, those that it had not begun, when
                 None.
             supervision: probe the workers, and rebuild dead ones, which serve again once they have the weights of the last
-                update (kept for that until the next one). Workers that are about to go (Scheduler.leaving) are left in time:
-                what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's death
-                is noticed by its calls, and final.
+                update (kept for that until the next one). Workers that are about to go (Scheduler.preemption_notices) are left
+                in time: what they have is continued elsewhere, and they are rebuilt where there is room. With None a worker's
+                death is noticed by its calls, and final.
             samples_by_engine: give a prompt's samples to one worker by one call of its engine's ``agenerate_samples``, which
                 computes the prompt once, when it has room for all of them. Otherwise each is a request of its own and goes
                 where there is room.

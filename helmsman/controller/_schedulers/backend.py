@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from helmsman.api.errors import WorkerStartError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.allocator import Allocator
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
+from helmsman.controller._transport.base import tail_of
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import HandleStore
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -45,15 +47,21 @@ class Launch(NamedTuple):
 
     job: Job
     ranks: Sequence[int]
-    places: Sequence[Place]
-    """The place of each rank. That of a sibling (``Place.shared``) has devices that its target holds."""
+    places: Sequence[Placement]
+    """The place of each rank. That of a sibling (``Placement.shared``) has devices that its target holds."""
     deadline: Deadline
     resources: contextlib.AsyncExitStack
 
     @property
-    def pairs(self) -> Iterator[tuple[int, Place]]:
+    def pairs(self) -> Iterator[tuple[int, Placement]]:
         """Each rank with its place."""
         return zip(self.ranks, self.places, strict=True)
+
+
+def start_error(worker_id: str, node: str, reason: str, log_path: str = "", log_start: int = 0) -> WorkerStartError:
+    """The error of a worker that did not start, with the end of its log, which begins at byte ``log_start`` of the file."""
+    role, tail = worker_id.rpartition("/")[0], tail_of(log_path, start=log_start) if log_path else ""
+    return WorkerStartError(role=role, worker_id=worker_id, node=node, reason=reason, log_path=log_path, log_tail=tail)
 
 
 class Backend(abc.ABC):

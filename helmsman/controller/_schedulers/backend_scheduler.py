@@ -19,7 +19,7 @@ from helmsman.api.scheduler import (
     Call,
     EngineSpec,
     Job,
-    Leaving,
+    PreemptionNotice,
     ResultHandle,
     Scheduler,
     SchedulingStrategy,
@@ -33,14 +33,12 @@ from helmsman.controller._node.cleanup import remove_old_logs
 from helmsman.controller._node.run_registry import RunLock
 from helmsman.controller._placement.snapshot import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
-from helmsman.controller._schedulers.calls import CallService
+from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.fault_injection import inject
 from helmsman.controller._schedulers.rendezvous import probe
-from helmsman.controller._schedulers.role import Role, rank_of, stop_roles
-from helmsman.controller._schedulers.role_registry import RoleRegistry
+from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
 from helmsman.controller._schedulers.scaling import WorkerScaling
 from helmsman.controller._schedulers.starter import RoleStarter
-from helmsman.controller._schedulers.values import ValueStore
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal
@@ -251,12 +249,12 @@ class BackendScheduler(Scheduler):
             raise failures[worker_id]
         return found[worker_id]
 
-    async def leaving(self) -> dict[str, Leaving]:
-        self._roles.require_open("leaving")
-        found = {worker_id: client.leaving for role in self._roles for worker_id, client in role.clients.items()}
+    async def preemption_notices(self) -> dict[str, PreemptionNotice]:
+        self._roles.require_open("preemption_notices")
+        found = {worker_id: client.preemption_notice for role in self._roles for worker_id, client in role.clients.items()}
         places = {worker_id: place for role in self._roles for worker_id, place in role.places.items()}
         told = {worker_id: notice for worker_id, notice in found.items() if notice is not None}
-        return told | await self._backend.allocator.leaving(places)
+        return told | await self._backend.allocator.preemption_notices(places)
 
     @checked
     async def inject(self, fault: Fault) -> list[Injection]:

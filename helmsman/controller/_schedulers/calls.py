@@ -1,22 +1,94 @@
-"""Calls of engines: the caller's thread checks and packs their arguments; each is sent once."""
+"""Calls of engines, each sent once, and values that stay in workers or in the script's process."""
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from helmsman.api import errors
 from helmsman.api.fan_out import Fanout
-from helmsman.api.scheduler import Call
-from helmsman.controller._aio.event_loop import run_async
-from helmsman.controller._schedulers.backend import Run
-from helmsman.controller._schedulers.role_registry import RoleRegistry
-from helmsman.controller._schedulers.values import ValueStore
+from helmsman.api.scheduler import CONTROLLER, Call, ResultHandle, WorkerState
+from helmsman.controller._aio.event_loop import forbid_blocking, run_async, run_sync
+from helmsman.controller._schedulers.backend import Backend, Run
+from helmsman.controller._schedulers.roles import RoleRegistry
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, await_reply, request_ids, wait_for_reply
 from helmsman.controller._validation.argument_types import refusal, require_seconds
-from helmsman.rpc_server._wire.codec import decode, encode_arguments
+from helmsman.rpc_server._host.handles import keep
+from helmsman.rpc_server._wire.codec import Packed, decode, encode, encode_arguments
 from helmsman.rpc_server._wire.messages import Request, Verb
 from helmsman.rpc_server._wire.wire import Outgoing
+
+_REMEMBERED = 10_000
+
+
+class ValueStore:
+    """Puts values in the backend's store, and knows which handles have lost their value."""
+
+    def __init__(self, roles: RoleRegistry, backend: Backend) -> None:
+        self._roles = roles
+        self._backend = backend
+        self._put: set[str] = set()
+        """Ids of the values that the script has put and not released."""
+        self._released: dict[str, None] = {}
+        """Ids of recently released handles; the stores know of all of them."""
+
+    def put(self, value: Any) -> ResultHandle:
+        """Keep a value of the script."""
+        payload = value.payload if isinstance(value, Packed) else encode(value)
+        self.require(payload.handles)
+        handle = keep(self._backend.store, CONTROLLER, payload, value)
+        self._put.add(handle.id)
+        return handle
+
+    def get(self, handle: ResultHandle) -> Any:
+        """The value of a handle. Raises HandleLostError."""
+        self.require([handle])
+        return decode(self._backend.store.fetch(handle))
+
+    def release(self, handle: ResultHandle) -> None:
+        """Have the value of a handle forgotten. Idempotent; blocks."""
+        if self._roles.is_closed:  # so its value has gone as well
+            return
+        if handle.worker_id == CONTROLLER:
+            self._put.discard(handle.id)
+            self._backend.store.drop(handle.id)
+            return
+        try:
+            client = self._roles.client(handle.worker_id)
+        except (errors.NotFoundError, errors.SchedulerClosedError):
+            client = None
+        else:
+            forbid_blocking()  # before it counts as released
+        self._released[handle.id] = None
+        if len(self._released) > _REMEMBERED:
+            del self._released[next(iter(self._released))]
+        if client is not None:
+            with contextlib.suppress(errors.WorkerFailedError):  # its memory went with it
+                run_sync(client.control(Verb.RELEASE, handle.id))
+
+    def forget_all(self) -> None:
+        """Drop all values that the script has put."""
+        while self._put:
+            self._backend.store.drop(self._put.pop())
+
+    def require(self, handles: Iterable[ResultHandle]) -> None:
+        """Raise HandleLostError for a handle whose value is known to be lost. On Ray it may outlive its maker for a while."""
+        for handle in handles:
+            reason = "it was released" if handle.id in self._released else ""
+            if handle.worker_id == CONTROLLER:
+                if handle.id in self._put:
+                    continue
+                reason = "it was released, or is another scheduler's"
+            else:
+                try:
+                    if self._roles.client(handle.worker_id).state in (WorkerState.FAILED, WorkerState.STOPPED):
+                        reason = reason or "its worker has ended"
+                except errors.WorkerNotFoundError:
+                    reason = reason or "its worker was deleted"
+            if reason:
+                raise errors.HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason=reason)
 
 
 class CallService:
@@ -40,17 +112,19 @@ class CallService:
 
     def call(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
         """As Scheduler.call_engine."""
-        _require_call("call_engine", worker_id, method, engine_name, call.rpc_meta)
-        limit = self._limit("call_engine", timeout)
-        client = self._roles.client(worker_id)
-        return decode(wait_for_reply(client, self._packed(client, worker_id, method, engine_name, call), *limit))
+        return decode(wait_for_reply(*self._prepared("call_engine", worker_id, method, engine_name, call, timeout)))
 
     async def acall(self, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None) -> Any:
         """As Scheduler.async_call_engine."""
-        _require_call("async_call_engine", worker_id, method, engine_name, call.rpc_meta)
-        limit = self._limit("async_call_engine", timeout)
+        return decode(await await_reply(*self._prepared("async_call_engine", worker_id, method, engine_name, call, timeout)))
+
+    def _prepared(
+        self, caller: str, worker_id: str, method: str, engine_name: str | None, call: Call, timeout: float | None
+    ) -> tuple[WorkerClient, Outgoing, float, str]:
+        _require_call(caller, worker_id, method, engine_name, call.rpc_meta)
+        limit_s, source = self._limit(caller, timeout)
         client = self._roles.client(worker_id)
-        return decode(await await_reply(client, self._packed(client, worker_id, method, engine_name, call), *limit))
+        return client, self._packed(client, worker_id, method, engine_name, call), limit_s, source
 
     def call_many(self, calls: Mapping[str, Call], method: str, engine_name: str | None, timeout: float | None) -> Fanout:
         """As Scheduler.call_many. Workers with the same arguments get the same message, which is made once."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from helmsman.api.errors import CallError, CallTimeoutError, HelmsmanError, WorkerFailedError
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
 from helmsman.controller._aio.event_loop import in_thread
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import FaultCommand, Verb
 
 
 async def inject(
-    fault: Fault, target: WorkerClient, clients: Iterable[WorkerClient], why_node_stays: Callable[[Place], str]
+    fault: Fault, target: WorkerClient, clients: Iterable[WorkerClient], why_node_stays: Callable[[Placement], str]
 ) -> list[Injection]:
     """Inflict a fault now; returns what became of it at each worker that it concerns.
 

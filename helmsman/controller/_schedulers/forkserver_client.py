@@ -10,15 +10,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import in_thread
 from helmsman.controller._transport.base import tail_of
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process
 from helmsman.rpc_server._process.safe_files import open_log
-from helmsman.rpc_server._server.forkserver import Exited, Kill, NotSpawned, Spawn, decode_event, encode_message, worker_tag
+from helmsman.rpc_server._server.forkserver import (
+    Exited,
+    Kill,
+    NotSpawned,
+    Spawn,
+    Spawned,
+    decode_event,
+    encode_message,
+    worker_tag,
+)
 from helmsman.rpc_server._wire.wire import FrameReader, pack_length
 
 _BOOTSTRAP = (
@@ -29,8 +41,19 @@ _BOOTSTRAP = (
 )
 
 
+_MAX_THREADS = 16
+
+
 class ForkServerGoneError(Exception):
     """The forkserver died, and its workers with it."""
+
+
+class _Worker(NamedTuple):
+    tag: str
+    status: asyncio.Future[int]
+    """Its wait status."""
+    survivors: asyncio.Future[list[int]]
+    """Those of its family that could not be ended."""
 
 
 class ForkServer(asyncio.Protocol):
@@ -48,10 +71,12 @@ class ForkServer(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._spawned: dict[str, tuple[asyncio.Future[int], str]] = {}
-        """Orders not obeyed yet: socket path -> (who waits for the pid, tag)."""
-        self._exited: dict[int, asyncio.Future[Exited]] = {}
-        self._tags: dict[int, str] = {}
-        self._gone = asyncio.get_running_loop().create_future()
+        """Orders not obeyed yet: socket path -> (future of the pid, tag)."""
+        self._workers: dict[int, _Worker] = {}
+        """By pid."""
+        self.has_ended = False
+        """Whether it has ended, and its workers with it."""
+        self._ending: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, run_id: str, run_dir: Path, log_path: Path, preload: Sequence[str]) -> ForkServer:
@@ -83,62 +108,68 @@ class ForkServer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
             event = decode_event(frame)
-            if isinstance(event, Exited):
-                self._settle_exit(event)
-                continue
-            waiting, tag = self._spawned.pop(event.socket_path)
-            if isinstance(event, NotSpawned):
+            if isinstance(event, Spawned):
+                self._begun(event)
+            elif isinstance(event, NotSpawned):
+                waiting, _ = self._spawned.pop(event.socket_path)
                 if not waiting.cancelled():
                     waiting.set_exception(OSError(event.reason))
-                continue
-            self._tags[event.pid] = tag
-            self._exited[event.pid] = asyncio.get_running_loop().create_future()
-            if waiting.cancelled():
-                self.kill(event.pid)  # whoever asked for it has given up
+            elif isinstance(event, Exited):
+                self._workers[event.pid].status.set_result(event.status)
             else:
-                waiting.set_result(event.pid)
+                self._workers[event.pid].survivors.set_result(event.survivors)
+
+    def _begun(self, event: Spawned) -> None:
+        waiting, tag = self._spawned.pop(event.socket_path)
+        loop = asyncio.get_running_loop()
+        self._workers[event.pid] = _Worker(tag, loop.create_future(), loop.create_future())
+        if waiting.cancelled():
+            self.kill(event.pid)  # its caller has given up
+        else:
+            waiting.set_result(event.pid)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        error = ForkServerGoneError(
-            f"the parent of all local workers has ended; its log: {self._log_path}\n{tail_of(self._log_path)}"
-        )
+        self.has_ended = True
         for waiting, _ in self._spawned.values():
             if not waiting.done():
-                waiting.set_exception(error)
-        # Its workers die with it by their death signal; what they started does not, and we are the last who know their marks.
-        for pid, exited in self._exited.items():
-            if not exited.done():
-                survivors = guardian.end_family(pid, self._tags[pid], limit_s=1.0)
-                exited.set_result(Exited(pid, signal.SIGKILL, sorted(survivors)))
-        if not self._gone.done():
-            self._gone.set_result(None)
+                waiting.set_exception(self._error())
+        for worker in self._workers.values():
+            if not worker.status.done():
+                worker.status.set_result(signal.SIGKILL)  # its death signal
+        self._ending = asyncio.ensure_future(self._end_families())
 
-    def _settle_exit(self, event: Exited) -> None:
-        exited = self._exited[event.pid]
-        if not exited.done():
-            exited.set_result(event)
+    async def _end_families(self) -> None:
+        """End what its workers had started: only this process still has the tags."""
+        left = {pid: worker.tag for pid, worker in self._workers.items() if not worker.survivors.done()}
+        if left:
+            for pid, survivors in (await in_thread(_end_families, left)).items():
+                self._workers[pid].survivors.set_result(survivors)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is gone, with all its workers."""
-        return self._gone.done()
+    def _error(self) -> ForkServerGoneError:
+        return ForkServerGoneError(
+            f"the parent of all local workers has ended; its log: {self._log_path}\n{tail_of(self._log_path)}"
+        )
 
     async def spawn(self, order: Spawn) -> int:
         """Fork a worker and return its pid. Raises ForkServerGoneError, OSError."""
-        if self._gone.done():
-            raise ForkServerGoneError(f"the parent of all local workers has ended; its log: {self._log_path}")
+        if self.has_ended:
+            raise self._error()
         waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._spawned[order.socket_path] = waiting, worker_tag(order.identity)
         self._send(order)
         return await waiting
 
-    async def wait_exit(self, pid: int) -> Exited:
-        """Await the end of a worker and of its family."""
-        return await asyncio.shield(self._exited[pid])
+    async def wait_exit(self, pid: int) -> int:
+        """Await the end of a worker; returns its wait status."""
+        return await asyncio.shield(self._workers[pid].status)
+
+    async def wait_family(self, pid: int) -> list[int]:
+        """Await the end of a worker and of its family; returns those that could not be ended."""
+        return await asyncio.shield(self._workers[pid].survivors)
 
     def kill(self, pid: int) -> None:
         """End a worker at once."""
-        if not self._exited[pid].done():
+        if not self._workers[pid].status.done():
             self._send(Kill(pid))
 
     def _send(self, order: Spawn | Kill) -> None:
@@ -156,3 +187,18 @@ class ForkServer(asyncio.Protocol):
             if deadline.passed:
                 self._process.kill()
             await asyncio.sleep(0.005)
+        if self._ending is not None:
+            await self._ending
+
+
+def _end_families(tags: Mapping[int, str]) -> dict[int, list[int]]:
+    """End the families of workers, all at a time; returns who is left of each."""
+
+    def end(pid: int) -> list[int]:
+        return sorted(guardian.end_family(pid, tags[pid], limit_s=1.0))
+
+    try:
+        with ThreadPoolExecutor(min(len(tags), _MAX_THREADS)) as threads:
+            return dict(zip(tags, threads.map(end, tags), strict=True))
+    except RuntimeError:  # at the end of the interpreter no thread starts
+        return {pid: end(pid) for pid in tags}

@@ -16,14 +16,15 @@ from pathlib import Path
 import msgspec
 
 from helmsman.api.environment import EnvironmentVariable
-from helmsman.api.errors import HandleLostError, InvalidSpecError
+from helmsman.api.errors import InvalidSpecError
 from helmsman.api.platforms import current_platform
-from helmsman.api.scheduler import ResultHandle, Timeouts
+from helmsman.api.scheduler import Timeouts
 from helmsman.controller._placement.single_machine import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.controller._transport.client import WorkerClient
+from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload
 from helmsman.rpc_server._wire.messages import Reply
@@ -62,7 +63,7 @@ class InlineBackend(Backend):
 
     def __init__(self, machine: OneMachine) -> None:
         self.allocator = machine
-        self.store = _SharedStore()
+        self.store = SegmentStore()
         self._environment = dict(os.environ)
         self._set_by: dict[str, tuple[str, str]] = {}
         """Variable -> (worker that set it, value)."""
@@ -108,15 +109,15 @@ class InlineTransport(Transport):
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
+        self._loop = asyncio.get_running_loop()
         self._waiting: dict[Awaited, None] = {}
         """Who waits for a reply."""
         self._has_ended = False
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         if self._has_ended:
-            awaited.failed(TransportLostError("the inline worker has ended"))
-            return
-        loop = asyncio.get_running_loop()
+            raise TransportLostError("the inline worker has ended")
+        loop = self._loop
         self._waiting[awaited] = None
 
         def answered(answer: Reply, result: Payload) -> None:
@@ -137,23 +138,3 @@ class InlineTransport(Transport):
         self._has_ended = True
         while self._waiting:
             self._waiting.popitem()[0].failed(TransportLostError("the inline worker has ended"))
-
-
-class _SharedStore:
-    """Kept results of all workers of the process."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Payload] = {}
-
-    def put(self, handle_id: str, payload: Payload) -> None:
-        # Copied: the buffers are the engine's own memory, which it may write to after the call.
-        self._kept[handle_id] = Payload(payload.data, [bytes(buffer) for buffer in payload.buffers], payload.handles)
-
-    def fetch(self, handle: ResultHandle) -> Payload:
-        try:
-            return self._kept[handle.id]
-        except KeyError:
-            raise HandleLostError(worker_id=handle.worker_id, handle_id=handle.id, reason="it was released") from None
-
-    def drop(self, handle_id: str) -> None:
-        self._kept.pop(handle_id, None)

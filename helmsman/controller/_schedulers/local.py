@@ -18,17 +18,17 @@ from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.single_machine import ADDRESS, OneMachine
-from helmsman.controller._schedulers.backend import Backend, Launch
+from helmsman.controller._schedulers.backend import Backend, Launch, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError
 from helmsman.controller._transport.base import Ending, describe_exit, log_size, tail_of
-from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.controller._transport.channel import Channel
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._process.environment import absolute_search_path
-from helmsman.rpc_server._process.guardian import split_status
+from helmsman.rpc_server._process.guardian import process_of, split_status, status_of_zombie
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.pulse import find_page, observe
 from helmsman.rpc_server._process.safe_files import remove_tree
@@ -36,6 +36,8 @@ from helmsman.rpc_server._server.forkserver import Spawn, worker_tag
 from helmsman.rpc_server._wire.auth import connect
 
 _CONNECT_S = 30.0
+_REPORT_S = 0.8
+"""Longest wait for the report that a process has ended."""
 
 
 class LocalScheduler(BackendScheduler):
@@ -99,7 +101,9 @@ class LocalBackend(Backend):
                 )
             return self._server, self._run_dir
 
-    async def _start_worker(self, start: Launch, rank: int, place: Place, server: ForkServer, run_dir: Path) -> WorkerClient:
+    async def _start_worker(
+        self, start: Launch, rank: int, place: Placement, server: ForkServer, run_dir: Path
+    ) -> WorkerClient:
         identity = self.run.identity(start.job, rank, ADDRESS)
         devices = self._devices.environment(place.devices)
         path = str(run_dir / f"{secrets.token_hex(6)}.sock")
@@ -111,17 +115,11 @@ class LocalBackend(Backend):
                 pid = await server.spawn(order)
                 ended = LocalProcess(server, pid, worker_tag(identity), identity.log_path, log_start)
                 start.resources.push_async_callback(ended.kill)
-                transport = await open_transport(identity.worker_id, path, self._key, ended)
+                channel = await open_channel(identity.worker_id, path, self._key, ended)
         except (OSError, errors.ProtocolError, ForkServerGoneError, TimeoutError) as error:
-            raise errors.WorkerStartError(
-                role=start.job.role,
-                worker_id=identity.worker_id,
-                node=ADDRESS,
-                reason=str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)",
-                log_path=identity.log_path,
-                log_tail=tail_of(identity.log_path, start=log_start),
-            ) from error
-        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, transport, self.run.timeouts)
+            reason = str(error) or f"it did not answer within {start.deadline.limit_s:g} s (Timeouts.start_s)"
+            raise start_error(identity.worker_id, ADDRESS, reason, identity.log_path, log_start) from error
+        client = WorkerClient(identity.worker_id, place, pid, identity.log_path, channel, self.run.timeouts)
         client.environment = devices
         return client
 
@@ -152,7 +150,7 @@ class LocalProcess:
         """Call ``react`` when it has ended; it has started to serve by now."""
 
         async def watch() -> None:
-            await self._server.wait_exit(self.pid)
+            await self._server.wait_family(self.pid)
             react()
 
         self._page = find_page(self.pid, self.tag)
@@ -162,8 +160,7 @@ class LocalProcess:
         """End it and its family. Raises ShutdownIncompleteError naming who is left."""
         self._server.kill(self.pid)
         try:
-            ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 6.0)
-            survivors = ended.survivors
+            survivors = await asyncio.wait_for(self._server.wait_family(self.pid), 6.0)
         except TimeoutError:
             survivors = [self.pid]
         if survivors:
@@ -177,17 +174,19 @@ class LocalProcess:
     async def wait_ended(self, limit_s: float) -> None:
         """Give it ``limit_s`` seconds to end by itself."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_exit(self.pid), limit_s)
+            await asyncio.wait_for(self._server.wait_family(self.pid), limit_s)
 
     async def ending(self, lost_because: str) -> Ending:
         """How it ended; a process that lives although its channel is lost is ended now, since it cannot be reached."""
         try:
-            ended = await asyncio.wait_for(self._server.wait_exit(self.pid), 0.8)
+            status: int | None = await asyncio.wait_for(self._server.wait_exit(self.pid), _REPORT_S)
         except TimeoutError:
-            self._server.kill(self.pid)
-            cause = f"was ended by this scheduler: {lost_because or 'its connection was lost'}"
-            return Ending(cause, None, signal.SIGKILL, self._log_tail())
-        code, number = split_status(ended.status)
+            status = status_of_zombie(self.pid)
+            if status is None and process_of(self.pid) is not None:
+                self._server.kill(self.pid)
+                cause = f"was ended by this scheduler: {lost_because or 'its connection was lost'}"
+                return Ending(cause, None, signal.SIGKILL, self._log_tail())
+        code, number = split_status(status) if status is not None else (None, None)
         return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
 
     async def observe(self, limit_s: float) -> bytes:
@@ -198,9 +197,9 @@ class LocalProcess:
         return tail_of(self._log_path, start=self._log_start)
 
 
-async def open_transport(worker_id: str, path: str, key: bytes, process: LocalProcess) -> ChannelTransport:
+async def open_channel(worker_id: str, path: str, key: bytes, process: LocalProcess) -> Channel:
     """Connect to the worker that listens at ``path``. Raises OSError, ProtocolError."""
-    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), shares_memory=True)
+    channel = Channel(worker_id, functools.partial(connect, path, key, _CONNECT_S), process, shares_memory=True)
     await channel.open()
     process.on_end(channel.close)
-    return ChannelTransport(channel, process)
+    return channel

@@ -28,41 +28,30 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
     deadline = Deadline(LIMIT_S)
     master_id, master = next(iter(ranks.items()))
     proof = secrets.token_bytes(16)
+
+    async def reach(client: WorkerClient) -> str:
+        limit_s = max(deadline.remaining_s, 2 * _ANSWER_S)
+        try:
+            return str(await client.control(Verb.REACH, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s))
+        except errors.CallError as error:
+            return str(error).split("\n", 1)[0]
+
     try:
         refused = await master.control(Verb.LISTEN, port, proof, LIMIT_S, limit_s=deadline.limit_s)
-        if refused:
-            raise _failure(role, address, port, master_id, master, refused, {})
-        answers = await asyncio.gather(
-            *(_reach(client, address, port, proof, deadline) for client in ranks.values()),
-        )
+        reasons = {} if refused else dict(zip(ranks, await asyncio.gather(*map(reach, ranks.values())), strict=True))
     finally:
         with contextlib.suppress(errors.CallError):  # it has ended, or it listens for LIMIT_S at most
             await master.control(Verb.LISTEN, None)
-    outcome = dict(zip(ranks, answers, strict=True))
-    if any(outcome.values()):
-        raise _failure(role, address, port, master_id, master, "", outcome)
-
-
-async def _reach(client: WorkerClient, address: str, port: int, proof: bytes, deadline: Deadline) -> str:
-    limit_s = max(deadline.remaining_s, 2 * _ANSWER_S)
-    try:
-        answer: str = await client.control(Verb.REACH, address, port, proof, limit_s - _ANSWER_S, limit_s=limit_s)
-    except errors.CallError as error:
-        return str(error).split("\n", 1)[0]
-    return answer
-
-
-def _failure(
-    role: str, address: str, port: int, master_id: str, master: WorkerClient, refused: str, outcome: Mapping[str, str]
-) -> errors.RendezvousError:
-    leased = f"port {port} is leased to it" if str(port) in master.engine_ports else f"port {port} is not leased to it"
-    place = "the address of its node" if address == master.node else f"not the address of its node, which is {master.node}"
-    return errors.RendezvousError(
-        role=role,
-        address=address,
-        port=port,
-        source=f"rank 0 is {master_id}; {address} is {place}, and {leased}",
-        refused=refused,
-        reached=[worker_id for worker_id, reason in outcome.items() if not reason],
-        failed={worker_id: reason for worker_id, reason in outcome.items() if reason},
-    )
+    failed = {worker_id: reason for worker_id, reason in reasons.items() if reason}
+    if refused or failed:
+        leased = f"port {port} is{'' if str(port) in master.engine_ports else ' not'} leased to it"
+        place = "the address of its node" if address == master.node else f"not the address of its node, which is {master.node}"
+        raise errors.RendezvousError(
+            role=role,
+            address=address,
+            port=port,
+            source=f"rank 0 is {master_id}; {address} is {place}, and {leased}",
+            refused=refused,
+            reached=[worker_id for worker_id in reasons if worker_id not in failed],
+            failed=failed,
+        )

@@ -14,8 +14,7 @@ from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all, run_sync
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
-from helmsman.controller._schedulers.role import Role, not_found, rank_of, stop_roles
-from helmsman.controller._schedulers.role_registry import RoleRegistry
+from helmsman.controller._schedulers.roles import Role, RoleRegistry, not_found, rank_of, stop_roles
 from helmsman.controller._schedulers.starter import RoleStarter
 
 

@@ -14,11 +14,10 @@ from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_sync
 from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.colocation import targets_first, tile
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.calls import CallService
-from helmsman.controller._schedulers.role import Role, by_id, rank_of, stop_roles
-from helmsman.controller._schedulers.role_registry import RoleRegistry
+from helmsman.controller._schedulers.roles import Role, RoleRegistry, by_id, rank_of, stop_roles
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
 
@@ -57,7 +56,7 @@ class RoleStarter:
                 value=job.scheduling_strategy,
                 expected="separation, to hold something",
             )
-        held: list[tuple[Place, Reservation]] = []
+        held: list[tuple[Placement, Reservation]] = []
 
         async def hold() -> list[Role]:
             async with contextlib.AsyncExitStack() as resources:
@@ -87,7 +86,7 @@ class RoleStarter:
         colocated = targets_first(jobs, [role.name for role in self._roles])
         started: dict[str, Role] = {}
 
-        async def start(job: Job, places: Sequence[Place]) -> None:
+        async def start(job: Job, places: Sequence[Placement]) -> None:
             clients = await self.launch(Launch(job, range(job.replicas), places, deadline, stacks[job.role]))
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
@@ -103,7 +102,7 @@ class RoleStarter:
                 shares = tile(job, target.workers)
                 if job.scheduling_strategy.fork:
                     targets = list(target.places.values())
-                    await start(job, [Place.beside(share, targets) for share in shares])
+                    await start(job, [Placement.beside(share, targets) for share in shares])
                 else:
                     owners = list(target.clients.values())
                     clients = by_id(job, [owners[share.targets[0]] for share in shares])
@@ -139,14 +138,13 @@ class RoleStarter:
                 ports = await client.control(Verb.LEASE_PORTS, num_ports, limit_s=limit_s)
                 client.engine_ports = [str(port) for port in ports]
         except errors.CallError as error:
-            tail = error.log_tail if isinstance(error, errors.WorkerFailedError) else ""
             raise errors.WorkerStartError(
                 role=job.role,
                 worker_id=client.worker_id,
                 node=client.node,
                 reason=str(error).split("\n", 1)[0],
                 log_path=client.log_path,
-                log_tail=tail,
+                log_tail=error.log_tail if isinstance(error, errors.WorkerFailedError) else "",
             ) from error
 
     async def run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:

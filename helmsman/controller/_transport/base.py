@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import abc
-import asyncio
-import contextlib
 import os
 import pickle
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
@@ -69,13 +66,18 @@ class Transport(abc.ABC):
     """Carries requests to one worker. A request arrives at most once, whatever happens.
 
     Engine work (``ENGINE_WORK``) arrives in the order in which ``post`` was called, however long each takes to be packed: ranks
-    that were called in one order must meet in their collectives in that order. Control verbs wait for nobody.
+    that were called in one order must meet in their collectives in that order. Control verbs wait for nothing.
     """
 
     @abc.abstractmethod
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        """Send a request, whose reply is for ``awaited``. It never times out by itself. Raises TransportLostError,
-        ProtocolError."""
+        """Send a request, whose reply is for ``awaited``; from any thread. It never times out by itself.
+
+        Raises: TransportLostError, ProtocolError, WorkerBacklogError.
+        """
+
+    def renew(self, silent_since: float) -> None:  # noqa: B027 - a transport without a connection has none to replace
+        """Replace a connection by which nothing has come since then (time.monotonic()), though the worker runs."""
 
     @abc.abstractmethod
     async def ending(self) -> Ending:
@@ -91,28 +93,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def kill(self) -> None:
         """End the worker's process at once and await its end. Idempotent."""
-
-
-class Turn:
-    """Keeps work in the order in which it claimed its turn, also where some of it takes long to be packed."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self.num_claims = 0
-        """How many are before who comes now; he need not claim a turn when nobody is."""
-
-    def claim(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """A turn, behind all that were claimed before it; to be entered in the order of the claims, and once."""
-        self.num_claims += 1
-        return self._taken()
-
-    @contextlib.asynccontextmanager
-    async def _taken(self) -> AsyncIterator[None]:
-        try:
-            async with self._lock:
-                yield
-        finally:
-            self.num_claims -= 1
 
 
 def split_returncode(status: int | None) -> tuple[int | None, int | None]:
@@ -154,14 +134,12 @@ def log_size(path: str) -> int:
 
 
 def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
-    """The last lines of a log file.
+    """The last lines of a log file, of at most 64 KB; '' when it cannot be read.
 
     Args:
         path: of the file.
-        num_lines: how many lines at most, of the last 64 KB.
-        start: bytes of earlier processes at the file's beginning; a file that is shorter has been rotated and has none.
-
-    Returns: the lines; '' when the file cannot be read.
+        num_lines: how many lines at most.
+        start: bytes of earlier processes at the file's beginning; a shorter file has been rotated and has none.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:

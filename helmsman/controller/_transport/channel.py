@@ -1,4 +1,4 @@
-"""The controller's end of a worker's channel, and the transport that uses it."""
+"""The controller's end of a worker's channel: requests and replies over an authenticated socket."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 
-from helmsman.api.errors import ProtocolError
+from helmsman.api.errors import ProtocolError, WorkerBacklogError
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import in_thread
-from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError, Turn
+from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
+from helmsman.rpc_server._wire.memory import populate
 from helmsman.rpc_server._wire.messages import Reply
 from helmsman.rpc_server._wire.segments import ShmSegment
 from helmsman.rpc_server._wire.stream import WOULD_BLOCK, Stream
@@ -43,10 +47,17 @@ RECONNECT_S = 30.0
 _GREET_S = 5.0
 _RECONNECT_PAUSE_S = 0.05
 _READ_BYTES = 1 << 18
-_PACK_IN_THREAD_BYTES = 1 << 20
+_IN_THREAD_BYTES = 1 << 20
+"""From here on arguments are packed, and the pages of a result mapped, off the event loop."""
 
 Connect = Callable[[], Awaitable[socket.socket]]
 """Makes an authenticated connection, plain or TLS. Raises OSError, ProtocolError."""
+
+
+@functools.cache
+def backlog_limit_bytes() -> int:
+    """Most bytes of requests, with their shared memory, that wait for one worker to take them: a quarter of the machine's."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 class SidePath(Protocol):
@@ -59,20 +70,43 @@ class SidePath(Protocol):
         """Fetch the result of a request whose reply came without it."""
 
 
-class Channel:
-    """A session with a worker. All methods run on the event loop.
+class WorkerProcess(Protocol):
+    """The process behind a channel; its methods have the meaning of Transport's."""
 
-    Without asyncio's transports, which would be a third of the cost of a call: a message is written with one system call, and
-    read with another.
+    async def ending(self, lost_because: str) -> Ending:
+        """How it ended; one that lives though its channel was given up is ended, and ``lost_because`` is the cause."""
+
+    async def observe(self, limit_s: float) -> bytes: ...
+
+    async def wait_ended(self, limit_s: float) -> None: ...
+
+    async def kill(self) -> None: ...
+
+
+class Channel(Transport):
+    """A session with a worker. Its methods run on the event loop, ``post`` on any thread.
+
+    Without asyncio's transports, which would be a third of the cost of a call: a message is written with one system call, on
+    the caller's own thread, and read with another.
 
     Args:
         worker_id: for the log.
         connect: makes the connection, and a new one when that is lost.
+        process: the worker's.
         shares_memory: whether the worker is on this machine.
         side_path: carries the payloads that the channel cannot carry; None where it can carry all.
     """
 
-    def __init__(self, worker_id: str, connect: Connect, *, shares_memory: bool, side_path: SidePath | None = None) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        connect: Connect,
+        process: WorkerProcess,
+        *,
+        shares_memory: bool,
+        side_path: SidePath | None = None,
+    ) -> None:
+        self.process = process
         self.shares_memory = shares_memory
         self.lost_because = ""
         """Why the worker was given up though its process may live."""
@@ -82,56 +116,73 @@ class Channel:
         self._connect = connect
         self._side_path = side_path
         self._token = secrets.token_bytes(16)
+        self._num_attempts = 0
         self._session = Session()
         self._awaited: dict[int, Awaited] = {}
         """By request id."""
         self._socket: socket.socket | None = None
         """None during a reconnection."""
+        self._heard_at = 0.0
+        """When the last bytes came, by time.monotonic()."""
         self._reader = FrameReader()
+        self._writing = threading.Lock()
+        """Held while a message is numbered and written, and while the connection is read or changes."""
         self._unsent = bytearray()
+        self._packing = asyncio.Lock()
+        self._num_packing = 0
+        """Engine work that is not written yet; what comes now is packed after it."""
         self._loop = asyncio.get_running_loop()
+        self._resuming: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         """The event loop itself holds tasks only weakly."""
 
     async def open(self) -> None:
         """Connect for the first time. Raises OSError, ProtocolError."""
-        sock, _ = await self._greet(-1)
+        sock, _ = await self._greet()
         self._attach(sock)
-
-    def write(self, request_id: int, body: bytes, awaited: Awaited, segment: ShmSegment | None = None) -> None:
-        """Send a request; its segment is closed once the worker has taken it.
-
-        Raises: ProtocolError for one that is too large, TransportLostError.
-        """
-        if not self.is_open:
-            if segment is not None:
-                segment.close()
-            raise TransportLostError(self.lost_because)
-        message = self._session.keep(body, segment)
-        self._awaited[request_id] = awaited
-        self._write(message)
 
     def close(self, reason: str = "") -> None:
         """End the session; ``reason`` is for the errors of requests that are not answered. Idempotent."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        self.lost_because = reason
-        self._detach()
-        for task in self._tasks:
-            task.cancel()
-        self._session.close()
+        with self._writing:
+            if not self.is_open:
+                return
+            self.is_open = False
+            self.lost_because = reason
+            self._detach()
+            self._session.close()
+        if self._resuming is not None:
+            self._resuming.cancel()
         while self._awaited:
             self._awaited.popitem()[1].failed(TransportLostError(reason))
 
+    async def ending(self) -> Ending:
+        return await self.process.ending(self.lost_because)
+
+    async def observe(self, limit_s: float) -> bytes:
+        return await self.process.observe(limit_s)
+
+    async def wait_ended(self, limit_s: float) -> None:
+        await self.process.wait_ended(limit_s)
+
+    async def kill(self) -> None:
+        self.close()
+        await self.process.kill()
+
     # --- the connection ---------------------------------------------------------------------------------------------
 
-    async def _greet(self, num_received: int) -> tuple[socket.socket, int]:
+    def renew(self, silent_since: float) -> None:
+        if self._socket is not None and self._heard_at < silent_since:
+            log.warning("%s: it runs and does not answer, so its connection is replaced", self._worker_id)
+            self._drop(self._socket)
+
+    async def _greet(self) -> tuple[socket.socket, int]:
         """Connect; returns the number of messages that the worker has received, too. Raises OSError, ProtocolError."""
+        hello = HELLO.pack(self._token, self._num_attempts, self._session.num_received)
+        self._num_attempts += 1
         stream = Stream(await self._connect())
         try:
             async with asyncio.timeout(_GREET_S):
-                stream.write(pack_length(HELLO.size) + HELLO.pack(self._token, num_received))
+                stream.write(pack_length(HELLO.size) + hello)
                 welcome = await stream.read(unpack_length(await stream.read(LENGTH_BYTES)))
             if len(welcome) != WELCOME.size:
                 raise ProtocolError(f"the worker's first message has {len(welcome)} bytes, expected {WELCOME.size}")
@@ -144,7 +195,7 @@ class Channel:
         return stream.detach(), WELCOME.unpack(welcome)[0]
 
     def _attach(self, sock: socket.socket) -> None:
-        self._socket, self._reader = sock, FrameReader()
+        self._socket, self._reader, self._heard_at = sock, FrameReader(), time.monotonic()
         self._loop.add_reader(sock, self._read)
 
     def _detach(self) -> None:
@@ -158,8 +209,9 @@ class Channel:
     def _drop(self, sock: socket.socket) -> None:
         """Replace a connection that is lost."""
         if self._socket is sock:
-            self._detach()
-            self._in_background(self._resume())
+            with self._writing:
+                self._detach()
+            self._resuming = self._in_background(self._resume())
 
     async def _resume(self) -> None:
         deadline = Deadline(RECONNECT_S)
@@ -167,7 +219,7 @@ class Channel:
         while not deadline.passed:
             try:
                 async with asyncio.timeout(deadline.remaining_s):
-                    sock, num_received = await self._greet(self._session.num_received)
+                    sock, num_received = await self._greet()
             except (OSError, ProtocolError) as error:
                 reason = f": {error}"
                 if self.shares_memory and isinstance(error, ConnectionRefusedError | FileNotFoundError):
@@ -179,10 +231,11 @@ class Channel:
                 sock.close()
                 self.close("its connection was lost, and it has ended the session of this controller")
                 return
-            self._attach(sock)
             try:
-                for message in self._session.resume(num_received):
-                    self._write(message)
+                with self._writing:
+                    self._attach(sock)
+                    for message in self._session.resume(num_received):
+                        self._send(message)
             except ProtocolError as error:
                 self.close(f"its connection was lost and could not be resumed: {error}")
                 return
@@ -190,14 +243,80 @@ class Channel:
             return
         self.close(f"its connection was lost and could not be restored within {RECONNECT_S:g} s{reason}")
 
-    def _in_background(self, work: Awaitable[None]) -> None:
+    def _in_background(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    # --- messages ---------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _write(self, message: bytes) -> None:
+    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        with self._writing:
+            if (
+                outgoing.is_small
+                and not (outgoing.in_order and self._num_packing)
+                and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.shares_memory))
+            ):
+                self._write(outgoing, outgoing.body(), awaited)
+                return
+            self._num_packing += outgoing.in_order
+        self._loop.call_soon_threadsafe(lambda: self._in_background(self._pack_and_write(outgoing, awaited)))
+
+    async def _pack_and_write(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        try:
+            async with self._packing if outgoing.in_order else contextlib.nullcontext():
+                body, segment = await self._packed(outgoing)
+                with self._writing:
+                    self._write(outgoing, body, awaited, segment)
+        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
+            awaited.failed(error)
+        finally:
+            with self._writing:
+                self._num_packing -= outgoing.in_order
+
+    async def _packed(self, outgoing: Outgoing) -> tuple[bytes, ShmSegment | None]:
+        if self._side_path is not None and not can_carry(outgoing.payload, shares_memory=self.shares_memory):
+            body = outgoing.framed()  # first: arguments of a request that cannot be sent would stay in the worker
+            await self._side_path.bring(outgoing.request.id, outgoing.payload)
+            return body, None
+        if outgoing.num_bytes >= _IN_THREAD_BYTES:
+            return await in_thread(functools.partial(outgoing.packed, shares_memory=self.shares_memory))
+        return outgoing.packed(shares_memory=self.shares_memory)
+
+    def _write(self, outgoing: Outgoing, body: bytes, awaited: Awaited, segment: ShmSegment | None = None) -> None:
+        """Send a request; its segment is closed once the worker has taken it. ``_writing`` is held."""
+        sock = self._socket
+        try:
+            if not self.is_open:
+                raise TransportLostError(self.lost_because)
+            num_kept = self._session.num_kept_bytes
+            if num_kept and num_kept + outgoing.num_bytes > backlog_limit_bytes():
+                raise WorkerBacklogError(
+                    worker_id=self._worker_id,
+                    engine_name=outgoing.request.engine_name,
+                    method=outgoing.request.method or outgoing.request.verb.value,
+                    num_bytes=outgoing.num_bytes,
+                    num_waiting_bytes=num_kept,
+                    limit_bytes=backlog_limit_bytes(),
+                )
+        except BaseException:
+            if segment is not None:
+                segment.close()
+            raise
+        self._awaited[outgoing.request.id] = awaited
+        try:
+            self._send(self._session.keep(body, segment))
+        except ProtocolError:  # it is too large, and was not kept
+            del self._awaited[outgoing.request.id]
+            raise
+        except BaseException:  # an interrupt of the caller's thread: what is kept is sent by the next connection
+            if sock is not None:
+                self._loop.call_soon_threadsafe(self._drop, sock)
+            raise
+
+    def _send(self, message: bytes) -> None:
+        """Write as much as the socket takes. ``_writing`` is held."""
         sock = self._socket
         if sock is None:
             return  # the next connection begins with it
@@ -209,29 +328,36 @@ class Channel:
         except WOULD_BLOCK:
             num_sent = 0
         except OSError:
-            self._loop.call_soon(self._drop, sock)
+            self._loop.call_soon_threadsafe(self._drop, sock)
             return
         if num_sent < len(message):
             self._unsent += memoryview(message)[num_sent:]
-            self._loop.add_writer(sock, self._write_rest, sock)
+            self._loop.call_soon_threadsafe(self._await_writable, sock)
 
-    def _write_rest(self, sock: socket.socket) -> None:
-        try:
-            num_sent = sock.send(self._unsent)
-        except WOULD_BLOCK:
-            return
-        except OSError:
-            self._drop(sock)
-            return
-        del self._unsent[:num_sent]
-        if not self._unsent:
-            self._loop.remove_writer(sock)
+    def _await_writable(self, sock: socket.socket) -> None:
+        if self._socket is sock:
+            self._loop.add_writer(sock, self._send_rest, sock)
+
+    def _send_rest(self, sock: socket.socket) -> None:
+        with self._writing:
+            try:
+                del self._unsent[: sock.send(self._unsent)]
+            except WOULD_BLOCK:
+                return
+            except OSError:
+                self._loop.call_soon(self._drop, sock)
+                return
+            if not self._unsent:
+                self._loop.remove_writer(sock)
+
+    # --- replies ----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         sock = self._socket
         assert sock is not None
         try:
-            data = sock.recv(_READ_BYTES)
+            with self._writing:  # TLS allows one thread at a time
+                data = sock.recv(_READ_BYTES)
         except WOULD_BLOCK:
             return
         except OSError:
@@ -239,6 +365,7 @@ class Channel:
         if not data:
             self._drop(sock)
             return
+        self._heard_at = time.monotonic()
         try:
             for message in self._reader.feed(data):
                 self._take(message)
@@ -254,21 +381,23 @@ class Channel:
         frame = decode_reply(body)
         reply, wire = frame.reply, frame.payload
         awaited = self._awaited.get(reply.id)
+        is_large = wire is not None and wire.segment is not None and wire.segment.size >= _IN_THREAD_BYTES
         payload: Payload | None = None
         failure: Exception | None = None
         if awaited is not None and wire is not None:
             try:
-                payload = from_wire(wire)
+                payload = from_wire(wire, populated=not is_large)
             except Exception as error:  # noqa: BLE001 - no memory is left, or it does not unpickle: the loss of this result alone
                 failure = error
         if self._session.taken(len(body), wire):
-            self._write(self._session.confirmation())
+            with self._writing:
+                self._send(self._session.confirmation())
         if awaited is None:
             return
-        if failure is None and payload is None:
-            self._in_background(self._fetch(reply))  # awaited until it ends: close may cancel it before its first step
-            return
-        self._hand_over(reply, payload, failure)
+        if failure is None and (payload is None or is_large):
+            self._in_background(self._complete(reply, payload))
+        else:
+            self._hand_over(reply, payload, failure)
 
     def _hand_over(self, reply: Reply, payload: Payload | None, failure: Exception | None) -> None:
         awaited = self._awaited.pop(reply.id, None)
@@ -282,96 +411,16 @@ class Channel:
         except BaseException:  # taking an answer may unpickle it; the other messages of the same read must not be lost with it
             log.exception("%s: the answer to request %d could not be taken", self._worker_id, reply.id)
 
-    async def _fetch(self, reply: Reply) -> None:
-        payload: Payload | None = None
+    async def _complete(self, reply: Reply, payload: Payload | None) -> None:
+        """Hand over a reply once its result is here: its pages, or all of it where it came without."""
         failure: Exception | None = None
         try:
-            if self._side_path is None:
+            if payload is not None:
+                await in_thread(populate, payload.buffers)
+            elif self._side_path is not None:
+                payload = await self._side_path.fetch(reply.id)
+            else:
                 raise ProtocolError(f"{self._worker_id}: a reply came without its result")
-            payload = await self._side_path.fetch(reply.id)
-        except asyncio.CancelledError:
-            self._hand_over(reply, None, TransportLostError(self.lost_because))
-            raise
         except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
             failure = error
         self._hand_over(reply, payload, failure)
-
-
-class WorkerProcess(Protocol):
-    """The process behind a channel."""
-
-    async def ending(self, lost_because: str) -> Ending:
-        """As Transport's; a process that lives though its channel was given up is ended, and ``lost_because`` is the cause."""
-
-    async def observe(self, limit_s: float) -> bytes:
-        """As Transport's."""
-
-    async def wait_ended(self, limit_s: float) -> None:
-        """As Transport's."""
-
-    async def kill(self) -> None:
-        """As Transport's."""
-
-
-class ChannelTransport(Transport):
-    """Sends requests by a channel.
-
-    Args:
-        channel: is open; the transport closes it.
-        process: the worker's.
-        side_path: the channel's.
-    """
-
-    def __init__(self, channel: Channel, process: WorkerProcess, side_path: SidePath | None = None) -> None:
-        self.channel = channel
-        self.process = process
-        self._side_path = side_path
-        self._turn = Turn()
-        """Of engine work that is packed and sent."""
-        self._sending: set[asyncio.Task[None]] = set()
-        """The event loop itself holds tasks only weakly."""
-
-    def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        in_order = outgoing.in_order
-        if (
-            outgoing.is_small
-            and (not in_order or not self._turn.num_claims)
-            and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.channel.shares_memory))
-        ):
-            self.channel.write(outgoing.request.id, outgoing.body(), awaited)
-            return
-        turn = self._turn.claim() if in_order else contextlib.nullcontext()
-        task = asyncio.ensure_future(self._send(outgoing, awaited, turn))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-    async def _send(self, outgoing: Outgoing, awaited: Awaited, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
-        try:
-            async with turn:
-                body, segment = await self._packed(outgoing)
-                self.channel.write(outgoing.request.id, body, awaited, segment)
-        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
-            awaited.failed(error)
-
-    async def _packed(self, outgoing: Outgoing) -> tuple[bytes, ShmSegment | None]:
-        shares_memory = self.channel.shares_memory
-        if self._side_path is not None and not can_carry(outgoing.payload, shares_memory=shares_memory):
-            body = outgoing.framed()  # first: arguments of a request that cannot be sent would stay in the worker
-            await self._side_path.bring(outgoing.request.id, outgoing.payload)
-            return body, None
-        if outgoing.num_bytes >= _PACK_IN_THREAD_BYTES:
-            return await in_thread(functools.partial(outgoing.packed, shares_memory=shares_memory))
-        return outgoing.packed(shares_memory=shares_memory)
-
-    async def ending(self) -> Ending:
-        return await self.process.ending(self.channel.lost_because)
-
-    async def observe(self, limit_s: float) -> bytes:
-        return await self.process.observe(limit_s)
-
-    async def wait_ended(self, limit_s: float) -> None:
-        await self.process.wait_ended(limit_s)
-
-    async def kill(self) -> None:
-        self.channel.close()
-        await self.process.kill()

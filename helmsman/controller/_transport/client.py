@@ -18,11 +18,12 @@ import msgspec
 
 from helmsman.api import errors
 from helmsman.api.fan_out import Fanout, lead_of
-from helmsman.api.scheduler import Leaving, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
-from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, mailbox_of, run_on_loop
-from helmsman.controller._placement.place import Place
+from helmsman.api.scheduler import PreemptionNotice, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
+from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, in_thread, mailbox_of, run_on_loop
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.rpc_server._wire.codec import Payload, decode, encode
+from helmsman.controller._transport.investigation import Investigation
+from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
 
@@ -43,7 +44,7 @@ class WorkerClient:
     """One worker, as the scheduler calls it. All methods run on the background loop."""
 
     def __init__(
-        self, worker_id: str, place: Place, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
+        self, worker_id: str, place: Placement, pid: int | None, log_path: str, transport: Transport, timeouts: Timeouts
     ) -> None:
         self.worker_id = worker_id
         self.place = place
@@ -60,14 +61,16 @@ class WorkerClient:
         """Engine work that is not answered, by request id."""
         self.overdue: set[int] = set()
         """Requests that were given up and are not answered."""
-        self.unanswered: set[int] = set()
-        """Requests for its health that an observation has replaced; they do not make the worker OVERDUE."""
+        self.unanswered: dict[int, float] = {}
+        """Requests for its health that an observation has replaced, with time.monotonic() of each; they do not make the worker
+        OVERDUE."""
         self._to_locate: list[int] = []
         self._locating: asyncio.Task[dict[int, CallState]] | None = None
         """The question about all of ``_to_locate``, until it is sent."""
         self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
+        self._investigation: Investigation | None = None
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
@@ -105,21 +108,18 @@ class WorkerClient:
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
 
     @property
-    def leaving(self) -> Leaving | None:
+    def preemption_notice(self) -> PreemptionNotice | None:
         """What it has last said of its end, before its controller wants it."""
         if self._ends_at is None or not self.is_there:
             return None
-        return Leaving(reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic()))
+        return PreemptionNotice(
+            reason=f"its process {self.pid} was sent SIGTERM", deadline_s=max(0.0, self._ends_at - time.monotonic())
+        )
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
         """The worker's status, with its health where that is known."""
         return WorkerStatus(
-            worker_id=self.worker_id,
-            state=self.state,
-            node=self.node,
-            pid=self.pid,
-            log_path=self.log_path,
-            health=health,
+            worker_id=self.worker_id, state=self.state, node=self.node, pid=self.pid, log_path=self.log_path, health=health
         )
 
     @property
@@ -144,15 +144,14 @@ class WorkerClient:
 
     # --- the ends of requests ---------------------------------------------------------------------------------------
 
-    def answered_late(self, request: Request, reply: Reply, payload: Payload) -> None:
-        """The reply to a request that was given up has come."""
-        self.overdue.discard(request.id)
-        self.unanswered.discard(request.id)
-        if reply.ok:
-            self.forget_result(request, payload)
+    def settled(self, request_id: int) -> None:
+        """A request is answered, or never will be."""
+        self.in_flight.pop(request_id, None)
+        self.overdue.discard(request_id)
+        self.unanswered.pop(request_id, None)
 
     def forget_result(self, request: Request, payload: Payload) -> None:
-        """Nobody wants this result, so nothing is kept for it."""
+        """Release a result that no caller awaits."""
         kept = decode(payload) if request.keep else None
         if isinstance(kept, ResultHandle):
             self.in_background(self._release(kept))
@@ -173,14 +172,7 @@ class WorkerClient:
             await self.control(Verb.RELEASE, handle.id)
 
     async def locate(self, request_id: int, limit_s: float) -> CallState | None:
-        """Ask the worker where a call is; calls that are asked about together share one question.
-
-        Args:
-            request_id: of the call.
-            limit_s: seconds for the answer.
-
-        Returns: the answer; None when there is none in time.
-        """
+        """Ask the worker where a call is; None without an answer in time. Calls asked about together share one question."""
         self._to_locate.append(request_id)
         if self._locating is None:
             self._locating = asyncio.ensure_future(self._locate_all(limit_s))
@@ -204,7 +196,8 @@ class WorkerClient:
         Args:
             request: the call's.
             elapsed_s: seconds since it began.
-            limit_s: its limit in seconds, and ``source`` the setting that it comes from.
+            limit_s: its limit in seconds.
+            source: the setting that the limit comes from.
             seen: where the worker said that the call was, shortly before the limit; None when it gave no answer.
         """
         state, stack = "it did not answer within the limit", ""
@@ -246,14 +239,11 @@ class WorkerClient:
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
-        if self._ending is None:
-            if self._ran_at_end is None:
-                oldest = min(self.in_flight.values(), key=lambda call: call.started, default=None)
-                self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
-            ending = await self.transport.ending()
-            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
-                ending = msgspec.structs.replace(ending, cause=self._killed_because)
-            self._ending = ending
+        if self._investigation is None:
+            oldest = min(list(self.in_flight.values()), key=lambda call: call.started, default=None)
+            self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
+            self._investigation = Investigation(self.worker_id, self._look_up_ending())
+        self._ending = await self._investigation.result()
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
@@ -272,6 +262,12 @@ class WorkerClient:
             aftermath=self._ending.aftermath,
         )
 
+    async def _look_up_ending(self) -> Ending:
+        ending = await self.transport.ending()
+        if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
+            ending = msgspec.structs.replace(ending, cause=self._killed_because)
+        return ending
+
 
 class PendingCall(abc.ABC):
     """One request to one worker, from its sending to its answer; used on the event loop. No task waits for it, callbacks do."""
@@ -289,13 +285,13 @@ class PendingCall(abc.ABC):
         self.started = time.monotonic() if started is None else started
 
     def begin(self) -> None:
-        """Send the request. One that cannot be encoded fails as if the worker had refused it."""
+        """Send the request, on any thread. One that cannot be encoded fails as if the worker had refused it."""
         if self._outgoing.is_call:
             self._client.in_flight[self._outgoing.request.id] = self
         try:
             self._client.transport.post(self._outgoing, self)
         except Exception as error:  # noqa: BLE001 - it is the answer of this request
-            self.failed(error)
+            run_on_loop(functools.partial(self.failed, error))
 
     @property
     def name(self) -> str:
@@ -312,31 +308,25 @@ class PendingCall(abc.ABC):
         """Take the error."""
 
     def replied(self, reply: Reply, payload: Payload) -> None:
-        """As Awaited's."""
         client, request = self._client, self._outgoing.request
-        client.in_flight.pop(request.id, None)
-        if self._given_up:
-            client.answered_late(request, reply, payload)
-        elif not reply.ok:
-            self._fail(error_in(payload))
-        elif not self._succeeded(payload):
+        client.settled(request.id)
+        if not reply.ok:
+            if not self._given_up:
+                self._fail(error_in(payload))
+        elif self._given_up or not self._succeeded(payload):
             client.forget_result(request, payload)
 
     def failed(self, error: Exception) -> None:
-        """As Awaited's."""
-        if self._given_up:
-            self._client.in_flight.pop(self._outgoing.request.id, None)
-            self._client.overdue.discard(self._outgoing.request.id)
-            self._client.unanswered.discard(self._outgoing.request.id)
-        elif isinstance(error, TransportLostError):
+        if isinstance(error, TransportLostError) and not self._given_up:
             self._is_lost = True
             self._client.in_background(self._lost(error))
-        else:
-            self._client.in_flight.pop(self._outgoing.request.id, None)
+            return
+        self._client.settled(self._outgoing.request.id)
+        if not self._given_up:
             self._fail(error)
 
     def inquire(self, lead_s: float) -> None:
-        """The limit is ``lead_s`` seconds away: ask the worker where the call is, for the error that may follow."""
+        """Ask the worker where the call is, for the error at the limit, which is ``lead_s`` seconds away."""
         if self._outgoing.request.id in self._client.in_flight and not self._is_lost:
             self._client.in_background(self._inquire(lead_s))
 
@@ -344,8 +334,8 @@ class PendingCall(abc.ABC):
         self._seen = await self._client.locate(self._outgoing.request.id, max(lead_s, 0.001))
 
     def give_up(self, limit_s: float, source: str) -> None:
-        """Fail a late call. Its request stays with the transport, since the reply still has to be taken and its
-        memory freed, and the worker is OVERDUE until then. A worker that has ended raises another error, which is pending."""
+        """Fail a late call. The worker is OVERDUE until the reply, whose memory still has to be freed. The error of a worker
+        that has ended is pending."""
         if self._is_lost:
             return
         self._given_up = True
@@ -355,7 +345,7 @@ class PendingCall(abc.ABC):
     def withdraw(self) -> None:
         """Drop a request for health whose worker was observed instead."""
         self._given_up = True
-        self._client.unanswered.add(self._outgoing.request.id)
+        self._client.unanswered[self._outgoing.request.id] = self.started
 
     async def _lost(self, error: TransportLostError) -> None:
         failure = await self._client.failed(self._outgoing.request)
@@ -372,7 +362,7 @@ class PendingCall(abc.ABC):
 
 
 class _AwaitedCall(PendingCall):
-    """For a caller in a thread or coroutine, which is woken once its answer is there, and has a clock of its own."""
+    """A request whose caller, a thread or coroutine, is woken by its answer and keeps its deadline."""
 
     __slots__ = ("_on_filled", "error", "is_abandoned", "payload")
 
@@ -383,11 +373,6 @@ class _AwaitedCall(PendingCall):
         self.payload: Payload | None = None
         self.error: Exception | None = None
         super().__init__(client, outgoing)
-
-    def begin(self) -> None:
-        """Send the request; on the event loop."""
-        if not self.is_abandoned:
-            super().begin()
 
     def late(self, limit_s: float, source: str) -> None:
         """End the call at its limit; on the event loop."""
@@ -420,10 +405,11 @@ class _AwaitedCall(PendingCall):
 class GroupPendingCall(PendingCall):
     """A request that is one of many; their deadline is the group's."""
 
-    __slots__ = ("_group", "_worker_id")
+    __slots__ = ("_group", "_is_answered", "_worker_id")
 
     def __init__(self, client: WorkerClient, outgoing: Outgoing, group: Fanout, worker_id: str) -> None:
         self._group = group
+        self._is_answered = False
         self._worker_id = worker_id  # with colocation the client may go by another role's name
         group.pending[worker_id] = self
         super().__init__(client, outgoing, group.started)
@@ -432,13 +418,25 @@ class GroupPendingCall(PendingCall):
         """No caller waits any more; a request that was sent goes on."""
 
     def _succeeded(self, payload: Payload) -> bool:
+        if is_plain(payload):
+            self._group.succeeded(self._worker_id, decode(payload))
+        else:
+            self._is_answered = True
+            self._client.in_background(self._decode(payload))
+        return True
+
+    async def _decode(self, payload: Payload) -> None:
+        """Unpickle a result off the loop, since it may be large, and import modules."""
         try:
-            value = decode(payload)
+            value = await in_thread(decode, payload)
         except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
             self._group.failed(self._worker_id, error)
         else:
             self._group.succeeded(self._worker_id, value)
-        return True
+
+    def give_up(self, limit_s: float, source: str) -> None:
+        if not self._is_answered:
+            super().give_up(limit_s, source)
 
     def _fail(self, error: Exception) -> None:
         self._group.failed(self._worker_id, error)
@@ -451,7 +449,7 @@ def wait_for_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, sou
     waiting.acquire()
     call = _AwaitedCall(client, outgoing, waiting.release)
     try:
-        run_on_loop(call.begin)
+        call.begin()
         if not waiting.acquire(timeout=min(max(limit_s - lead_of(limit_s), 0.0), threading.TIMEOUT_MAX)):
             left_s = max(limit_s - (time.monotonic() - call.started), 0.0)
             run_on_loop(functools.partial(call.inquire, left_s))
@@ -475,10 +473,7 @@ async def await_reply(client: WorkerClient, outgoing: Outgoing, limit_s: float, 
             filled.set_result(None)
 
     call = _AwaitedCall(client, outgoing, settle if is_background else functools.partial(mailbox_of(loop).post, settle))
-    if is_background:
-        call.begin()
-    else:
-        run_on_loop(call.begin)
+    call.begin()
     lead_s = lead_of(limit_s)
     timer: asyncio.TimerHandle
 

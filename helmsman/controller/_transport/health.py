@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -22,6 +23,8 @@ _OBSERVED_WITHIN_S = 0.4
 """Limit of an observation; with ``_PATIENCE_S`` it is below the second within which health is known."""
 _MAX_UNANSWERED = 4
 """Most unanswered questions to a worker that runs Python, such as one that waits in an engine's ``failure``."""
+_SILENT_S = 5.0
+"""A worker that runs Python gets a new connection when a question has been unanswered for so long, and nothing has come."""
 _STATES: Mapping[str, ProcessState] = {"R": "running", "D": "disk", "T": "stopped", "t": "stopped"}
 
 _decode_health = msgspec.msgpack.Decoder(WorkerHealth).decode
@@ -80,7 +83,17 @@ async def _observe(clients: Mapping[str, WorkerClient]) -> dict[str, WorkerHealt
     """Observe workers from outside; without those for which that is not possible now."""
     observations = await asyncio.gather(*(client.transport.observe(_OBSERVED_WITHIN_S) for client in clients.values()))
     seen = {worker_id: read(observation) for worker_id, observation in zip(clients, observations, strict=True)}
+    for worker_id, each in seen.items():
+        if each is not None and each.stuck_s < _PATIENCE_S:
+            _doubt(clients[worker_id])
     return {worker_id: _as_health(each) for worker_id, each in seen.items() if each is not None}
+
+
+def _doubt(client: WorkerClient) -> None:
+    """Replace a connection that has died silently: its worker could have answered by now."""
+    asked = [asked_at for asked_at in client.unanswered.values() if asked_at < time.monotonic() - _SILENT_S]
+    if asked:
+        client.transport.renew(max(asked))
 
 
 def _as_health(seen: Seen) -> WorkerHealth:

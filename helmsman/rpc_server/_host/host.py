@@ -19,7 +19,7 @@ from helmsman.api import errors
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
-from helmsman.api.scheduler import EngineSpec, WorkerHealth
+from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.worker_context import WorkerContext, within
 from helmsman.rpc_server._host import connectivity, inspection
@@ -27,7 +27,7 @@ from helmsman.rpc_server._host.broadcast import broadcast_arguments, needs_broad
 from helmsman.rpc_server._host.engine_construction import construct, import_engine
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, Running
+from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -37,6 +37,8 @@ from helmsman.rpc_server.ports import PortLeases
 
 ReplyFn = Callable[[Reply, Payload], None]
 
+DESTROY_S = 30.0
+"""Longest wait for an engine's async ``destroy``; the engine thread goes on without it."""
 _REMEMBERED = 10_000
 
 
@@ -117,7 +119,7 @@ class EngineHost:
         Engines are not asked, calls in flight are not answered, and calls that wait do not begin.
         """
         self._is_closed = True
-        self.engine_thread.withdraw_all()
+        self.engine_thread.waiting.drop_all()
         self.engine_thread.stop()
         self._loop.stop()
         self._listener.close()
@@ -209,7 +211,7 @@ class EngineHost:
             engines={name: type(engine).__qualname__ for name, engine in list(self._engines.items())},
             running=running.name if running else None,
             running_s=time.monotonic() - running.since if running else None,
-            num_queued=self.engine_thread.num_waiting,
+            num_queued=len(self.engine_thread.waiting),
             async_running=self._loop.counts(),
             num_calls=self._num_calls,
             ends_in_s=None if self.ends_at is None else max(0.0, self.ends_at - time.monotonic()),
@@ -246,10 +248,9 @@ class EngineHost:
         self._seed = None  # an engine that is created later must not repeat the first one's numbers
 
     def _cancel(self, request_id: object) -> CallState:
-        if self.engine_thread.withdraw(request_id):
-            return self._on_engine_thread("withdrawn")
-        if self._loop.withdraw(request_id):
-            return self._on_loop("withdrawn")
+        for place in (self.engine_thread, self._loop):
+            if place.waiting.withdraw(request_id):
+                return _behind("withdrawn", place)
         seen = self._inspect([request_id])[request_id]
         if seen.state == "ended":
             self._cancelled[request_id] = None  # it may still be packed or brought: CANCEL does not wait for its turn
@@ -257,27 +258,19 @@ class EngineHost:
                 del self._cancelled[next(iter(self._cancelled))]
         return seen
 
-    def _on_engine_thread(self, state: Literal["waiting", "running", "withdrawn"]) -> CallState:
-        return _on_thread(state, self.engine_thread.thread, self.engine_thread.running)
-
-    def _on_loop(self, state: Literal["waiting", "withdrawn"]) -> CallState:
-        return _on_thread(state, self._loop.thread, self._loop.occupant)
-
     def _inspect(self, request_ids: Collection[object]) -> dict[object, CallState]:
         # Before the look at the running calls: a call that begins in between would be on neither side.
-        waiting = {request_id for request_id in request_ids if self.engine_thread.is_waiting(request_id)}
-        waiting_on_loop = {request_id for request_id in request_ids if self._loop.is_waiting(request_id)}
-        engine_thread = self._on_engine_thread("running")
+        places = (self.engine_thread, self._loop)
+        waiting = {request_id: place for place in places for request_id in request_ids if place.waiting.has(request_id)}
+        behind = {place: _behind("waiting", place) for place in {*waiting.values(), self.engine_thread}}
         running, now = self.engine_thread.running, time.monotonic()
         tasks = {call.request_id: call for call in list(self._loop.running.values())}
 
         def state_of(request_id: object) -> CallState:
             if request_id in waiting:
-                return msgspec.structs.replace(engine_thread, state="waiting")
-            if request_id in waiting_on_loop:
-                return self._on_loop("waiting")
+                return behind[waiting[request_id]]
             if running and running.request_id == request_id:
-                return engine_thread
+                return msgspec.structs.replace(behind[self.engine_thread], state="running")
             call = tasks.get(request_id)
             if call is None or call.task is None:
                 return CallState(state="ended")
@@ -360,7 +353,8 @@ class EngineHost:
                 if inspect.isawaitable(result):
                     done = threading.Event()
                     self._loop.submit(None, dotted(name, "destroy"), functools.partial(_await_then, result, done))
-                    done.wait()
+                    if not done.wait(DESTROY_S):
+                        problems.append(f"{dotted(name, 'destroy')} has not ended within {DESTROY_S:g} s and is left to itself")
             except BaseException as error:  # noqa: BLE001 - an engine's own clean-up may raise anything
                 problems.append(f"{dotted(name, 'destroy')} raised {type(error).__name__}: {error}")
             del self._engines[name]
@@ -458,23 +452,30 @@ class EngineHost:
     def _send_result(self, request: Request, reply: ReplyFn, result: Any) -> None:
         if request.discard:
             result = None
+        kept: ResultHandle | None = None
         try:
             payload = encode(result, root="result")
             if request.keep and result is not None:
-                payload = encode(keep(self._store, self.identity.worker_id, payload, result))
+                kept = keep(self._store, self.identity.worker_id, payload, result)
+                payload = encode(kept)
             reply(Reply(request.id, True), payload)
-        except errors.CodecError as error:
-            reply(Reply(request.id, False), encode(self._refusal(errors.ResultNotSerializableError, request, error)))
         except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
-            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+            if kept is not None:
+                self._store.drop(kept.id)  # its handle reaches no caller
+            failure: errors.HelmsmanError
+            if isinstance(error, errors.CodecError):
+                failure = self._refusal(errors.ResultNotSerializableError, request, error)
+            else:
+                failure = remote_error(self.identity, request, error)
+            reply(Reply(request.id, False), encode(failure))
 
 
-def _on_thread(
-    state: Literal["waiting", "running", "withdrawn"], thread: threading.Thread | None, running: Running | None
-) -> CallState:
+def _behind(state: Literal["waiting", "withdrawn"], place: EngineThread | EngineLoop) -> CallState:
+    """The state of a call that has not begun behind the one that runs at this place."""
+    running = place.occupant
     return CallState(
         state=state,
-        stack=inspection.thread_stack(thread),
+        stack=inspection.thread_stack(place.thread),
         running=running.name if running else None,
         running_s=time.monotonic() - running.since if running else None,
     )

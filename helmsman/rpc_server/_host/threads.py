@@ -23,11 +23,9 @@ _LAST_TASKS_S = 1.0
 def share_interpreter() -> None:
     """Let the threads of this process take turns more often than Python's 5 ms.
 
-    A thread that waits for the interpreter's lock asks for it only after it has seen no release for a whole interval. Against
-    an engine in a loop of short operations, each of which lets go of the lock and takes it back at once, it never does: with
-    5 ms and a release every 7 to 70 us, health took 1.3 to 3.8 s on an idle machine of two cores, with 0.2 ms 1.0 to 2.6 s,
-    with 1 us 28 ms at most in the median. The price is a tenth for two threads that both compute in Python; a rollout pays
-    nothing.
+    A thread asks for the interpreter's lock only after a whole interval without a release. Beside an engine that releases the
+    lock every 7 to 70 us, health took 1.3 to 3.8 s with 5 ms, and 28 ms in the median with 1 us. Two threads that both compute
+    in Python pay a tenth for it.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -43,6 +41,45 @@ class Running(msgspec.Struct, frozen=True):
     """Its task, when it runs on the event loop."""
 
 
+class _Waiting:
+    """Calls that have not begun, by request id: each begins, or is withdrawn, once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Held while a call goes from waiting to running."""
+        self._on_withdrawal: dict[object, Callable[[], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._on_withdrawal)
+
+    def add(self, request_id: object, on_withdrawal: Callable[[], None]) -> None:
+        """Add a call; ``on_withdrawal`` is called in its place if it is withdrawn."""
+        self._on_withdrawal[request_id] = on_withdrawal
+
+    def begins(self, request_id: object) -> bool:
+        """Whether a call may begin; False where it was withdrawn. The lock is held."""
+        return self._on_withdrawal.pop(request_id, None) is not None
+
+    def withdraw(self, request_id: object) -> bool:
+        """Take back a call; False when it has begun, ended or never was."""
+        with self.lock:
+            on_withdrawal = self._on_withdrawal.pop(request_id, None)
+        if on_withdrawal is None:
+            return False
+        on_withdrawal()
+        return True
+
+    def has(self, request_id: object) -> bool:
+        """Whether a call is here."""
+        with self.lock:
+            return request_id in self._on_withdrawal
+
+    def drop_all(self) -> None:
+        """Drop all calls; nothing is called in their place."""
+        with self.lock:
+            self._on_withdrawal.clear()
+
+
 class EngineThread:
     """Runs work one after another, in the order of submission, always on the same thread.
 
@@ -55,8 +92,7 @@ class EngineThread:
     def __init__(self, record: CallRecord | None = None) -> None:
         self._record = record
         self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._waiting: dict[object, Callable[[], None]] = {}
-        self._lock = threading.Lock()
+        self.waiting = _Waiting()
         self.running: Running | None = None
         self.thread: threading.Thread | None = None
 
@@ -69,9 +105,9 @@ class EngineThread:
         self.thread = threading.current_thread()
         while (item := self._queue.get()) is not None:
             request_id, name, work = item
-            with self._lock:
-                if self._waiting.pop(request_id, None) is None:
-                    continue  # withdrawn
+            with self.waiting.lock:
+                if not self.waiting.begins(request_id):
+                    continue
                 self.running = running = Running(request_id, name, time.monotonic())
             if self._record is not None:
                 self._record.begun(name, running.since)
@@ -86,34 +122,15 @@ class EngineThread:
     def submit(
         self, request_id: object, name: str, work: Callable[[], None], withdrawn: Callable[[], None] = lambda: None
     ) -> None:
-        """Queue ``work``, which must not raise; ``withdrawn`` is called instead when it is taken back before it began."""
-        with self._lock:
-            self._waiting[request_id] = withdrawn
+        """Queue ``work``, which must not raise; ``withdrawn`` is called instead when it is withdrawn before it begins."""
+        with self.waiting.lock:
+            self.waiting.add(request_id, withdrawn)
             self._queue.put((request_id, name, work))
 
-    def withdraw(self, request_id: object) -> bool:
-        """Take back work that has not begun; False when it has begun, ended or never was."""
-        with self._lock:
-            withdrawn = self._waiting.pop(request_id, None)
-        if withdrawn is None:
-            return False
-        withdrawn()
-        return True
-
-    def is_waiting(self, request_id: object) -> bool:
-        """Whether work is queued and has not begun."""
-        with self._lock:  # held while work goes from waiting to running
-            return request_id in self._waiting
-
     @property
-    def num_waiting(self) -> int:
-        """Work not begun."""
-        return len(self._waiting)
-
-    def withdraw_all(self) -> None:
-        """Drop all work that has not begun; nothing is called in its place."""
-        with self._lock:
-            self._waiting.clear()
+    def occupant(self) -> Running | None:
+        """The call that runs now."""
+        return self.running
 
     def stop(self) -> None:
         """End the thread after the work that is queued."""
@@ -144,16 +161,7 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 def start_loop(
     name: str, run: Callable[[asyncio.AbstractEventLoop], None] = run_loop
 ) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    """Make an event loop and run it on a new daemon thread; without a thread, no loop is left.
-
-    Args:
-        name: of the thread.
-        run: the thread's whole work.
-    Returns:
-        The loop and its running thread.
-    Raises:
-        RuntimeError: No thread can be started, as a limit on threads or memory is reached.
-    """
+    """Make an event loop and have ``run`` run it on a new daemon thread. Raises RuntimeError where no thread can be started."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=run, args=(loop,), name=name, daemon=True)
     try:
@@ -177,11 +185,10 @@ class EngineLoop:
         self.failure: str | None = None
         """Why async methods cannot run: the last attempt to start the thread failed. The next call tries again."""
         self._name = name
-        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread: threading.Thread | None = None
         self._ids = itertools.count()
-        self._waiting: dict[object, Callable[[], None]] = {}
+        self.waiting = _Waiting()
         """Calls that the loop has not begun, for example while a coroutine blocks it."""
         self.running: dict[int, Running] = {}
 
@@ -192,22 +199,16 @@ class EngineLoop:
         coroutine: Callable[[], Coroutine[Any, Any, None]],
         withdrawn: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start ``coroutine()``, which must not raise, on the loop.
+        """Start ``coroutine()``, which must not raise, on the loop; ``withdrawn`` is called instead if it is withdrawn first.
 
-        Args:
-            request_id: of the call.
-            name: 'engine.method'.
-            coroutine: makes the coroutine when the loop begins the call.
-            withdrawn: is called instead when the call is withdrawn before that.
-        Raises:
-            RuntimeError: No thread can be started.
+        Raises: RuntimeError where no thread can be started.
         """
         key = next(self._ids)
 
         async def tracked() -> None:
-            with self._lock:
-                if self._waiting.pop(request_id, None) is None:
-                    return  # withdrawn
+            with self.waiting.lock:
+                if not self.waiting.begins(request_id):
+                    return
                 self.running[key] = running = Running(request_id, name, time.monotonic(), asyncio.current_task())
             if self._record is not None:
                 self._record.begun(name, running.since)
@@ -217,23 +218,9 @@ class EngineLoop:
                 del self.running[key]
 
         loop = self._ensure()
-        with self._lock:
-            self._waiting[request_id] = withdrawn
+        with self.waiting.lock:
+            self.waiting.add(request_id, withdrawn)
         asyncio.run_coroutine_threadsafe(tracked(), loop)
-
-    def withdraw(self, request_id: object) -> bool:
-        """Take back a call that has not begun; False when it has begun, ended or never was."""
-        with self._lock:
-            withdrawn = self._waiting.pop(request_id, None)
-        if withdrawn is None:
-            return False
-        withdrawn()
-        return True
-
-    def is_waiting(self, request_id: object) -> bool:
-        """Whether a call was submitted and has not begun."""
-        with self._lock:  # held while a call goes from waiting to running
-            return request_id in self._waiting
 
     @property
     def occupant(self) -> Running | None:
@@ -251,8 +238,8 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End the loop; what is in flight is cancelled, and what has not begun is dropped."""
-        with self._lock:
-            self._waiting.clear()
+        self.waiting.drop_all()
+        with self.waiting.lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
@@ -263,7 +250,7 @@ class EngineLoop:
             self.thread.join(2 * _LAST_TASKS_S)
 
     def _ensure(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
+        with self.waiting.lock:
             if self._loop is None:
                 try:
                     self._loop, self.thread = start_loop(self._name)

@@ -23,8 +23,8 @@ class CommandEngine:
     The child may bind the worker's leased ports. It finds them in HELMSMAN_PORTS, 'port,port'.
 
     Args:
-        command: module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ... are replaced by the leased
-            ports, ``{port}`` by the first of them.
+        command: module name and arguments, quoted as for a shell. ``{port0}``, ``{port1}``, ... stand for the leased ports,
+            ``{port}`` for the first of them.
         ports: the ports that are leased to the worker.
     Raises: ValueError for a command that makes no sense; RuntimeError when the child fails at once.
     """

@@ -34,17 +34,16 @@ def pidfd_of_this_process() -> Iterator[int]:
 def watch_driver(driver: int, run_id: str, folder: str = "", channel: int | None = None) -> int:
     """Mark this process, the forkserver, as one of the run, and fork a watcher of it and of its driver.
 
-    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks workers must have one thread. It
-    is to be called before the first import that may take long.
+    A thread cannot watch: an import may hold the interpreter's lock, and a process that forks workers must have one thread.
 
     Args:
         driver: the driver's pidfd.
+        run_id: of the run.
         folder: a folder of the run without sub-folders, which is removed with it; '' for none.
         channel: a socket to the driver. If given, the run ends when the driver closes it, and goes on if the forkserver exits;
             else the run ends with the forkserver.
 
-    Returns:
-        The watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
+    Returns: the watcher's pid; 0 where the system has no pidfds, and therefore no watcher.
     """
     bear_mark(Mark(run_id, 0))
     if driver == NO_PIDFD:

@@ -53,6 +53,19 @@ def extend_search_path(folders: Iterable[str]) -> None:
     sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
+def redirect_output(log: int) -> int:
+    """Append the output of this process to an open file, whose descriptor is closed; returns how many bytes it had."""
+    log_start = os.fstat(log).st_size
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    return log_start
+
+
 def follow_thread_count() -> None:
     """Let torch and numpy, where they are loaded, use as many threads as OMP_NUM_THREADS says: they have read it long before.
 

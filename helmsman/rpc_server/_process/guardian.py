@@ -251,7 +251,7 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
     """
     deadline = time.monotonic() + limit_s
     while True:
-        status = _status_of_zombie(pid)
+        status = status_of_zombie(pid)
         if status is not None:
             return status
         info = bytearray(64)
@@ -269,7 +269,8 @@ def exit_status_of(pid: int, pidfd: int, limit_s: float = 0.5) -> int | None:
         time.sleep(0.002)
 
 
-def _status_of_zombie(pid: int) -> int | None:
+def status_of_zombie(pid: int) -> int | None:
+    """The wait status of a process that has ended and was not reaped; None for any other."""
     fields = stat_fields(pid)
     return int(fields[49]) if fields[:1] == [b"Z"] else None
 

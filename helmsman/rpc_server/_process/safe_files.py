@@ -29,11 +29,7 @@ _MOST_LINKS = 40
 
 @contextlib.contextmanager
 def open_directory(path: str | Path, *, create: bool = False) -> Iterator[int]:
-    """A descriptor of a directory that the user has named, to open files in it.
-
-    Args:
-        path: relative to the working directory, or absolute.
-        create: make the directories that are missing, with mode 0700.
+    """A descriptor of a directory that the user has named; ``create`` makes what is missing, with mode 0700.
 
     Raises: UntrustedPathError, OSError.
     """
@@ -101,13 +97,12 @@ def _open_same(name: str, folder: int, whole: str, entry: os.stat_result, flags:
 
 @contextlib.contextmanager
 def private_directory(base: str | Path, *names: str, create: bool = True) -> Iterator[int]:
-    """A descriptor of a directory of Helmsman's own: real, of this user, with mode 0700. It can be listed.
+    """A descriptor, which can be listed, of a directory of Helmsman's own: real, of this user, with mode 0700.
 
-    A directory of this user that others may read is closed to them; one where others may write is refused, since they may
-    have put files there.
+    A directory of this user that others may read is closed to them. One where they may write is refused.
 
     Args:
-        base: a directory that the user has named, such as the one for temporary files.
+        base: a directory that the user has named.
         names: the directory below it; each component must be private.
         create: make the directories that are missing.
 
@@ -130,9 +125,7 @@ def private_directory(base: str | Path, *names: str, create: bool = True) -> Ite
 
 @contextlib.contextmanager
 def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
-    """A descriptor of a run's log directory, which is made where it is missing.
-
-    One that bears the id of the run is Helmsman's own and must be private; any other was named by the user.
+    """A descriptor of a run's log directory, made if missing. One named after the run is Helmsman's own and must be private.
 
     Raises: UntrustedPathError, OSError.
     """
@@ -143,10 +136,7 @@ def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
 
 
 def open_log(path: str | Path, run_id: str) -> int:
-    """A descriptor by which a log file is appended to; the file has mode 0600 where it is new.
-
-    Raises: UntrustedPathError, OSError.
-    """
+    """A descriptor for appending to a log file; a new one has mode 0600. Raises UntrustedPathError, OSError."""
     whole = os.path.abspath(path)
     directory, name = os.path.split(whole)
     flags = os.O_WRONLY | os.O_APPEND | _FILE
@@ -171,10 +161,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_own(name: str, folder: int, whole: str) -> tuple[bytes, int]:
-    """(content, descriptor) of a file of this user in a directory that is open; the caller closes the descriptor.
-
-    Raises: UntrustedPathError, OSError.
-    """
+    """(content, descriptor to be closed) of a file of this user in an open directory. Raises UntrustedPathError, OSError."""
     fd = _open_file(name, folder, whole, os.O_RDONLY | _FILE)
     entry = os.fstat(fd)
     if entry.st_uid != os.geteuid():

@@ -56,6 +56,30 @@ def through_client(command: Sequence[str], workers: Path) -> list[str] | None:
     return changed if changed != list(command) else None
 
 
+class _OutsideHelmsman:
+    """A setting that is false in threads of Helmsman's."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def __bool__(self) -> bool:
+        return self._value and not threading.current_thread().name.startswith("helmsman-")
+
+
+def forbid_auto_start() -> None:
+    """Keep Ray from starting a cluster of its own accord in a thread of Helmsman's.
+
+    Many of Ray's calls start one where the process is connected to none. In such a thread, that is a call that came late, when
+    its cluster had been ended. The new cluster would end with the thread, and the next scheduler would join it before that.
+    """
+    from ray._private import auto_init_hook
+
+    hook: Any = auto_init_hook
+    setting = getattr(hook, "enable_auto_connect", None)
+    if isinstance(setting, bool):
+        hook.enable_auto_connect = _OutsideHelmsman(setting)
+
+
 def only_core_processes() -> contextlib.AbstractContextManager[None]:
     """A cluster that this thread starts within the block has no autoscaler, log monitor and API server.
 

@@ -57,19 +57,16 @@ class RefusalLog:
         """Count a refused connection; ``what`` is the predicate of a sentence whose subject is a process on ``host``."""
         if self._timer is None:
             self._report(f"a process on {host} {what}")
-            self._start_interval()
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
         else:
             self._counts[what] += 1
             self._latest = host
-
-    def _start_interval(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
 
     def _end_interval(self) -> None:
         self._timer = None
         if self._counts:
             self._flush()
-            self._start_interval()
+            self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._end_interval)
 
     def _flush(self) -> None:
         kinds = "; ".join(f"{count} x '{what}'" for what, count in self._counts.most_common())

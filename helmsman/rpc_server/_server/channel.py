@@ -117,17 +117,34 @@ class _Peer:
         self.receiving = threading.Lock()
         """Held while a message is taken, so that no message is taken from two connections."""
         self._sending = threading.Lock()
+        self._claiming = threading.Lock()
+        self._attempt = -1
+        """The latest attempt to connect."""
         self._connection: Connection | None = None
 
     def uses(self, connection: Connection) -> bool:
         """Whether no other connection has replaced this one."""
         return self._connection is connection
 
-    def replace(self, connection: Connection, num_received: int) -> None:
-        """Go on with a new connection, whose other end has received so many messages. Raises OSError, ProtocolError."""
+    def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
+        """Go on with a new connection, unless a later attempt of the controller's has come before it, or comes meanwhile.
+
+        Args:
+            connection: the new one.
+            attempt: its number.
+            num_received: messages that its other end has received.
+
+        Raises: EOFError for one that is too late, OSError, ProtocolError.
+        """
+        with self._claiming:
+            if attempt <= self._attempt:
+                raise EOFError
+            self._attempt = attempt  # before the locks below, for which an earlier attempt may be waiting
         if self._connection is not None:
             self._connection.abort()
         with self.receiving, self._sending:
+            if attempt != self._attempt:
+                raise EOFError
             unconfirmed = self.session.resume(num_received)
             self._connection = connection
             connection.send(WELCOME.pack(self.session.num_received))
@@ -185,14 +202,12 @@ class ChannelServer(AuthenticatedServer):
             hello = connection.receive()
             if len(hello) != HELLO.size:
                 raise ProtocolError(f"{len(hello)} bytes came as the first message, expected {HELLO.size}")
-            token, num_received = HELLO.unpack(hello)
-            if num_received < 0:
-                self._peers[token], num_received = _Peer(), 0
-            peer = self._peers.get(token)
+            token, attempt, num_received = HELLO.unpack(hello)
+            peer = self._peers.setdefault(token, _Peer()) if attempt == 0 else self._peers.get(token)
             if peer is None:
                 connection.send(WELCOME.pack(-1))
                 return
-            peer.replace(connection, num_received)
+            peer.replace(connection, attempt, num_received)
             while self._serve_request(peer, connection):
                 pass
         except (EOFError, OSError):

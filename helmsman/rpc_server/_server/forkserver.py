@@ -5,7 +5,7 @@ is also the guarantee that nothing survives the driver: when its connection to t
 it ends all workers with their families, removes the run's folder and exits. Where it cannot, its watcher does so
 (driver_watch.py).
 
-    driver <--- Unix socket pair: Spawn, Kill -> / <- Spawned, Exited ---> forkserver --- fork ---> workers
+    driver <--- Unix socket pair: Spawn, Kill -> / <- Spawned, Exited, ... ---> forkserver --- fork ---> workers
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
-from helmsman.rpc_server._process.environment import extend_search_path
+from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._server.local_server import listen, serve_worker
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -50,7 +50,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):
-    """End a worker's process at once; its Exited follows."""
+    """End a worker's process at once; its Exited and FamilyEnded follow."""
 
     pid: int
 
@@ -72,18 +72,24 @@ class NotSpawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process has ended, and its family with it."""
+    """A worker's process has ended; its family is ended next."""
 
     pid: int
     status: int
     """As waitpid gives it."""
+
+
+class FamilyEnded(msgspec.Struct, frozen=True, tag=True):
+    """The family of a worker that has exited was ended."""
+
+    pid: int
     survivors: list[int]
-    """Pids of its family that could not be ended."""
+    """Pids of the family that could not be ended."""
 
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Spawn | Kill).decode
-decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited).decode
+decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnded).decode
 
 
 class _ForkServer:
@@ -157,19 +163,17 @@ class _ForkServer:
         self._tell(Spawned(order.socket_path, pid))
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            tag = self._workers.pop(pid, None)
-            if tag is not None:  # otherwise an orphan of a worker, adopted by us
-                survivors = guardian.end_family(pid, tag)
-                self._tell(Exited(pid, status, sorted(survivors)))
+        families: dict[int, str] = {}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self._workers:  # otherwise an orphan of a worker, adopted by us
+                    families[pid] = self._workers.pop(pid)
+                    self._tell(Exited(pid, status))
+        for pid, tag in families.items():  # afterwards, as each may take seconds
+            self._tell(FamilyEnded(pid, sorted(guardian.end_family(pid, tag))))
 
-    def _tell(self, event: Spawned | NotSpawned | Exited) -> None:
+    def _tell(self, event: Spawned | NotSpawned | Exited | FamilyEnded) -> None:
         message = encode_message(event)
         self._channel.sendall(pack_length(len(message)) + message)
 
@@ -228,7 +232,7 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if os.getppid() != parent:
             os._exit(1)  # the forkserver died before the line above
-        _redirect_output(log)
+        redirect_output(log)
         os.environ.clear()
         os.environ.update(order.env)
         os.environ[guardian.TAG_VARIABLE] = worker_tag(order.identity)
@@ -243,17 +247,6 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _redirect_output(log: int) -> None:
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    devnull = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(devnull, 0)
-    os.close(devnull)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def main(watcher: int, argv: list[str]) -> None:

@@ -40,16 +40,7 @@ class _Observer(AuthenticatedServer):
 
 
 async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, tls: bool) -> bytes:
-    """Ask a worker's observer for an observation.
-
-    Args:
-        address: numeric host and port.
-        key: the run's key.
-        limit_s: for all of it.
-        tls: whether the observer uses TLS.
-
-    Returns:
-        The observation, for ``pulse.read``.
+    """Ask the observer at a numeric host and port for an observation, for ``pulse.read``, within ``limit_s`` seconds.
 
     Raises: OSError, EOFError, TimeoutError, ProtocolError.
     """
@@ -62,17 +53,7 @@ async def ask_observer(address: tuple[str, int], key: bytes, limit_s: float, *, 
 
 
 def start_observer(listener: socket.socket, key: bytes, pulse: Pulse, *, tls: bool) -> None:
-    """Start an observer of this process.
-
-    Args:
-        listener: at which it answers; the caller closes its own copy.
-        key: the run's key.
-        pulse: this process's.
-        tls: whether it uses TLS.
-
-    Raises:
-        OSError: No process can be started.
-    """
+    """Start an observer of this process, which answers at ``listener``; the caller closes its own copy. Raises OSError."""
     arguments = [str(listener.fileno()), str(pulse.fd), str(os.getpid()), "tls" if tls else "plain"]
     process = subprocess.Popen(
         [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],

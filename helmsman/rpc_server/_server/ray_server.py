@@ -7,7 +7,6 @@ import faulthandler
 import itertools
 import os
 import secrets
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.threads import share_interpreter
 from helmsman.rpc_server._process import guardian
-from helmsman.rpc_server._process.environment import extend_search_path
+from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
 from helmsman.rpc_server._process.oom import OomCount, oom_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._process.safe_files import open_log
@@ -206,7 +205,7 @@ class RayRPCServer:
         """
         log = open_log(identity.log_path, identity.run_id)
         print(f"helmsman: the output of {identity.worker_id} goes to {identity.log_path}", flush=True)
-        log_start = _redirect_output(log)
+        log_start = redirect_output(log)
         faulthandler.enable(all_threads=False)  # the thread that crashed; all would push it out of the log's tail
         share_interpreter()
         # Unique per process: the guardian must not take a successor of the same name for the family of this one.
@@ -313,16 +312,3 @@ class RayRPCServer:
         if not ok:
             raise decode(payload)
         return decode(payload)
-
-
-def _redirect_output(log: int) -> int:
-    """Append the output of this process to an open file; returns how many bytes it had."""
-    log_start = os.fstat(log).st_size
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    return log_start

@@ -77,7 +77,7 @@ async def authenticate_listener(stream: Stream, key: bytes, *, tls: bool, limit_
     Args:
         stream: closed when this fails.
         key: the run's key.
-        tls: whether this end uses TLS; the listener must do the same.
+        tls: whether both ends use TLS.
         limit_s: for the whole handshake.
         where: the listener's address, for messages.
 

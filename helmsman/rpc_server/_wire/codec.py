@@ -144,6 +144,11 @@ def decode(
         ) from exc
 
 
+def is_plain(payload: Payload) -> bool:
+    """Whether a payload is small and names no class or function, so that unpacking it runs no code of others."""
+    return len(payload.data) < 4096 and not payload.buffers and pickle.STACK_GLOBAL not in payload.data
+
+
 def _is_plain(obj: Any, depth: int) -> bool:
     """Whether the value is small and of built-in types alone, so that the C pickler serves it without our hooks."""
     kind = type(obj)

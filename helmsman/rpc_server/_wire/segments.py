@@ -1,34 +1,22 @@
 """Large buffers between processes of one machine: packed into memory that the receiver maps.
 
-A segment is a sealed memfd. It has no name in any file system, so nothing is left behind however its owner dies, and the
-kernel frees it with the last descriptor and mapping. The receiver opens it through ``/proc`` and maps it privately: what
-arrives is not copied, can be written to (pages are copied on write), and stays valid when the sender is gone. Its seals
-promise that nobody cuts a segment off below a receiver, and that nobody but its owner can write to it.
+A segment is a sealed memfd: the kernel frees it with the last descriptor and mapping, however its owner dies. The receiver
+opens it through ``/proc`` and maps it privately, so both share a PID namespace and a user. The sender keeps it open until the
+receiver has attached.
 
-    sender                                            receiver
-    segment = pack(buffers)
-    send segment.location ──────────────────────────> views = attach(location)
-    segment.close()  <───────── a confirmation
+Fresh pages cost several times what copying into used ones does, so a closed segment is kept for a while and used again, once no
+other process has it mapped: the kernel grants a write lease on a file only then. The content has a number, which changes when
+the segment is closed, so a receiver that is too late finds another number instead of other data.
 
-The sender must keep the segment open until the receiver has attached; sooner, and the receiver gets a ProtocolError.
-
-Fresh pages cost several times what copying into used ones does, so a closed segment is kept for a while and used again, once
-nobody has it mapped any more. The kernel knows: a write lease on a file is granted only while nobody else has it open, and a
-mapping counts as such, whoever holds it, also in a process that was killed. What is in a segment has a number, which is
-changed when it is closed, so before the lease is asked for: a receiver who comes too late finds another number and not other
-data.
-
-Limits: descriptors are close-on-exec, but a child made by a bare ``fork`` keeps its copies (and their memory) until it ends.
-What is left of one segment keeps the mapping of the whole segment. Both processes must see each other in ``/proc``, so they
-share a PID namespace and a user.
+A child made by a bare ``fork`` keeps its copies of the descriptors, and their memory, until it ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import functools
+import io
 import mmap
 import os
 import pickle
@@ -45,7 +33,7 @@ import msgspec
 
 from helmsman.api.closing import Closing
 from helmsman.api.errors import ProtocolError
-from helmsman.rpc_server._wire.memory import Span, address_of, advise, copy, libc, map_memory
+from helmsman.rpc_server._wire.memory import Span, address_of, copy, libc, map_memory, populate
 
 HAS_SEGMENTS = sys.platform == "linux" and hasattr(os, "memfd_create")
 """Whether this machine has segments."""
@@ -54,14 +42,11 @@ _ALIGNMENT = 64
 _HEADER_BYTES = _ALIGNMENT
 """Before the first buffer: the number of what is in the segment, as 8 bytes."""
 _NAME = "helmsman-"
-_MAX_VECTORS = 1024  # IOV_MAX of Linux
 _SMALLEST = 1 << 17
-_POPULATED_FROM = 1 << 18
 _SPARE_S = 60.0
 """How long a closed segment is kept for the next."""
 _MOST_SPARES = 32
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in the fcntl module
-_MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 
 
 class SegmentLocation(msgspec.Struct, frozen=True):
@@ -120,7 +105,7 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
         end += -(-each // _ALIGNMENT) * _ALIGNMENT
     memory = spares.take(end)
     if memory is None:
-        memory = _Memory.holding(views, end)
+        memory = _Memory.holding(views, offsets, end)
     else:
         try:
             memory.fill(views, offsets, end)
@@ -133,8 +118,8 @@ def pack(buffers: Sequence[Any]) -> ShmSegment:
     return ShmSegment(location, memory)
 
 
-def attach(location: SegmentLocation) -> list[memoryview]:
-    """Map a segment of another process privately.
+def attach(location: SegmentLocation, *, populated: bool = True) -> list[memoryview]:
+    """Map a segment of another process privately, with its pages where ``populated``.
 
     Returns:
         Its buffers, aligned to 64 bytes. They can be written to, which nobody else sees, and keep the mapping alive. The first
@@ -158,10 +143,9 @@ def attach(location: SegmentLocation) -> list[memoryview]:
     address = ctypes.addressof(array)
     if ctypes.c_uint64.from_address(address).value != location.number:
         raise _lost(location, "its owner has let go of it")
-    if location.size >= _POPULATED_FROM:
-        # A third of what the faults of a reader would cost. An older kernel refuses, which does not matter.
-        advise(address, location.size, _MADV_POPULATE_READ)
     whole = pickle.PickleBuffer(array).raw()
+    if populated:
+        populate([whole])
     return [whole[offset : offset + size] for offset, size in zip(location.offsets, location.sizes, strict=True)]
 
 
@@ -186,45 +170,38 @@ class _Memory:
     Use ``holding``.
     """
 
-    def __init__(self, name: str, fd: int, array: ctypes.Array[ctypes.c_char] | None, allocated: int) -> None:
+    def __init__(self, name: str, file: io.FileIO, array: ctypes.Array[ctypes.c_char] | None, allocated: int) -> None:
         self.name = name
-        self.fd = fd
+        self.fd = file.fileno()
         self.number = 0
         self.idle_since = 0.0
         self._pid = os.getpid()
-        # A file object and not the bare number: it is closed once at most, and a forgotten one shows as a ResourceWarning.
-        self._file = open(fd, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = file
         self._array = array
         self._allocated = allocated
 
     @classmethod
-    def holding(cls, views: Sequence[memoryview], end: int) -> _Memory:
+    def holding(cls, views: Sequence[memoryview], offsets: Sequence[int], end: int) -> _Memory:
         """New memory with these buffers in it. Raises OSError."""
         name = _NAME + secrets.token_hex(8)
-        made = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = _opened_again(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), os.O_RDWR)
+        fd = file.fileno()
         try:
-            # Opened once more, since the kernel counts as writers, for leases, only files that were opened.
-            fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            os.close(made)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, fd)
             # Written and not copied to the mapping: a page is allocated and filled at once, without a fault and without being
             # zeroed before.
-            padding = bytes(_ALIGNMENT)
-            vectors = [memoryview(bytes(_HEADER_BYTES))]
-            for view in views:
-                vectors.append(view)
-                if view.nbytes % _ALIGNMENT:
-                    vectors.append(memoryview(padding)[: -view.nbytes % _ALIGNMENT])
-            _write_all(fd, vectors)
+            for view, offset in zip(views, offsets, strict=True):
+                written = 0
+                while written < view.nbytes:  # Linux writes at most 2 GiB at once
+                    written += os.pwrite(fd, view[written:], offset + written)
             # Room for what may come next; it takes no memory until it is written to.
             capacity = max(_SMALLEST, 1 << (end - 1).bit_length())
             os.ftruncate(fd, capacity)
             array = _sealed_mapping(fd, capacity)
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # what a broken lease would send is ignored then, and not deadly
-            undo.pop_all()
-        return cls(name, fd, array, end)
+        except BaseException:
+            file.close()
+            raise
+        return cls(name, file, array, end)
 
     @property
     def capacity(self) -> int:
@@ -315,24 +292,21 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def _leases_tell() -> bool:
     """Whether this kernel refuses a lease on what somebody has mapped; one that does not would let data change below him."""
-    made = os.memfd_create(_NAME + "lease", os.MFD_CLOEXEC)
+    with _opened_again(os.memfd_create(_NAME + "lease", os.MFD_CLOEXEC), os.O_RDWR) as file:
+        os.ftruncate(file.fileno(), mmap.PAGESIZE)
+        with _opened_again(os.dup(file.fileno()), os.O_RDONLY) as again:
+            reader = map_memory(again.fileno(), mmap.PAGESIZE, mmap.MAP_PRIVATE)
+        refused = not _nobody_else_has_it_open(file.fileno())
+        del reader
+        return refused and _nobody_else_has_it_open(file.fileno())
+
+
+def _opened_again(fd: int, flags: int) -> io.FileIO:
+    """The file of a descriptor, which is closed, opened once more: for leases the kernel counts only files that were opened."""
     try:
-        fd = os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.ftruncate(fd, mmap.PAGESIZE)
-            os.close(made)
-            made = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            reader = map_memory(made, mmap.PAGESIZE, mmap.MAP_PRIVATE)
-            os.close(made)
-            made = -1
-            refused = not _nobody_else_has_it_open(fd)
-            del reader
-            return refused and _nobody_else_has_it_open(fd)
-        finally:
-            os.close(fd)
+        return io.FileIO(os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC), "r" if flags == os.O_RDONLY else "r+")
     finally:
-        if made >= 0:
-            os.close(made)
+        os.close(fd)
 
 
 def _nobody_else_has_it_open(fd: int) -> bool:
@@ -364,17 +338,6 @@ def _sealed_mapping(fd: int, size: int) -> ctypes.Array[ctypes.c_char] | None:
 def _seals(*names: str) -> int:
     # By name: the module has them on Linux alone, and this one must import everywhere.
     return sum(getattr(fcntl, name) for name in names)
-
-
-def _write_all(fd: int, vectors: list[memoryview]) -> None:
-    first = 0
-    while first < len(vectors):
-        written = os.writev(fd, vectors[first : first + _MAX_VECTORS])
-        while first < len(vectors) and written >= vectors[first].nbytes:
-            written -= vectors[first].nbytes
-            first += 1
-        if written:  # Linux writes at most 2 GiB at once
-            vectors[first] = vectors[first][written:]
 
 
 def _lost(location: SegmentLocation, reason: str) -> ProtocolError:

@@ -18,7 +18,7 @@ _BACKLOG_FULL_PAUSE_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
 """Longest path in a socket address on every system (104 bytes with the final zero on macOS, 108 on Linux)."""
 
-_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+_TCP_OPTIONS = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 120_000}
 
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Raised by a non-blocking socket, plain or TLS, that has to wait for its peer."""
@@ -37,7 +37,10 @@ class Stream:
         self.is_open = True
         self._received = bytearray()
         self._unsent = bytearray()
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._sent = asyncio.Event()
+        """Set when everything is sent, and when the stream is closed."""
+        self._waiting: asyncio.Future[None] | None = None
+        """Of the reader."""
 
     async def read(self, size: int) -> bytes:
         """Read exactly ``size`` bytes. A cancelled call loses none. Raises EOFError, OSError."""
@@ -62,6 +65,7 @@ class Stream:
         had_unsent = bool(self._unsent)
         self._unsent += data
         if not had_unsent:
+            self._sent.clear()
             self._send()
             if self._unsent and self.is_open:
                 asyncio.get_running_loop().add_writer(self.socket, self._send)
@@ -76,13 +80,12 @@ class Stream:
             self.close()
             return
         asyncio.get_running_loop().remove_writer(self.socket)
-        self._settle_all()
+        self._sent.set()
 
     async def drain(self) -> None:
         """Wait until everything is sent, or the stream is closed."""
-        while self._unsent and self.is_open:
-            with self._waiter() as sent:
-                await sent
+        if self._unsent:
+            await self._sent.wait()
 
     async def start_tls(self, context: ssl.SSLContext, *, server_side: bool) -> None:
         """Do a TLS handshake on a connection with nothing to send. Raises OSError, of which ssl.SSLError is one."""
@@ -116,7 +119,9 @@ class Stream:
             loop.remove_reader(self.socket)
             loop.remove_writer(self.socket)
         self.socket.close()
-        self._settle_all()
+        self._sent.set()
+        if self._waiting is not None:
+            _settle(self._waiting)
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -125,28 +130,14 @@ class Stream:
     async def _ready(self, *, for_writing: bool) -> None:
         loop = asyncio.get_running_loop()
         add, remove = (loop.add_writer, loop.remove_writer) if for_writing else (loop.add_reader, loop.remove_reader)
-        with self._waiter() as ready:
-            add(self.socket, _settle, ready)
-            try:
-                await ready
-            finally:
-                if self.is_open:
-                    remove(self.socket)
-        self._require_open()
-
-    @contextlib.contextmanager
-    def _waiter(self) -> Iterator[asyncio.Future[None]]:
-        """A future that close() settles as well."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
+        ready = self._waiting = loop.create_future()
+        add(self.socket, _settle, ready)
         try:
-            yield future
+            await ready
         finally:
-            self._waiting.discard(future)
-
-    def _settle_all(self) -> None:
-        for future in self._waiting:
-            _settle(future)
+            if self.is_open:
+                remove(self.socket)
+        self._require_open()
 
 
 def _settle(future: asyncio.Future[None]) -> None:
@@ -155,10 +146,7 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 async def open_unix(path: str, limit_s: float) -> Stream:
-    """Connect to a Unix socket within ``limit_s`` seconds; a path that begins with a null byte is in the abstract namespace.
-
-    Raises: OSError.
-    """
+    """Connect to a Unix socket within ``limit_s`` seconds; abstract paths begin with a null byte. Raises OSError."""
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         raw.setblocking(False)
@@ -179,10 +167,10 @@ async def open_unix(path: str, limit_s: float) -> Stream:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Send small messages at once, and find out within two minutes that an idle connection is lost."""
+    """Send small messages at once, and detect within two minutes that a connection is lost, whether idle or not."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
+    for name, value in _TCP_OPTIONS.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -13,13 +13,13 @@ or between machines) everything goes inside the message, at the price of copies.
 A connection begins with a resumption of its session. Each message then arrives once and in order, also after a reconnection:
 
     connector                                           listener
-    token, number of messages received  ------->                     -1 for the number opens a new session
+    token, attempt, messages received   ------->                     attempt 0 opens a new session
                                         <-------   number of messages received, or -1 where the token is not known
     messages that the other end lacks   <------>   messages that the other end lacks
     then each message: length, number of messages received, body
 
 Both ends keep each message until the other end has confirmed it. Every message confirms all that were received before it; one
-without a body does nothing else and is not counted.
+without a body does nothing else and is not counted. An attempt that arrives after a later one is refused.
 """
 
 from __future__ import annotations
@@ -99,15 +99,19 @@ def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool =
     return WirePayload(data, inline, is_inline, handles, segment.location if segment else None), segment
 
 
-def from_wire(wire: WirePayload) -> Payload:
+def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
     """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the receiver alone.
+
+    Args:
+        wire: as it was received.
+        populated: whether the pages of a segment are mapped now, or by the caller (``memory.populate``).
 
     Raises:
         ProtocolError: the segment is gone, or is not what the message says.
     """
     if not wire.is_inline and wire.segment is None and not wire.inline and wire.data:
         return Payload(wire.data, [], pickle.loads(wire.handles) if wire.handles else [])
-    shared = attach(wire.segment) if wire.segment else []
+    shared = attach(wire.segment, populated=populated) if wire.segment else []
     if len(wire.inline) + len(shared) != len(wire.is_inline) + (not wire.data):
         raise ProtocolError(
             f"a payload of {len(wire.is_inline)} buffers came with {len(wire.inline)} inside the message and {len(shared)} "
@@ -248,12 +252,12 @@ class Outgoing:
             raise ProtocolError(f"the request {name!r} cannot be encoded: {error}. Nothing was sent.") from error
 
 
-HELLO = struct.Struct("!16sq")
-"""First message of a connector: the session's token, and how many messages it has received; -1 for a new session."""
+HELLO = struct.Struct("!16sqq")
+"""First message of a connector: the session's token, the number of the attempt, and how many messages it has received."""
 WELCOME = struct.Struct("!q")
 """The answer: how many messages the listener has received; -1 where it does not know the session."""
 
-_LENGTH_AND_COUNT = struct.Struct("!iq")
+_COUNTED = struct.Struct("!iq")
 _COUNT = struct.Struct("!q")
 _CONFIRM_EACH = 64
 
@@ -271,6 +275,13 @@ class Session:
         self._num_confirmed = 0
         self._kept: collections.deque[tuple[bytes, ShmSegment | None]] = collections.deque()
         """Messages that are not confirmed, and the segment that belongs to each."""
+        self._num_bytes = self._num_confirmed_bytes = 0
+        """Two counts, since ``keep`` and ``take`` may run on different threads."""
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Size of the messages that are not confirmed, with their segments."""
+        return self._num_bytes - self._num_confirmed_bytes
 
     def keep(self, body: bytes, segment: ShmSegment | None = None) -> bytes:
         """Keep a message, and its segment open, until it is confirmed; returns the bytes to write.
@@ -283,8 +294,9 @@ class Session:
                 segment.close()
             require_size(size)
         self._kept.append((body, segment))
+        self._num_bytes += size if segment is None else size + segment.nbytes
         self._num_told = self.num_received
-        return _LENGTH_AND_COUNT.pack(size, self._num_told) + body
+        return _COUNTED.pack(size, self._num_told) + body
 
     def take(self, message: bytes) -> memoryview:
         """The body of a message from the peer, without its length; empty for a mere confirmation. Raises ProtocolError."""
@@ -296,12 +308,7 @@ class Session:
         return memoryview(message)[_COUNT.size :]
 
     def taken(self, num_bytes: int, wire: WirePayload | None) -> bool:
-        """Count a message that was taken; returns whether a confirmation is due, which no other message carries in time.
-
-        Args:
-            num_bytes: size of the message, which the peer keeps until it is confirmed.
-            wire: its payload, for the segment of which the same holds.
-        """
+        """Count a message of this size and payload; returns whether a confirmation is due, which no other message carries."""
         self.num_received += 1
         if num_bytes >= INLINE_BYTES or (wire is not None and wire.segment is not None):
             return True
@@ -310,7 +317,7 @@ class Session:
     def confirmation(self) -> bytes:
         """The bytes of a message that only confirms."""
         self._num_told = self.num_received
-        return _LENGTH_AND_COUNT.pack(_COUNT.size, self._num_told)
+        return _COUNTED.pack(_COUNT.size, self._num_told)
 
     def resume(self, num_received: int) -> list[bytes]:
         """The bytes that a new connection begins with, at the other end of which so many messages were received.
@@ -318,7 +325,7 @@ class Session:
         Raises: ProtocolError where that cannot be.
         """
         self._confirm(num_received)
-        return [_LENGTH_AND_COUNT.pack(len(body) + _COUNT.size, self.num_received) + body for body, _ in self._kept]
+        return [_COUNTED.pack(len(body) + _COUNT.size, self.num_received) + body for body, _ in self._kept]
 
     def close(self) -> None:
         """Forget all messages."""
@@ -332,7 +339,9 @@ class Session:
                 f"{self._num_confirmed + len(self._kept)}"
             )
         for _ in range(num_new):
-            _, segment = self._kept.popleft()
+            body, segment = self._kept.popleft()
+            self._num_confirmed_bytes += len(body) + _COUNT.size
             if segment is not None:
+                self._num_confirmed_bytes += segment.nbytes
                 segment.close()
         self._num_confirmed = num_received

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import signal
@@ -45,6 +46,21 @@ def test_an_interrupt_while_a_loop_is_woken_costs_nobody_what_is_posted_later() 
         asyncio.SelectorEventLoop.call_soon_threadsafe(loop, loop.stop)
         thread.join()
         loop.close()
+
+
+def test_mailbox_function_that_raises_does_not_cost_those_after_it() -> None:
+    loop = asyncio.new_event_loop()
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("of this function alone")
+
+    for function in (fail, functools.partial(ran.append, 1), functools.partial(ran.append, 2), loop.stop):
+        mailbox_of(loop).post(function)
+    loop.call_later(LIMIT_S, loop.stop)
+    loop.run_forever()
+    loop.close()
+    assert ran == [1, 2]
 
 
 def test_a_loop_that_was_used_is_let_go_of() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from helmsman.api.errors import WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult
-from helmsman.api.scheduler import Leaving, WorkerHealth
+from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._generation.request import RequestState
@@ -63,8 +63,8 @@ class Cluster:
         self.failed_engines = {}
         return True
 
-    async def ask(self) -> dict[str, Leaving]:
-        return {instance_id: Leaving(reason=reason) for instance_id, reason in self.leaving.items()}
+    async def ask(self) -> dict[str, PreemptionNotice]:
+        return {instance_id: PreemptionNotice(reason=reason) for instance_id, reason in self.leaving.items()}
 
 
 def _supervised(cluster: Cluster, policy: SupervisionPolicy = POLICY) -> tuple[GenerateScheduler, Supervisor]:

@@ -17,7 +17,7 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._placement.allocator import Allocator
-from helmsman.controller._placement.place import Place
+from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
@@ -38,9 +38,9 @@ class OneNode(Allocator):
 
     async def reserve(
         self, jobs: Sequence[Job], deadline: Deadline, resources: Mapping[str, contextlib.AsyncExitStack]
-    ) -> Mapping[str, Sequence[Place]]:
+    ) -> Mapping[str, Sequence[Placement]]:
         roles = self.plan(jobs).roles
-        return {role.role: [Place.planned(worker, role.accelerator) for worker in role.workers] for role in roles}
+        return {role.role: [Placement.planned(worker, role.accelerator) for worker in role.workers] for role in roles}
 
 
 class MinimalBackend(Backend):
@@ -87,7 +87,7 @@ def test_minimal_backend_starts_restarts_scales_and_calls(scheduler: BackendSche
     scheduler.remove_workers("a", ["a/1"])
     assert [status.worker_id for status in scheduler.status()] == ["a/0", "a/2", "b/0"]
     assert [reservation.node_id for reservation in scheduler.reserve(Job(role="held"))] == ["n"]
-    assert (scheduler.n_gpus_per_node, asyncio.run(scheduler.leaving())) == (0, {})
+    assert (scheduler.n_gpus_per_node, asyncio.run(scheduler.preemption_notices())) == (0, {})
 
 
 def test_minimal_backend_serves_controllers(scheduler: BackendScheduler) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
+from helmsman.api import errors
+from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.forkserver_client import ForkServer
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.rpc_server._process import guardian
+from tests.contract.engines import Counter
+from tests.contract.helpers import stop, wait_until
 
 
 async def test_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
@@ -15,3 +25,45 @@ async def test_start_that_fails_leaves_no_descriptor(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Not a directory"):
         await ForkServer.start("0123456789", tmp_path, Path("/dev/null/forkserver.log"), ())
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def _parent_of(pid: int) -> int:
+    return psutil.Process(pid).ppid()
+
+
+def test_cause_of_death_is_known_although_the_forkserver_reports_late(tmp_path: Path) -> None:
+    with LocalScheduler(log_dir=tmp_path, preload=()) as scheduler:
+        (worker,) = scheduler.create_workers(Job(role="a"))
+        asyncio.run(scheduler.create_engine(worker, Counter))
+        pid = scheduler.call_engine(worker, "pid")
+        forkserver = _parent_of(pid)
+        stop(forkserver)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(errors.WorkerFailedError, match="was ended by SIGKILL"):
+                scheduler.call_engine(worker, "add")
+        finally:
+            os.kill(forkserver, signal.SIGCONT)
+
+
+def test_families_of_a_lost_forkserver_are_ended_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take a second, in which the event loop serves other workers."""
+    together = threading.Barrier(2)
+    end_family = guardian.end_family
+
+    def end(pid: int, tag: str, *, limit_s: float) -> set[int]:
+        together.wait(30.0)
+        return end_family(pid, tag, limit_s=limit_s)
+
+    with LocalScheduler(log_dir=tmp_path, preload=()) as scheduler:
+        workers = scheduler.create_workers(Job(role="a", replicas=2))
+        pids = [int(status.pid or 0) for status in scheduler.status()]
+        monkeypatch.setattr(guardian, "end_family", end)
+        os.kill(_parent_of(pids[0]), signal.SIGKILL)
+        for worker in workers:
+            with pytest.raises(errors.WorkerFailedError, match="was ended by SIGKILL"):
+                asyncio.run(scheduler.create_engine(worker, Counter))
+        wait_until(lambda: together.n_waiting == 0, "both families are ended")
+        assert not together.broken
+        monkeypatch.undo()
+        assert scheduler.create_workers(Job(role="b")) == ["b/0"]

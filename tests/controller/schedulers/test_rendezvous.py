@@ -125,24 +125,16 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_a_listener_is_reached(listener: Listener, address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "proof", "outcome"),
+    [("127.0.0.1", b"proof", ""), ("::1", b"proof", ""), ("127.0.0.1", b"another", "something else answers there")],
+)
+def test_a_listener_is_reached_while_it_listens(listener: Listener, address: str, proof: bytes, outcome: str) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
-    assert reach(address, port, b"proof", 30.0) == ""
-
-
-def test_nobody_listens(listener: Listener) -> None:
-    port = free_port()
-    assert listener.listen(port, b"proof", 30.0) == ""
+    assert reach(address, port, proof, 30.0) == outcome
     assert listener.listen(None) == ""
-    assert reach("127.0.0.1", port, b"proof", 30.0) == "Connection refused"
-
-
-def test_somebody_else_listens(listener: Listener) -> None:
-    port = free_port()
-    assert listener.listen(port, b"another", 30.0) == ""
-    assert reach("127.0.0.1", port, b"the one", 30.0) == "something else answers there"
+    assert reach(address, port, proof, 30.0) == "Connection refused"
 
 
 def test_somebody_listens_and_says_nothing() -> None:

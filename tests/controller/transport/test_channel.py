@@ -1,21 +1,39 @@
-"""The controller's end of a channel, against a worker's end of a few bytes."""
+"""The controller's end of a channel, against a worker's end of a few bytes, and against a worker whose connection is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helmsman.api.errors import ProtocolError
-from helmsman.controller._transport.base import Ending, TransportLostError
-from helmsman.controller._transport.channel import Channel, ChannelTransport
+from helmsman.api.errors import ProtocolError, WorkerBacklogError
+from helmsman.api.scheduler import Timeouts
+from helmsman.controller._aio.event_loop import run_async
+from helmsman.controller._placement.placement import Placement
+from helmsman.controller._transport import channel as channel_module
+from helmsman.controller._transport import health as health_module
+from helmsman.controller._transport.base import TransportLostError
+from helmsman.controller._transport.channel import Channel
+from helmsman.controller._transport.client import WorkerClient
+from helmsman.controller._transport.health import ask_health
+from helmsman.rpc_server._process.pulse import find_page, observe
+from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.codec import Payload, ResultHandle, decode, encode
 from helmsman.rpc_server._wire.messages import Reply, Request, Verb
-from helmsman.rpc_server._wire.wire import WELCOME, Outgoing, ReplyFrame, Session, encode_frame, pack_length, to_wire
+from helmsman.rpc_server._wire.stream import Stream
+from helmsman.rpc_server._wire.wire import HELLO, WELCOME, Outgoing, ReplyFrame, Session, encode_frame, pack_length, to_wire
+from tests.contract.helpers import stop
+from tests.hostile.conftest import MakeWorker
+from tests.hostile.proxy import Proxy
+from tests.hostile.worker import TAG, Worker, request
 
-LIMIT_S = 5.0
+LIMIT_S = 30.0
 
 
 class Outcomes:
@@ -26,14 +44,19 @@ class Outcomes:
         self.first = asyncio.Event()
 
     def replied(self, reply: Reply, payload: Payload) -> None:
-        """As Awaited's."""
-        self.seen.append(payload)
-        self.first.set()
+        self.failed_or_replied(payload)
 
     def failed(self, error: Exception) -> None:
-        """As Awaited's."""
-        self.seen.append(error)
+        self.failed_or_replied(error)
+
+    def failed_or_replied(self, outcome: Payload | Exception) -> None:
+        self.seen.append(outcome)
         self.first.set()
+
+    async def one(self) -> Payload | Exception:
+        """Wait for the first outcome."""
+        await asyncio.wait_for(self.first.wait(), LIMIT_S)
+        return self.seen[0]
 
 
 class Unreachable:
@@ -43,38 +66,19 @@ class Unreachable:
         self.brought: list[int] = []
 
     async def bring(self, request_id: int, payload: Payload) -> None:
-        """As SidePath's."""
         self.brought.append(request_id)
 
     async def fetch(self, request_id: int) -> Payload:
-        """As SidePath's."""
         await asyncio.Event().wait()
         raise AssertionError
 
 
-class Unused:
-    """A worker process with which nothing is done."""
-
-    async def ending(self, lost_because: str) -> Ending:
-        """As WorkerProcess's."""
-        raise AssertionError
-
-    async def observe(self, limit_s: float) -> bytes:
-        """As WorkerProcess's."""
-        raise AssertionError
-
-    async def wait_ended(self, limit_s: float) -> None:
-        """As WorkerProcess's."""
-
-    async def kill(self) -> None:
-        """As WorkerProcess's."""
-
-
 class Ends:
-    """A channel and the socket of its worker."""
+    """A channel, its side path and the socket of its worker."""
 
-    def __init__(self, channel: Channel, worker: socket.socket) -> None:
+    def __init__(self, channel: Channel, side_path: Unreachable, worker: socket.socket) -> None:
         self.channel = channel
+        self.side_path = side_path
         self._worker = worker
         self._session = Session()
 
@@ -89,15 +93,21 @@ async def ends() -> AsyncIterator[Ends]:
     """A channel that is open."""
     ours, worker = socket.socketpair()
     worker.sendall(pack_length(WELCOME.size) + WELCOME.pack(0))
+    side_path, process = Unreachable(), Observed(None)
 
     async def connect() -> socket.socket:
         return ours
 
-    channel = Channel("a/0", connect, shares_memory=True, side_path=Unreachable())
+    channel = Channel("a/0", connect, process, shares_memory=True, side_path=side_path)
     await channel.open()
     with worker:
-        yield Ends(channel, worker)
+        yield Ends(channel, side_path, worker)
         channel.close()
+
+
+def asked(request_id: int) -> Outgoing:
+    """A small request."""
+    return Outgoing(Request(request_id, Verb.HEALTH), encode(()))
 
 
 def answer(request_id: int, value: object) -> ReplyFrame:
@@ -107,9 +117,9 @@ def answer(request_id: int, value: object) -> ReplyFrame:
 
 async def test_channel_closed_before_a_fetch_begins_fails_the_call(ends: Ends) -> None:
     outcomes = Outcomes()
-    ends.channel.write(1, b"request", outcomes)
+    ends.channel.post(asked(1), outcomes)
     ends.send(ReplyFrame(Reply(1, True)), after=pack_length(0))  # the reply, and nonsense for which the channel closes
-    await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
+    await outcomes.one()
     assert [type(each) for each in outcomes.seen] == [TransportLostError]
 
 
@@ -119,20 +129,176 @@ async def test_answer_that_cannot_be_taken_does_not_cost_the_next(ends: Ends) ->
             raise SystemExit(2)
 
     outcomes = Outcomes()
-    ends.channel.write(1, b"request", Leaving())
-    ends.channel.write(2, b"request", outcomes)
+    ends.channel.post(asked(1), Leaving())
+    ends.channel.post(asked(2), outcomes)
     ends.send(answer(1, "lost"), answer(2, "taken"))
-    await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
+    await outcomes.one()
     assert [decode(each) for each in outcomes.seen if isinstance(each, Payload)] == ["taken"]
 
 
 async def test_request_that_cannot_be_encoded_leaves_no_arguments_in_the_worker(ends: Ends) -> None:
-    side_path, outcomes = Unreachable(), Outcomes()
-    transport = ChannelTransport(ends.channel, Unused(), side_path)
+    outcomes = Outcomes()
     handle = ResultHandle(worker_id="a/0", id="kept", location="elsewhere", nbytes=1, summary="")
-    transport.post(Outgoing(Request(1, Verb.CALL, "engine", "\ud800"), encode(handle)), outcomes)
-    await asyncio.wait_for(outcomes.first.wait(), LIMIT_S)
-    (error,) = outcomes.seen
+    ends.channel.post(Outgoing(Request(1, Verb.CALL, "engine", "\ud800"), encode(handle)), outcomes)
+    error = await outcomes.one()
     assert isinstance(error, ProtocolError)
     assert "cannot be encoded" in str(error)
-    assert not side_path.brought
+    assert not ends.side_path.brought
+
+
+# --- connections that are lost ------------------------------------------------------------------------------------------
+
+
+class Observed:
+    """The process of a worker, of which only its pulse is of interest."""
+
+    def __init__(self, worker: Worker | None) -> None:
+        self.worker = worker
+
+    async def observe(self, limit_s: float) -> bytes:
+        assert self.worker is not None
+        page = find_page(self.worker.process.pid, TAG)
+        assert page is not None
+        return await asyncio.to_thread(observe, page, self.worker.process.pid)
+
+    async def ending(self, lost_because: str) -> Any:
+        raise AssertionError
+
+    async def wait_ended(self, limit_s: float) -> None:
+        raise AssertionError
+
+    async def kill(self) -> None:
+        raise AssertionError
+
+
+class Connections:
+    """Makes the connections of a channel, and counts them."""
+
+    def __init__(self, worker: Worker, port: int | None = None) -> None:
+        self.num_begun = self.num_made = 0
+        self._worker = worker
+        self._address = worker.address if port is None else ("127.0.0.1", port)
+
+    async def __call__(self) -> socket.socket:
+        self.num_begun += 1
+        made = await connect(self._address, self._worker.key, LIMIT_S, tls=self._worker.mode == "tls")
+        self.num_made += 1
+        return made
+
+    async def channel(self) -> Channel:
+        """An open channel."""
+        made = Channel("target/0", self, Observed(self._worker), shares_memory=self._worker.mode == "unix")
+        await made.open()
+        return made
+
+
+async def _call(channel: Channel, request_id: int, target: Path) -> None:
+    outcomes = Outcomes()
+    channel.post(request(request_id, target), outcomes)
+    assert isinstance(await outcomes.one(), Payload)
+
+
+def _num_executed(target: Path) -> int:
+    return len(target.read_text().splitlines())
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+async def test_late_attempt_does_not_displace_its_successor(
+    make_worker: MakeWorker,
+    tmp_path: Path,
+    attempt: int,
+) -> None:
+    worker = make_worker("plain")
+    connections = Connections(worker)
+    channel = await connections.channel()
+    for number in range(2):
+        for each in range(3):
+            await _call(channel, 10 * number + each, tmp_path / "target")
+        sock = channel._socket
+        assert sock is not None
+        channel._drop(sock)
+    await _call(channel, 50, tmp_path / "target")
+    late = Stream(await connect(worker.address, worker.key, LIMIT_S))
+    late.write(pack_length(HELLO.size) + HELLO.pack(channel._token, attempt, 1))
+    with pytest.raises(EOFError):
+        await asyncio.wait_for(late.read(1), LIMIT_S)
+    late.close()
+    await _call(channel, 51, tmp_path / "target")
+    assert (connections.num_made, _num_executed(tmp_path / "target")) == (3, 8)
+    channel.close()
+
+
+async def test_attempts_that_a_stopped_worker_reads_late(
+    make_worker: MakeWorker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_module, "_GREET_S", 0.05)
+    worker = make_worker("unix")
+    connections = Connections(worker)
+    channel = await connections.channel()
+    await _call(channel, 1, tmp_path / "target")
+    stop(worker.process.pid)
+    sock, outcomes = channel._socket, Outcomes()
+    assert sock is not None
+    channel.post(request(2, tmp_path / "target"), outcomes)
+    channel._drop(sock)
+    connecting = connections.num_begun
+    os.kill(worker.process.pid, signal.SIGCONT)
+    assert isinstance(await outcomes.one(), Payload)
+    assert connections.num_begun > connecting
+    assert _num_executed(tmp_path / "target") == 2
+    channel.close()
+
+
+async def test_silent_connection_of_a_running_worker_is_replaced(
+    make_worker: MakeWorker,
+    proxy: Proxy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health_module, "_SILENT_S", 0.1)
+    worker = make_worker("tls")
+    connections = Connections(worker, await proxy.relay(worker.address[1]))
+
+    async def call_through_silence() -> None:
+        channel = await connections.channel()
+        client = WorkerClient("target/0", Placement(node="127.0.0.1"), worker.process.pid, "", channel, Timeouts())
+        proxy.silence()
+        outcomes = Outcomes()
+        channel.post(request(1 << 40, tmp_path / "target"), outcomes)
+        async with asyncio.timeout(LIMIT_S):
+            while not outcomes.seen:
+                found, _ = await ask_health({"target/0": client}, LIMIT_S, "a test")
+                assert found["target/0"].stuck_s is None or found["target/0"].stuck_s < 1.0
+        found, _ = await ask_health({"target/0": client}, LIMIT_S, "a test")
+        assert found["target/0"].answered
+        channel.close()
+
+    await run_async(call_through_silence())
+    assert (connections.num_made, _num_executed(tmp_path / "target")) == (2, 1)
+
+
+async def test_requests_for_a_stopped_worker_have_a_limit(
+    make_worker: MakeWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_module, "backlog_limit_bytes", lambda: 10 << 20)
+    worker = make_worker("unix")
+    channel = await Connections(worker).channel()
+    stop(worker.process.pid)
+    outcomes = [Outcomes() for _ in range(5)]
+    for number, each in enumerate(outcomes):
+        channel.post(Outgoing(Request(number + 1, Verb.CALL, "a", "take"), encode((bytes(4 << 20),))), each)
+    for each in outcomes[2:]:
+        error = await each.one()
+        assert isinstance(error, WorkerBacklogError)
+        assert str(error).startswith("target/0: a.take was not sent (")
+        assert "Await earlier calls before making more" in str(error)
+    os.kill(worker.process.pid, signal.SIGCONT)
+    for each in outcomes[:2]:
+        assert isinstance(await each.one(), Payload)
+    last = Outcomes()
+    channel.post(Outgoing(Request(9, Verb.CALL, "a", "take"), encode((bytes(4 << 20),))), last)
+    assert isinstance(await last.one(), Payload)
+    channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Iterator
@@ -11,21 +12,31 @@ import pytest
 
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.errors import EngineCallError
+from helmsman.rpc_server._host import host as host_module
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, WorkerIdentity
-from tests.contract.engines import Counter
 from tests.controller.engines import CountingRollout
 
 LIMIT_S = 30.0
 
 
-class FullStore(SegmentStore):
-    """Has no room left, which it says as Ray does: with an error of its own."""
+class CountingStore(SegmentStore):
+    """Counts what it keeps; a full one has no room left, which it says as Ray does: with an error of its own."""
+
+    num_kept = 0
+    is_full = False
 
     def put(self, handle_id: str, payload: Payload) -> Any:
-        raise RuntimeError("the object store is full")
+        if self.is_full:
+            raise RuntimeError("the object store is full")
+        self.num_kept += 1
+        return super().put(handle_id, payload)
+
+    def drop(self, handle_id: str) -> None:
+        self.num_kept -= 1
+        super().drop(handle_id)
 
 
 class Unsure(CountingRollout, InferenceEngine):  # type: ignore[misc]
@@ -67,14 +78,17 @@ class Blocking:
 class Asked:
     """A host and the answers to what it is asked."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, store: CountingStore) -> None:
         self.host = host
+        self.store = store
         self.answers: dict[int, queue.SimpleQueue[tuple[bool, Any]]] = {}
 
-    def begin(self, request_id: int, verb: Verb, arguments: Any, method: str = "") -> None:
+    def begin(
+        self, request_id: int, verb: Verb, arguments: Any, method: str = "", *, engine: str = "engine", keep: bool = False
+    ) -> None:
         """Send a request."""
         answer = self.answers[request_id] = queue.SimpleQueue()
-        request = Request(request_id, verb, "engine", method)
+        request = Request(request_id, verb, engine, method, keep)
         self.host.handle(request, encode(arguments), lambda reply, payload: answer.put((reply.ok, decode(payload))))
 
     def answer(self, request_id: int) -> tuple[bool, Any]:
@@ -93,9 +107,10 @@ class Asked:
 def asked() -> Iterator[Asked]:
     """A host with an engine of class Blocking."""
     identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
-    host = EngineHost(identity, SegmentStore(), seeding=False)
+    store = CountingStore()
+    host = EngineHost(identity, store, seeding=False)
     host.engine_thread.start("engine")
-    made = Asked(host)
+    made = Asked(host, store)
     made.ask(1, Verb.CREATE_ENGINE, (Blocking, (), {}))
     try:
         yield made
@@ -140,38 +155,44 @@ def test_closed_host_begins_no_queued_call(asked: Asked, prefix: str) -> None:
     assert asked.answers[4].empty(), "its caller learns of the worker's end"
 
 
-def test_health_is_answered_though_an_engine_cannot_say_whether_it_serves() -> None:
-    identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
-    host = EngineHost(identity, SegmentStore(), seeding=False)
-    host.engine_thread.start("engine")
+def test_health_is_answered_though_an_engine_cannot_say_whether_it_serves(asked: Asked) -> None:
+    asked.begin(2, Verb.CREATE_ENGINE, (Unsure, (), {}), engine="unsure")
+    assert asked.answer(2) == (True, None)
+    assert asked.host.health().failed_engines == {"unsure": "unsure.failure raised LookupError: who knows?"}
+
+
+def test_async_destroy_that_hangs_has_a_limit(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging:
+        async def destroy(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(host_module, "DESTROY_S", 0.05)
+    asked.begin(2, Verb.CREATE_ENGINE, (Hanging, (), {}), engine="hanging")
+    assert asked.answer(2) == (True, None)
+    assert asked.ask(3, Verb.DESTROY, (["hanging"],)) == ["hanging.destroy has not ended within 0.05 s and is left to itself"]
+    assert asked.ask(4, Verb.CALL, (("later",), {}), "note") == ["later"]
+
+
+@pytest.mark.parametrize("method", ["note", "async_note"])
+def test_kept_value_is_dropped_when_its_handle_cannot_be_sent(asked: Asked, method: str) -> None:
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-    try:
-        request = Request(1, Verb.CREATE_ENGINE, "engine", "", False)
-        host.handle(request, encode((Unsure, (), {})), lambda reply, _: replies.put(reply))
-        assert replies.get(timeout=LIMIT_S).ok
-        assert host.health().failed_engines == {"engine": "engine.failure raised LookupError: who knows?"}
-    finally:
-        host.close()
+
+    def refuse_results(reply: Reply, payload: Payload) -> None:
+        if reply.ok:
+            raise OSError("no file descriptor is left")
+        replies.put(reply)
+
+    asked.host.handle(Request(2, Verb.CALL, "engine", method, True), encode((("kept",), {})), refuse_results)
+    assert not replies.get(timeout=LIMIT_S).ok
+    assert not asked.store.num_kept
 
 
-@pytest.mark.parametrize("method", ["add", "async_add"])
-def test_a_result_for_which_there_is_no_room_costs_its_call_alone(method: str) -> None:
-    identity = WorkerIdentity(run_id="run", worker_id="a/0", role="a", rank=0, node="127.0.0.1", log_path="")
-    host = EngineHost(identity, FullStore(), seeding=False)
-    host.engine_thread.start("engine")
-    replies: queue.SimpleQueue[tuple[Reply, Payload]] = queue.SimpleQueue()
-
-    def ask(verb: Verb, method: str, arguments: Any, *, keep: bool = False) -> tuple[bool, Any]:
-        host.handle(Request(1, verb, "engine", method, keep), encode(arguments), lambda *answer: replies.put(answer))
-        reply, payload = replies.get(timeout=LIMIT_S)
-        return reply.ok, decode(payload)
-
-    try:
-        assert ask(Verb.CREATE_ENGINE, "", (Counter, (), {})) == (True, None)
-        is_ok, error = ask(Verb.CALL, method, ((), {}), keep=True)
-        assert not is_ok
-        assert isinstance(error, EngineCallError)
-        assert "the object store is full" in str(error)
-        assert ask(Verb.CALL, method, ((), {})) == (True, 2)
-    finally:
-        host.close()
+@pytest.mark.parametrize("method", ["note", "async_note"])
+def test_a_result_for_which_there_is_no_room_costs_its_call_alone(asked: Asked, method: str) -> None:
+    asked.store.is_full = True
+    asked.begin(2, Verb.CALL, (("first",), {}), method, keep=True)
+    is_ok, error = asked.answer(2)
+    assert not is_ok
+    assert isinstance(error, EngineCallError)
+    assert "the object store is full" in str(error)
+    assert asked.ask(3, Verb.CALL, (("second",), {}), method) == ["first", "second"]

@@ -23,7 +23,6 @@ import pytest
 from helmsman.api.errors import CodecError, ProtocolError, WorkerFailedError
 from helmsman.api.scheduler import Job
 from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.rpc_server._server.authenticated_server import MAX_PENDING_OF_HOST
 from helmsman.rpc_server._server.channel import ChannelServer
 from helmsman.rpc_server._wire import auth, wire
 from helmsman.rpc_server._wire.codec import encode
@@ -110,11 +109,7 @@ def test_bytes_that_are_no_message_of_ours(engine: Engine, path: str, tmp_path: 
     rng = random.Random(7)
     messages = [_mutated(rng.choice(frames), rng) for _ in range(NUM_MESSAGES - 10 * len(frames))] + 10 * frames
     rng.shuffle(messages)
-    batches = []
-    while messages:
-        size = rng.randrange(1, 8)
-        batches.append(messages[:size])
-        messages = messages[size:]
+    batches = [messages[start : start + 4] for start in range(0, len(messages), 4)]
     with held(engine, Gate(tmp_path), timeout=100) as running, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda batch: _send(path, batch), batches))
         assert not running.done()
@@ -125,36 +120,6 @@ def test_bytes_that_are_no_message_of_ours(engine: Engine, path: str, tmp_path: 
     assert running.result(timeout=LIMIT_S) == 1
     assert not target.exists(), "nothing was unpickled"
     assert engine.call("add", 0) == 1
-
-
-def test_silent_peers_hold_nobody_up(engine: Engine, path: str) -> None:
-    peers = []
-    for _ in range(2 * MAX_PENDING_OF_HOST):
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(0.2)
-        try:
-            peer.connect(path)
-        except (ConnectionError, TimeoutError, BlockingIOError):
-            peer.close()
-            continue
-        peers.append(peer)
-    assert engine.call("add", 0) >= 0, "the run's own connection is not theirs"
-    for peer in peers[::2]:
-        peer.sendall(b"\0")  # a slow one: one byte, and never another
-    wait_until(lambda: all(_is_closed(peer) for peer in peers), "each is cut off once its time to prove itself is over", 20.0)
-    assert engine.call("add", 0) >= 0
-
-
-def _is_closed(peer: socket.socket) -> bool:
-    peer.setblocking(False)
-    try:
-        while peer.recv(4096):
-            pass
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def connect(path: str, key: bytes, limit_s: float) -> socket.socket:
@@ -210,20 +175,6 @@ def test_another_user_cannot_connect(engine: Engine, path: str) -> None:
     )
     done = subprocess.run([sys.executable, "-I", "-c", script, path], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "refused"
-    os.chmod(path, 0o777)
-    os.chmod(os.path.dirname(path), 0o711)
-    try:
-        listening = (
-            "import os, socket, sys; os.setgid(65534); os.setuid(65534)\n"
-            "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.settimeout(5)\n"
-            "try: print(len(s.recv(100)))\n"
-            "except ConnectionError: print(0)\n"
-        )
-        done = subprocess.run([sys.executable, "-I", "-c", listening, path], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "0", "even where files let it in, the kernel tells who it is, and it hears nothing"
-    finally:
-        os.chmod(path, 0o600)
-        os.chmod(os.path.dirname(path), 0o700)
     assert engine.call("add", 0) >= 0
 
 
@@ -245,7 +196,7 @@ def test_a_reply_that_makes_no_sense_costs_its_own_call_and_no_other(
     try:
         engine = Engine.create(scheduler, worker, Liar)
         with held(engine, Gate(tmp_path), "async_wait") as answered_falsely:
-            (request_id,) = scheduler._roles.client(worker).transport.channel._awaited  # type: ignore[attr-defined]
+            (request_id,) = scheduler._roles.client(worker).transport._awaited  # type: ignore[attr-defined]
             engine.call("answer_for", request_id, payload)
             with pytest.raises((CodecError, pickle.UnpicklingError)):
                 answered_falsely.result(LIMIT_S)

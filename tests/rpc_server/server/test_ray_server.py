@@ -143,4 +143,4 @@ def test_worker_of_another_machine_listens_on_helmsman_port_range(
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
     (worker,) = scheduler.create_workers(Job(role="far"))
     transport: Any = scheduler._roles.client(worker).transport
-    assert FIRST_PORT <= transport.channel._socket.getpeername()[1] <= LAST_PORT
+    assert FIRST_PORT <= transport._socket.getpeername()[1] <= LAST_PORT

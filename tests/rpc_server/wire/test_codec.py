@@ -505,13 +505,6 @@ def test_handles_are_collected_once_each_and_replaced_by_their_values() -> None:
     assert asked == ["h1", "h2"]
 
 
-def test_handles_stay_handles_without_resolve() -> None:
-    payload = encode([handle(1), torch.ones(5000)])
-    got = decode(payload)
-    assert got[0] == handle(1)
-    assert torch.equal(got[1], torch.ones(5000))
-
-
 def test_errors_of_resolve_pass_through() -> None:
     def resolve(each: ResultHandle) -> Any:
         raise HandleLostError(worker_id=each.worker_id, handle_id=each.id, reason="released")

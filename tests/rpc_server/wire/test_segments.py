@@ -110,12 +110,6 @@ def test_buffers_come_back_aligned(buffers: list[bytes]) -> None:
     assert not any(view.readonly for view in views)
 
 
-def test_more_buffers_than_one_system_call_takes() -> None:
-    buffers = [bytes([number % 256]) * (number % 100 + 1) for number in range(3000)]
-    with pack(buffers) as segment:
-        assert [bytes(view) for view in attach(segment.location)] == buffers
-
-
 def test_writes_stay_with_the_receiver() -> None:
     with pack([bytes(10_000)]) as segment:
         (first,), (second,) = attach(segment.location), attach(segment.location)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helmsman.api.scheduler import SchedulingSpec
-from helmsman.controller._placement.place import Place, in_device_order
+from helmsman.controller._placement.placement import Placement, in_device_order
 
 
 @given(st.integers(1, 12), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
@@ -17,7 +17,7 @@ def test_in_device_order(replicas: int, num_nodes: int, alike: bool, rng: random
     ids = [str(index) for index in range(16)]
     rng.shuffle(ids)
     places = [
-        Place(node_id=f"n{rng.randrange(num_nodes)}", node="n", devices=(ids[index],), positions=(int(ids[index]),))
+        Placement(node_id=f"n{rng.randrange(num_nodes)}", node="n", devices=(ids[index],), positions=(int(ids[index]),))
         for index in range(replicas)
     ]
     order = in_device_order(tasks, places)

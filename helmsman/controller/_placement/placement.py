@@ -13,7 +13,7 @@ from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller._placement.colocation import DeviceShare
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """A node, and the devices on it that a worker may use."""
 
     node_id: str = ""
@@ -32,9 +32,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """(address of the node, ids of its devices) for each bundle of a deferred instance; the worker is in the first bundle."""
 
     @staticmethod
-    def planned(worker: PlannedWorker, accelerator: str) -> Place:
+    def planned(worker: PlannedWorker, accelerator: str) -> Placement:
         """Return the place that a plan assigns to a worker."""
-        return Place(
+        return Placement(
             node_id=worker.node_id,
             node=worker.node,
             num_devices=worker.num_devices,
@@ -43,11 +43,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @staticmethod
-    def beside(share: DeviceShare, targets: Sequence[Place]) -> Place:
+    def beside(share: DeviceShare, targets: Sequence[Placement]) -> Placement:
         """Return the place of a sibling that gets this share of its target's workers, which are at ``targets``."""
         first = targets[share.targets[0]]
         whole = len(share.targets) == 1 and share.num_devices == first.num_devices
-        return Place(
+        return Placement(
             node_id=share.node_id,
             node=share.node,
             num_devices=share.num_devices,
@@ -73,7 +73,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Place]) -> list[int]:
+def in_device_order(specs: Sequence[SchedulingSpec], places: Sequence[Placement]) -> list[int]:
     """Return the index of the place for each rank, so that the ranks of a node follow the order of its devices.
 
     Only ranks on one node with equal specs are exchanged. Ray promises no order of the devices it grants (ray#59547).

@@ -1,0 +1,67 @@
+"""On which threads answers are taken."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from helmsman.api.scheduler import Call, Job, Scheduler
+from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._roles.call_all import call_all
+from helmsman.controller._schedulers.local import LocalScheduler
+from helmsman.controller._transport import channel as channel_module
+from helmsman.rpc_server._wire.memory import populate
+from tests.contract.engines import Counter
+from tests.contract.helpers import Engine
+
+LOOP_THREAD = "helmsman-loop"
+
+
+class Loaded:
+    """Is unpickled as the name of the thread that does so."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _thread_name, ()
+
+
+def _thread_name() -> str:
+    return threading.current_thread().name
+
+
+class Giving(Counter):
+    """Gives what is unpickled where it arrives."""
+
+    def give(self) -> Loaded:
+        """A value whose unpickling runs code."""
+        return Loaded()
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
+    """With a role "giving" of two workers."""
+    with LocalScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
+        for worker in made.create_workers(Job(role="giving", replicas=2)):
+            Engine.create(made, worker, Giving, worker)
+        yield made
+
+
+def test_group_results_are_unpickled_off_the_event_loop(scheduler: Scheduler) -> None:
+    names = run_sync(call_all(scheduler, "giving", "give", {f"giving/{index}": Call() for index in range(2)}))
+    assert len(names) == 2
+    assert LOOP_THREAD not in names
+
+
+def test_large_results_are_mapped_off_the_event_loop(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def mapped(views: Sequence[Any]) -> None:
+        names.append(_thread_name())
+        populate(views)
+
+    monkeypatch.setattr(channel_module, "populate", mapped)
+    assert scheduler.call_engine("giving/0", "make", None, 1 << 21).sum() == 7 << 21
+    assert len(names) == 1
+    assert LOOP_THREAD not in names
