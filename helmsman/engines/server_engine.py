@@ -24,7 +24,7 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
-from helmsman.api.worker_context import worker_context
+from helmsman.api.workers import worker_context
 from helmsman.engines._admission import check_samples_of_one
 from helmsman.engines._server import http
 from helmsman.engines._server.dialects import dialect_of

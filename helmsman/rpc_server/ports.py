@@ -1,9 +1,8 @@
 """Ports leased by the process that will bind them.
 
-A lease is a lock: a Unix socket in the kernel's abstract namespace, named after the port. It is seen by every process that
-shares the port space (both belong to the network namespace), costs no file, and ends with its process, however that dies; so no
-two workers of any run on a node are given one port. A port that another program has bound is passed over. Leased ports lie
-below the ephemeral range, from which the system serves programs that ask for any port.
+A lease is a Unix socket in the kernel's abstract namespace, named after the port: every process of the network namespace sees
+it, and it ends with its process. A port that another program has bound is passed over. Leased ports lie below the ephemeral
+range, from which the system serves programs that ask for any port.
 """
 
 from __future__ import annotations

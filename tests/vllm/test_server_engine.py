@@ -17,7 +17,7 @@ import pytest
 from helmsman.api.errors import ServerLostError, ServerStartError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
-from helmsman.api.worker_context import WorkerContext, within
+from helmsman.api.workers import WorkerContext, within
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.engines.weight_transfer import checksum_of

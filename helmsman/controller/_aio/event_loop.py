@@ -122,8 +122,17 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+threads_awaited: set[int] = set()
+"""Threads for which the loop may have to wait; a signal handler that runs on one of them must not wait for the loop."""
+
+
 def forbid_blocking() -> None:
-    """Raise RuntimeError on the loop itself, which must not wait for what it has to do."""
+    """Raise RuntimeError where a wait for the loop may never end: on the loop itself, and in some signal handlers."""
+    if threads_awaited and threading.get_ident() in threads_awaited:
+        raise RuntimeError(
+            "a blocking Helmsman call was made by a signal handler that has interrupted another one; raise an exception in the "
+            "handler instead, or make the call in a thread"
+        )
     if _running_loop() is background_loop():
         raise RuntimeError(
             "a blocking Helmsman call was made from a coroutine or callback on Helmsman's own event loop, which would wait for "
@@ -164,7 +173,7 @@ async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
     def work() -> None:
         try:
             ended.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             ended.set_exception(error)
 
     threading.Thread(target=work, name="helmsman-blocking", daemon=True).start()

@@ -18,7 +18,7 @@ import msgspec
 
 from helmsman.api.errors import ProtocolError, WorkerBacklogError
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import in_thread, threads_awaited
 from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError
 from helmsman.rpc_server._server.channel import can_carry
 from helmsman.rpc_server._wire.codec import Payload
@@ -252,15 +252,20 @@ class Channel(Transport):
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
-        with self._writing:
-            if (
-                outgoing.is_small
-                and not (outgoing.in_order and self._num_packing)
-                and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.shares_memory))
-            ):
-                self._write(outgoing, outgoing.body(), awaited)
-                return
-            self._num_packing += outgoing.in_order
+        thread = threading.get_ident()
+        threads_awaited.add(thread)
+        try:
+            with self._writing:
+                if (
+                    outgoing.is_small
+                    and not (outgoing.in_order and self._num_packing)
+                    and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.shares_memory))
+                ):
+                    self._write(outgoing, outgoing.body(), awaited)
+                    return
+                self._num_packing += outgoing.in_order
+        finally:
+            threads_awaited.discard(thread)
         self._loop.call_soon_threadsafe(lambda: self._in_background(self._pack_and_write(outgoing, awaited)))
 
     async def _pack_and_write(self, outgoing: Outgoing, awaited: Awaited) -> None:

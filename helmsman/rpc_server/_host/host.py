@@ -21,10 +21,9 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
-from helmsman.api.worker_context import WorkerContext, within
+from helmsman.api.workers import WorkerContext, within
 from helmsman.rpc_server._host import connectivity, inspection
-from helmsman.rpc_server._host.broadcast import broadcast_arguments, needs_broadcast
-from helmsman.rpc_server._host.engine_construction import construct, import_engine
+from helmsman.rpc_server._host.engine_calls import broadcast_arguments, construct, import_engine, needs_broadcast
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
 from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
@@ -203,7 +202,7 @@ class EngineHost:
 
     def _activity(self) -> WorkerHealth:
         """Its health as far as it is told without running an engine's code or asking the kernel."""
-        running = self.engine_thread.running
+        running = self.engine_thread.occupant
         return WorkerHealth(
             worker_id=self.identity.worker_id,
             pid=os.getpid(),
@@ -263,7 +262,7 @@ class EngineHost:
         places = (self.engine_thread, self._loop)
         waiting = {request_id: place for place in places for request_id in request_ids if place.waiting.has(request_id)}
         behind = {place: _behind("waiting", place) for place in {*waiting.values(), self.engine_thread}}
-        running, now = self.engine_thread.running, time.monotonic()
+        running, now = self.engine_thread.occupant, time.monotonic()
         tasks = {call.request_id: call for call in list(self._loop.running.values())}
 
         def state_of(request_id: object) -> CallState:

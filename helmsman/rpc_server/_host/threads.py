@@ -93,7 +93,8 @@ class EngineThread:
         self._record = record
         self._queue: queue.SimpleQueue[tuple[object, str, Callable[[], None]] | None] = queue.SimpleQueue()
         self.waiting = _Waiting()
-        self.running: Running | None = None
+        self.occupant: Running | None = None
+        """The call that runs now."""
         self.thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
@@ -108,13 +109,13 @@ class EngineThread:
             with self.waiting.lock:
                 if not self.waiting.begins(request_id):
                     continue
-                self.running = running = Running(request_id, name, time.monotonic())
+                self.occupant = running = Running(request_id, name, time.monotonic())
             if self._record is not None:
                 self._record.begun(name, running.since)
             try:
                 work()
             finally:
-                self.running = None
+                self.occupant = None
                 if self._record is not None:
                     self._record.ended()
                 del item, work  # or the arguments of this call would be kept until the next
@@ -126,11 +127,6 @@ class EngineThread:
         with self.waiting.lock:
             self.waiting.add(request_id, withdrawn)
             self._queue.put((request_id, name, work))
-
-    @property
-    def occupant(self) -> Running | None:
-        """The call that runs now."""
-        return self.running
 
     def stop(self) -> None:
         """End the thread after the work that is queued."""

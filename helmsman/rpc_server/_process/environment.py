@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -51,6 +52,15 @@ def absolute_search_path() -> list[str]:
 def extend_search_path(folders: Iterable[str]) -> None:
     """Search these folders, too, for modules; behind those of this process, so that a node's own packages win."""
     sys.path.extend(folder for folder in folders if folder not in sys.path)
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Import modules that workers are forked with; one that fails is left to the engine, which imports it again."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - a module's own code may raise anything
+            print(f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def redirect_output(log: int) -> int:

@@ -208,7 +208,7 @@ def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
     patience = time.monotonic() + min(_CLEANERS_S, limit_s / 2)
     while members := find():
         now = time.monotonic()
-        _signal_all((pid for pid in members if now > patience or not _cleans_up(pid)), signal.SIGKILL)
+        kill_all(pid for pid in members if now > patience or not _cleans_up(pid))
         if now > deadline:
             return members
         time.sleep(0.01)
@@ -226,10 +226,11 @@ def _cleans_up(pid: int) -> bool:
         return False
 
 
-def _signal_all(pids: Iterable[int], number: int) -> None:
+def kill_all(pids: Iterable[int]) -> None:
+    """Send SIGKILL to those of these processes that this one may signal."""
     for pid in pids:
         try:
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue  # gone meanwhile, or it has changed its user: not ours to signal
 

@@ -1,9 +1,7 @@
-"""Helper process that stops a worker and continues it, for a fault that makes the worker hang or slow.
+"""Helper process that stops a worker and continues it, for a fault: ``pause_helper.py PID FACTOR SECONDS``.
 
-It ends when its time is over, on command, or with the worker, and never leaves a living worker stopped.
-
-Standard library only: a script of its own (``python -I -S pause_helper.py PID FACTOR SECONDS``), since a stopped process cannot
-continue itself. It writes a byte once it is ready, begins when it reads one byte, and ends at another.
+It writes a byte once it is ready, begins when it reads one, and ends at another, when its time is over, or with the worker. It
+never leaves a living worker stopped. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A worker's sign of life: a page of shared memory that processes outside its interpreter read.
+"""A worker's sign of life: a page of shared memory that others read while no thread of the worker can answer.
 
-While C code holds the interpreter's lock, or the process is stopped, no thread of a worker can answer. Then the age of its last
-beat, its last own description and the kernel's view of the process are the answer:
-
-    worker: beats and describes itself each BEAT_S, notes the begin and the end of each call
-      -> page (memfd) -> observe(), by the controller on the same machine, else by the worker's observer.py -> read()
+The worker beats and describes itself each BEAT_S, and notes the begin and the end of each call. The controller, or the worker's
+observer.py on another machine, calls observe(); read() decodes that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Stands where a script starts a process of its embedded Ray, and becomes it.
+"""Becomes a process of an embedded Ray that ignores SIGINT and dies with the script: ``ray_exec.py PARENT COMMAND ...``.
 
-Run as ``python -I -S ray_exec.py PARENT COMMAND ...``. Ray forks the script to change two things of such a process before it
-runs: it is deaf to SIGINT, and dies with the script. Done here, the script has only to spawn. To fork a process with threads of
-native code is not safe: what their libraries do in the child has crashed it, and has left it waiting for threads that are not
-there, so that the cluster never came up.
+Ray would fork the script for that, which is not safe with threads of native code: the child may crash or hang.
 """
 
 import ctypes

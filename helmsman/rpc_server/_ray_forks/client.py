@@ -1,10 +1,8 @@
-"""Stands where the raylet of an embedded cluster starts a Python worker, and has the fork server make one.
+"""The process that an embedded cluster's raylet starts in place of a Python worker, which it has the fork server make.
 
-Run as ``python -I -S client.py SETUP_WORKER DEFAULT_WORKER ...``, with Ray's own arguments. It imports nothing that is
-not built into the interpreter, so it is there in a few milliseconds. It hands its arguments, environment, folder and standard
-streams to the fork server, and lives as long as the worker does: the raylet, which knows this process as the one that it has
-started, may kill it, and the worker ends with it. Where the fork server refuses, or is not there, it becomes what Ray would
-have started.
+It imports only what is built into the interpreter, so it starts in a few milliseconds. It passes its arguments, environment,
+folder and standard streams to the fork server, and lives as long as the worker: if the raylet kills it, the worker ends, too.
+Where the fork server refuses, or does not run, it becomes what Ray would have started.
 """
 
 import _socket

@@ -1,8 +1,7 @@
 """The parent of the workers of an embedded Ray: it has imported Ray and torch once, and forks each worker in milliseconds.
 
-Importing both costs a worker two seconds of CPU. The raylet starts a client of ours for each Python worker
-(client.py), which hands what it was given to this process; the fork becomes a Ray worker and registers with the raylet
-by its own pid, as workers in containers do. Requests that are not for a plain worker are refused: Ray's own way is taken.
+Importing both costs a worker two seconds of CPU. The raylet starts a client (client.py) for each Python worker. The fork
+registers with the raylet by its own pid. Requests for other than plain workers are refused, and left to Ray.
 
     driver <--- control: the raylet's pid ---> fork server --- fork ---> Ray workers
     raylet --- exec ---> client of each <--- Unix socket, alive as long as the worker --->
@@ -18,7 +17,6 @@ import contextlib
 import functools
 import gc
 import hmac
-import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -35,6 +33,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from helmsman.rpc_server._process.environment import preload
 from helmsman.rpc_server._ray_forks.client import FORKED, GREETING
 from helmsman.rpc_server._ray_forks.ray_patches import follow_omp_threads
 from helmsman.rpc_server._ray_forks.worker import Order, become_worker, read_order
@@ -205,14 +204,6 @@ class _ForkServer:
             os.waitpid(self._ended.pop(0)[1], 0)
 
 
-def _preload(modules: Sequence[str]) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - what cannot be preloaded is the engine's business, which imports it again
-            print(f"ray forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
-
 def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     """Entry point: ``LISTENER_FD CONTROL_FD DRIVER_PIDFD SCRIPT MODULE,MODULE,...``.
 
@@ -232,9 +223,9 @@ def main(driver_folders: Sequence[str], argv: Sequence[str]) -> None:
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     raylet = _RayletFirst(control, driver)
     sys.meta_path.insert(0, raylet)
-    _preload([*filter(None, modules.split(",")), *_MODULES])
+    preload([*filter(None, modules.split(",")), *_MODULES])
     if "numpy" in sys.modules:
-        _preload(["numpy.random"])  # which it imports when first used, as it is by seeding
+        preload(["numpy.random"])  # which it imports when first used, as it is by seeding
     sys.meta_path.remove(raylet)
     follow_omp_threads()
     with open(script, "rb") as file:

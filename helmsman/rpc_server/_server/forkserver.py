@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import select
 import signal
@@ -26,7 +25,7 @@ import msgspec
 
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD
-from helmsman.rpc_server._process.environment import extend_search_path, redirect_output
+from helmsman.rpc_server._process.environment import extend_search_path, preload, redirect_output
 from helmsman.rpc_server._process.safe_files import open_log, remove_tree
 from helmsman.rpc_server._server.local_server import listen, serve_worker
 from helmsman.rpc_server._wire.messages import WorkerIdentity
@@ -179,8 +178,7 @@ class _ForkServer:
 
     def _end(self) -> None:
         """End every worker and every descendant; as subreaper, we inherit those that lost their parents."""
-        for pid in self._workers:
-            _kill(pid)
+        guardian.kill_all(self._workers)
         for pid, tag in self._workers.items():
             guardian.end_family(pid, tag)
         me = os.getpid()
@@ -196,21 +194,13 @@ class _ForkServer:
             except ChildProcessError:
                 break
         left = guardian.descendants(me, guardian.process_table()) - {self._watcher}
-        for pid in left:
-            _kill(pid)
+        guardian.kill_all(left)
         return bool(left)
 
 
 def worker_tag(identity: WorkerIdentity) -> str:
     """The tag of a worker's family."""
     return f"{identity.run_id}/{identity.worker_id}"
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def _prctl(option: int, value: int) -> None:
@@ -261,9 +251,5 @@ def main(watcher: int, argv: list[str]) -> None:
     if driver != NO_PIDFD:
         os.set_inheritable(driver, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    for module in filter(None, argv[3].split(",")):
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001 - a module that cannot be preloaded is the engine's business, which imports it again
-            print(f"forkserver: {module} is not preloaded: {type(error).__name__}: {error}", file=sys.stderr)
+    preload(filter(None, argv[3].split(",")))
     _ForkServer(channel, driver, watcher, argv[2]).run()

@@ -1,7 +1,4 @@
-"""The observer of a Ray worker on another machine than the controller: a process beside it, which reads its page (pulse.py).
-
-It answers while the worker's interpreter is stuck, and exits with the worker.
-"""
+"""The observer of a Ray worker on another machine: a process that reads its page (pulse.py), and exits with the worker."""
 
 from __future__ import annotations
 

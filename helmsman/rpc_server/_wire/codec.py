@@ -1,11 +1,9 @@
 """The payload codec: arguments and results of engine calls as a pickle stream and a list of raw buffers.
 
-Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by value), and every large
-buffer, of a tensor, a NumPy array or anything else that exports one, stays out of the stream and is not copied: the
-transport decides how its bytes move. Neither torch nor NumPy is imported until a value needs it.
+Pickle protocol 5 carries the structure (cloudpickle where a class or function must travel by value). Every large buffer stays
+out of the stream and is not copied. Neither torch nor NumPy is imported until a value needs it.
 
-What the sender must know: buffers are the caller's own memory until the transport has packed them, so a tensor must not be
-written to before that. What arrives is private to the receiver: each tensor and array has memory of its own, so two views of
+Buffers are the caller's own memory until the transport has packed them. What arrives is private to the receiver: two views of
 one storage come back as two storages, while one object that occurs twice stays one object.
 """
 
@@ -104,18 +102,13 @@ def encode(obj: Any, *, root: str = "value", inband_below: int = 4096) -> Payloa
         raise NotSerializableError(path=path, value_type=value_type, reason=clipped(reason)) from exc
 
 
-def decode(
-    payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = None, copy_readonly: bool = True, root: str = "value"
-) -> Any:
+def decode(payload: Payload, *, resolve: Callable[[ResultHandle], Any] | None = None) -> Any:
     """Unpack a value.
 
     Args:
         payload: from ``encode``, on this machine or another. Buffers that can be written to are taken over: the value
-            lives in their memory from here on.
+            lives in their memory from here on. Others are copied.
         resolve: gives the value of a handle, once for each. Its errors pass through. Without it, handles stay handles.
-        copy_readonly: make a private copy of each read-only buffer, so that what arrives can be written to. With False
-            tensors alias that memory, and **writing to them is forbidden**: it changes others' data or ends the process.
-        root: what the value is called in an error.
 
     Returns:
         The value, of the same types as it was packed from.
@@ -125,11 +118,10 @@ def decode(
     """
     if payload.data == _NONE:
         return None
-    values, buffers = payload.handles, payload.buffers
+    values = payload.handles
     if resolve is not None and values:
         values = [resolve(handle) for handle in values]
-    if copy_readonly and buffers:
-        buffers = [own_copy(each) if memoryview(each).readonly else each for each in buffers]
+    buffers = [own_copy(each) if memoryview(each).readonly else each for each in payload.buffers]
     try:
         if not values:
             return pickle.loads(payload.data, buffers=buffers)
@@ -138,7 +130,7 @@ def decode(
     # its SystemExit would end the thread, which may be an event loop's.
     except (Exception, SystemExit) as exc:
         raise NotLoadableError(
-            path=root,
+            path="value",
             value_type=f"pickle of {len(payload.data)} bytes and {len(buffers)} buffers",
             reason=clipped(f"{type(exc).__name__}: {exc}"),
         ) from exc

@@ -1,11 +1,8 @@
 """Tensors for the codec: how an exact ``torch.Tensor`` becomes raw bytes, and how it comes back.
 
-The bytes that are sent are the tensor's own memory wherever its elements lie densely, in whatever order (contiguous,
-transposed, channels last): shape and strides travel beside them. Dimensions of stride 0 (``expand``) cost nothing. Views with
-gaps are copied compactly first, so that a slice of a large storage never sends more than its own elements.
-
-torch is imported here and only by those who have a tensor in hand: the codec imports this module when torch is loaded
-already (sender), or when the payload names it (receiver).
+What is sent is the tensor's own memory where its elements lie densely, in any order, with shape and strides. Dimensions of
+stride 0 (``expand``) cost nothing. Views with gaps are copied compactly first. The codec imports this module, and so torch,
+when a value has a tensor.
 """
 
 from __future__ import annotations
@@ -102,10 +99,7 @@ def _memory_of(tensor: torch.Tensor, num_bytes: int) -> ctypes.Array[ctypes.c_ch
 
 
 def rebuild_tensor(data: Any, dtype_name: str, shape: tuple[int, ...], strides: tuple[int, ...], flags: int) -> torch.Tensor:
-    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it alive.
-
-    ``data`` that is read-only is read in place; the codec has made a private copy before where one is wanted.
-    """
+    """The tensor that ``reduce_tensor`` took apart. It lives in the memory of ``data`` and keeps it alive."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     if data is None:
         tensor = torch.empty_strided(shape, strides, dtype=dtype)

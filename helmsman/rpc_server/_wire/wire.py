@@ -7,8 +7,7 @@ A payload is one message between processes of one machine, with small parts insi
     send msgpack(wire) ─────────────────────────────> payload = from_wire(wire)
     segment.close()  <──────── a confirmation ─────── value = decode(payload)
 
-After ``to_wire`` nothing refers to the sender's own memory any more: tensors may be written to again. Without segments (macOS,
-or between machines) everything goes inside the message, at the price of copies.
+After ``to_wire`` tensors may be written to again. Without segments (macOS, or between machines) all goes inside the message.
 
 A connection begins with a resumption of its session. Each message then arrives once and in order, also after a reconnection:
 
@@ -157,7 +156,7 @@ def pack_length(size: int) -> bytes:
     return _LENGTH.pack(size)
 
 
-def unpack_length(prefix: bytes, most: int = MAX_FRAME_BYTES) -> int:
+def unpack_length(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
     """The size of the message behind this prefix. Raises ProtocolError for a negative size, or one of more than ``most``."""
     (size,) = _LENGTH.unpack(prefix)
     if not 0 <= size <= most:
@@ -188,16 +187,13 @@ class FrameReader:
         frames = []
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer, start)
-            if not 0 <= size <= MAX_FRAME_BYTES:
-                raise ProtocolError(f"the peer announced a message of {size} bytes")
-            end = start + _LENGTH.size + size
+            begin = start + _LENGTH.size
+            end = begin + unpack_length(self._buffer[start:begin])
             if len(self._buffer) < end:
                 break
-            frames.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            frames.append(bytes(memoryview(self._buffer)[begin:end]))
             start = end
-        if start:
-            del self._buffer[:start]
+        del self._buffer[:start]
         return frames
 
 

@@ -1,7 +1,8 @@
-"""On which threads answers are taken."""
+"""On which threads requests are written and answers are taken."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller._transport import channel as channel_module
+from helmsman.controller._transport.channel import Channel
 from helmsman.rpc_server._wire.memory import populate
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine
@@ -65,3 +67,28 @@ def test_large_results_are_mapped_off_the_event_loop(scheduler: Scheduler, monke
     assert scheduler.call_engine("giving/0", "make", None, 1 << 21).sum() == 7 << 21
     assert len(names) == 1
     assert LOOP_THREAD not in names
+
+
+@pytest.fixture
+def signal_while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next request is interrupted by SIGUSR1 while its thread writes it."""
+    send = Channel._send
+
+    def interrupted(channel: Channel, message: bytes) -> None:
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGUSR1)
+        send(channel, message)
+
+    monkeypatch.setattr(Channel, "_send", interrupted)
+    disposition = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, disposition)
+
+
+@pytest.mark.usefixtures("signal_while_writing")
+def test_blocking_call_in_a_signal_handler_that_interrupts_another_is_refused(scheduler: Scheduler) -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: scheduler.status())
+    with pytest.raises(RuntimeError, match="by a signal handler that has interrupted another one"):
+        scheduler.call_engine("giving/0", "add")
+    assert scheduler.call_engine("giving/0", "add") == 2, "the request that was interrupted is sent, once"

@@ -86,6 +86,15 @@ def test_mark_of_unmarked_process() -> None:
     assert guardian.mark_of(2**22) is None
 
 
+def _guarded(start: Callable[..., subprocess.Popen[str]], log_path: str, end: str = "") -> subprocess.Popen[str]:
+    """A process with a guardian, which ends at a line from its standard input."""
+    script = (
+        "import os, sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
+        f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
+    )
+    return start(script, stdin=subprocess.PIPE, start_new_session=True)
+
+
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -95,19 +104,13 @@ def test_mark_of_unmarked_process() -> None:
     ],
 )
 @pytest.mark.parametrize("is_reaped", [True, False])
-def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dict[str, int | None], is_reaped: bool) -> None:
+def test_how_a_process_ended_is_recorded(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: str, expected: dict[str, int | None], is_reaped: bool
+) -> None:
     if is_reaped and tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 15):
         pytest.skip("the kernel is older than 6.15, which tells it only until the process is reaped")
     log_path = str(tmp_path / "worker.log")
-    script = (
-        "import os, subprocess, sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
-        f"spawn_guardian('0123456789/x', {log_path!r}); print('up', flush=True); sys.stdin.readline(); {end}"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
+    process = _guarded(start, log_path, end)
     assert guardian.read_record(log_path, process.pid) is None
     if is_reaped:
         process.communicate("\n")
@@ -121,21 +124,15 @@ def test_how_a_process_ended_is_recorded(tmp_path: Path, end: str, expected: dic
     process.communicate()
 
 
-def test_a_record_goes_to_the_directory_in_which_the_log_was_opened(tmp_path: Path) -> None:
+def test_a_record_goes_to_the_directory_in_which_the_log_was_opened(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     """A link takes the directory's place while the worker runs."""
     logs, victim = tmp_path / "logs", tmp_path / "victim"
     logs.mkdir()
     victim.mkdir()
     log_path = str(logs / "worker.log")
-    script = (
-        "import sys; from helmsman.rpc_server._process.guardian import spawn_guardian; "
-        f"spawn_guardian('run/x', {log_path!r}); print('up', flush=True); sys.stdin.readline()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
+    process = _guarded(start, log_path)
     logs.rename(tmp_path / "moved")
     logs.symlink_to(victim)
     process.communicate("\n")
@@ -147,13 +144,6 @@ def test_read_record_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text('{"pid": 7, "exit_code": 0, "exit_signal": null}')
     (tmp_path / "worker.log.exit").symlink_to(tmp_path / "elsewhere")
     assert guardian.read_record(str(tmp_path / "worker.log"), 7) is None
-
-
-def test_statuses() -> None:
-    assert guardian.split_status(9) == (None, 9)
-    assert guardian.split_status(3 << 8) == (3, None)
-    assert guardian.read_record("/nowhere/at/all", 1) is None
-    assert not guardian.wait_until(lambda: False, 0.02)
 
 
 def test_a_process_table_survives_strange_names(start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -175,7 +175,7 @@ def test_the_memory_is_let_go_of_with_the_payload() -> None:
     tensor = torch.zeros(5000)
     gone = weakref.ref(tensor)
     payload = encode([tensor])
-    got = decode(payload, copy_readonly=False)
+    got = decode(payload)
     del tensor, payload, got
     gc.collect()
     assert gone() is None
@@ -192,16 +192,6 @@ def test_what_arrives_is_private_and_can_be_written_to() -> None:
     assert not sent["small"].any()  # type: ignore[attr-defined]
     assert not sent["array"].any()  # type: ignore[attr-defined]
     assert not sent["bytes"][0]  # type: ignore[index]
-
-
-def test_read_only_buffers_can_be_read_in_place_without_a_warning() -> None:
-    sent = torch.arange(5000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = decode(encode(sent), copy_readonly=False)
-    assert got.data_ptr() == sent.data_ptr()
-    assert torch.equal(got, sent)
-    assert not decode(encode(np.zeros(5000)), copy_readonly=False).flags.writeable
 
 
 def test_read_only_arrays_stay_read_only() -> None:
@@ -387,13 +377,6 @@ def test_functions_and_local_classes_come_back() -> None:
     assert got[0] is Local
     assert type(got[1]) is Local
     assert round_trip(Local().method)() == 4
-
-
-def test_cycles_come_back() -> None:
-    sent: list[Any] = [1]
-    sent.append(sent)
-    got = round_trip(sent)
-    assert got[1] is got
 
 
 SCRIPT = """
@@ -620,8 +603,8 @@ def test_what_cannot_be_loaded_says_why() -> None:
     data = pickle.dumps(Config(Color.RED, {}), 5).replace(__name__.encode(), b"x" * len(__name__))
     with pytest.raises(NotLoadableError, match="ModuleNotFoundError: No module named 'xxx"):
         decode(Payload(data, [], []))
-    with pytest.raises(NotLoadableError, match=r"^args .*UnpicklingError"):
-        decode(Payload(b"\x80\x05garbage", [], []), root="args")
+    with pytest.raises(NotLoadableError, match=r"^value .*UnpicklingError"):
+        decode(Payload(b"\x80\x05garbage", [], []))
     with pytest.raises(NotLoadableError):
         decode(Payload(encode(torch.zeros(5000)).data, [], []))
 

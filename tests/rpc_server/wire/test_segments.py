@@ -178,18 +178,6 @@ def test_a_closed_segment_is_used_again_and_nobody_finds_what_was_in_it() -> Non
         assert bytes(attach(other.location)[0]) == b"new" * 10_000
 
 
-def test_memory_that_somebody_has_mapped_is_left_alone() -> None:
-    with pack([b"old" * 10_000]) as segment:
-        (kept,) = attach(segment.location)
-    with pack([b"new" * 10_000]) as other:
-        assert other.location.name != segment.location.name
-    assert bytes(kept) == b"old" * 10_000
-    del kept
-    gc.collect()
-    with pack([b"end" * 10_000]) as first, pack([b"end" * 10_000]) as second:
-        assert {first.location.name, second.location.name} == {segment.location.name, other.location.name}
-
-
 def test_memory_that_another_process_has_mapped_is_left_alone_until_that_ends() -> None:
     wire, segment = to_wire(encode(torch.ones(1_000_000)))
     location = segment_of((wire, segment)).location
@@ -455,10 +443,7 @@ def received_from(process: subprocess.Popen[bytes]) -> WirePayload:
     return msgspec.msgpack.decode(process.stdout.read(length), type=WirePayload)
 
 
-def test_a_tensor_crosses_processes_in_both_directions() -> None:
-    with owner("torch.arange(1_000_000)") as process:
-        got = decode(from_wire(received_from(process)))
-        assert torch.equal(got, torch.arange(1_000_000))
+def test_a_tensor_reaches_another_process() -> None:
     wire, segment = to_wire(encode(torch.ones(1_000_000)))
     with segment_of((wire, segment)):
         answer = subprocess.run(

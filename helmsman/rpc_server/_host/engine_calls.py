@@ -1,15 +1,16 @@
-"""Import and construction of engines."""
+"""What precedes an engine's own code: its import, its construction, and arguments that its model-parallel group shares."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from helmsman.api import errors
 from helmsman.api.extras import needed_by
 from helmsman.api.topology import RankInfo
 from helmsman.api.worker_group import GroupWorker
+from helmsman.rpc_server._wire.messages import Request
 from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
 
@@ -56,3 +57,48 @@ def _set_rank_info(engine: Any, rank_info: RankInfo) -> None:
         engine.rank_info = rank_info
     except AttributeError:  # a frozen data class
         object.__setattr__(engine, "rank_info", rank_info)
+
+
+def needs_broadcast(engine: Any, asked: bool | None) -> bool:
+    """Whether the arguments of a call come from the head of the engine's model-parallel group."""
+    return asked is not False and getattr(engine, "model_parallel_group", None) is not None
+
+
+def broadcast_arguments(
+    engine: Any, load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], worker_id: str, request: Request
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The head's (args, kwargs) on every rank of the engine's model-parallel group.
+
+    The group first agrees that every rank is ready: else ranks would wait in the broadcast for one whose arguments do not load.
+
+    Raises: the rank's own error where its arguments do not load, PeerNotReadyError on the others.
+    """
+    import torch.distributed as dist
+
+    group = engine.model_parallel_group
+    is_head = dist.get_rank(group) == 0
+    failure: errors.CallError | None = None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    if is_head:
+        try:
+            arguments = load()
+        except errors.CallError as error:
+            failure = error
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, None if failure is None else str(failure), group=group)
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
+    if failed:
+        raise errors.PeerNotReadyError(
+            worker_id=worker_id,
+            engine_name=request.engine_name,
+            method=request.method,
+            ranks=failed,
+            reason=str(reasons[failed[0]]),
+        )
+    box = [arguments if is_head else None]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    received = box[0]
+    assert received is not None
+    return received
