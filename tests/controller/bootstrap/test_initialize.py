@@ -30,9 +30,8 @@ CLUSTER = """
 import json, signal
 from ray.cluster_utils import Cluster
 
-node = {"num_cpus": 2, "num_gpus": 4, "labels": {"helmsman-run": "run-1"}, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args=node)
-cluster.add_node(num_cpus=1, resources={"NPU": 8}, labels={"helmsman-run": "run-1"})
+node = {"num_cpus": 2, "num_gpus": 4, "resources": {"NPU": 8}, "labels": {"helmsman-run": "run-1"}}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
 print(json.dumps(cluster.address), flush=True)
 try:
     signal.sigwait({signal.SIGTERM})
@@ -62,7 +61,7 @@ def run(source: str, **environ: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A cluster of two nodes that belong to run-1."""
+    """A cluster whose node belongs to run-1."""
     signals = {signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # which the child inherits, and waits for
     cluster = subprocess.Popen(
@@ -124,7 +123,7 @@ except Exception as error:
     tell(kind=type(error).__name__, text=str(error), connected=ray.is_initialized())
 """
     *joined, refused = run(source, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
-    assert joined == 3 * [{"address": address, "nodes": 2, "embedded": False, "devices": {"GPU": 4, "NPU": 8}}]
+    assert joined == 3 * [{"address": address, "nodes": 1, "embedded": False, "devices": {"GPU": 4, "NPU": 8}}]
     assert (refused["kind"], refused["connected"]) == ("ClusterMismatchError", False)
     for fact in (address, "its nodes belong to run-1", "started on run run-2", RUN_VARIABLE, "start it again"):
         assert fact in refused["text"]
