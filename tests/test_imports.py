@@ -39,7 +39,7 @@ LAYERS = {
     ],
     "rpc_server": [{"ports"}, {"_process", "_wire"}, {"_host", "_ray_forks"}, {"_server"}],
     "engines": [
-        {"_admission", "_models", "losses", "memory", "train_config", "vllm_config"},
+        {"_serving", "_models", "losses", "memory", "train_config", "vllm_config"},
         {"_weights"},
         {"weight_transfer", "_train"},
         {"weights"},
@@ -192,7 +192,7 @@ def test_the_reader_of_imports_sees_every_form(source: str, names: list[str]) ->
 
 
 def run_python(code: str, *args: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
