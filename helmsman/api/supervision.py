@@ -37,7 +37,7 @@ class Sign(Enum):
 
     ANSWERED = "answered"
     BUSY = "busy"
-    """It does not answer, and is seen to make progress. Not reported to subscribers, but as DEAD after ``busy_s``."""
+    """It does not answer, and is seen to make progress; reported only as DEAD, after ``busy_s``."""
     SUSPECT = "suspect"
     """It has not answered for a while."""
     DEAD = "dead"

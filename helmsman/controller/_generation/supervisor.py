@@ -180,18 +180,14 @@ class Supervisor:
 
     def _on_report(self, report: Report) -> None:
         id_, health = report.worker_id, report.health
-        if report.sign is Sign.SUSPECT:
-            self.note(id_, Event.LATE)
-        elif report.sign is Sign.PREEMPTED and report.notice is not None:
+        if health is not None and (failure := health.failure or health.failed_engines.get(self._engine_name or id_)):
+            report = report._replace(sign=Sign.DEAD, reason=failure)
+        if report.notice is not None:
             self._leave(id_, report.notice)
         elif report.sign is Sign.DEAD:
             self.note(id_, Event.LOST, _lost(report))
-        elif health is not None:
-            failure = health.failure or health.failed_engines.get(self._engine_name or id_)
-            if failure is None:
-                self.note(id_, Event.ANSWERED)
-            else:
-                self.note(id_, Event.LOST, _lost(report._replace(reason=failure)))
+        else:
+            self.note(id_, Event.ANSWERED if report.sign is Sign.ANSWERED else Event.LATE)
 
     def _leave(self, instance_id: str, notice: PreemptionNotice) -> None:
         supervised = self._supervised[instance_id]

@@ -217,7 +217,11 @@ def test_more_workers_die_at_once_than_the_event_loop_has_threads(scheduler: Sch
 def test_a_worker_that_hangs_while_it_is_built_is_built_once_more(scheduler: Scheduler, tmp_path: Path) -> None:
     stops = tmp_path / "stops"
     rollout = RolloutController(
-        scheduler, f"{ENGINE}ThatStops", Job(role="rollout"), engine_args=(str(stops),), supervision=POLICY
+        scheduler,
+        "tests.controller.engines.CountingRolloutThatStops",
+        Job(role="rollout"),
+        engine_args=(str(stops),),
+        supervision=POLICY,
     )
     with rollout:
         rollout.initialize()
@@ -231,7 +235,11 @@ def test_a_worker_that_hangs_while_it_is_built_is_built_once_more(scheduler: Sch
 def test_workers_are_not_added_when_one_of_them_hangs_while_it_is_built(scheduler: Scheduler, tmp_path: Path) -> None:
     stops = tmp_path / "stops"
     rollout = RolloutController(
-        scheduler, f"{ENGINE}ThatStops", Job(role="rollout"), engine_args=(str(stops),), supervision=POLICY
+        scheduler,
+        "tests.controller.engines.CountingRolloutThatStops",
+        Job(role="rollout"),
+        engine_args=(str(stops),),
+        supervision=POLICY,
     )
     with rollout:
         rollout.initialize()
