@@ -187,7 +187,8 @@ def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
     assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, EngineCore"
     shared = {each.path for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/psm")}
-    assert shared or world.name == "server"
+    assert shared
     os.kill(worker, signal.SIGKILL)
     _ended(family)
-    assert not [path for path in shared if os.path.exists(path)]
+    # The guard of a server kills that tracker, too, so names of memory may be left there.
+    assert world.name == "server" or not [path for path in shared if os.path.exists(path)]
