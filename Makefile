@@ -15,12 +15,13 @@ CHECK ?=
 PYTEST_ARGS ?=
 # Processes that share the tests, file by file: most of a test's time is spent waiting for processes to start and end.
 TEST_PROCESSES ?= 2
+PYTEST := $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Tried in this order; one that is only a shim for a Python that is not installed does not run, and is passed over.
 PYTHONS := $(strip $(PYTHON) python3.11 python3 python)
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo test test-vllm soak bench gpu-check check lint fast-tests format clean setup
+.PHONY: help demo test unit contract test-vllm soak bench gpu-check check lint format clean setup
 
 help: ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,7 +30,13 @@ demo: $(STAMP) ## train a small model on an embedded local Ray; results in runs/
 	@$(PY) examples/grpo.py --scheduler ray --out runs/demo $(DEMO_ARGS)
 
 test: $(STAMP) ## the whole test suite
-	@$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+unit: $(STAMP) ## the tests of single parts that take little time: no clusters, attacks or examples
+	@$(PYTEST) --quiet -m "not slow" $(patsubst %,--ignore tests/%,contract multinode hostile examples benchmarks vllm) $(PYTEST_ARGS)
+
+contract: $(STAMP) ## what each scheduler promises, on all of them
+	@$(PYTEST) tests/contract $(PYTEST_ARGS)
 
 test-vllm: $(STAMP_VLLM) ## the tests with a real vLLM, on the CPU
 	@$(PY_VLLM) -m pytest tests/vllm $(PYTEST_ARGS)
@@ -43,16 +50,12 @@ bench: $(STAMP) ## what things cost beside their floors; results in benchmarks/o
 gpu-check: $(STAMP) ## what needs an accelerator, run on this machine's, as a table; CHECK=name for some of it
 	@$(PY) -m benchmarks.gpu $(CHECK)
 
-check: lint fast-tests ## format, lint, types, import directions and the fast tests
+check: lint unit ## format, lint, types and the unit tests, which hold the structure, too
 
-lint: $(STAMP) ## what check does before it runs tests
+lint: $(STAMP) ## format, lint and types
 	@$(PY) -m ruff format --check --quiet . || { echo "not formatted; run: make format" >&2; exit 1; }
 	@$(PY) -m ruff check --quiet .
 	@$(PY) -m mypy
-	@$(PY) -m pytest --quiet tests/test_imports.py tests/test_structure.py
-
-fast-tests: $(STAMP)
-	@$(PY) -m pytest --quiet -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/test_imports.py --ignore tests/test_structure.py $(PYTEST_ARGS)
 
 format: $(STAMP) ## format the sources and sort their imports
 	@$(PY) -m ruff check --quiet --fix-only .
