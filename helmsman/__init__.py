@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from pathlib import Path
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from helmsman.api.version import __version__ as __version__
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 _HOMES: dict[str, str] = {
     alias.name: str(node.module)
-    for block in ast.parse(Path(__file__).read_bytes()).body
+    for block in ast.parse(pkgutil.get_data(__name__, "__init__.py") or b"").body
     if isinstance(block, ast.If)
     for node in block.body
     if isinstance(node, ast.ImportFrom)

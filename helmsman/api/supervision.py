@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -127,6 +128,13 @@ class Monitor:
                     watch._give(self._notices)
             await asyncio.sleep(pause_s)
 
+    def close(self) -> None:
+        """End all watches. Idempotent."""
+        for watch in tuple(self._watches):
+            watch.close()
+        if self._looking is not None:
+            self._looking.cancel()
+
     def _add(self, watch: Watch) -> None:
         self._watches.add(watch)
         if self._looking is None or self._looking.done():
@@ -156,6 +164,7 @@ class Watch:
         self.policy = policy
         self._monitor, self._subscriber = monitor, subscriber
         self._suspect_s = policy.dead_s if suspect_s is None else suspect_s
+        self._is_closed = False
         self._asking: dict[str, asyncio.Task[None]] = {}
         for worker_id in worker_ids:
             self.add(worker_id)
@@ -164,7 +173,8 @@ class Watch:
     def add(self, worker_id: str) -> None:
         """Watch one more worker, or another process of a worker: an earlier question says nothing about it."""
         self.discard(worker_id)
-        self._asking[worker_id] = asyncio.create_task(self._keep_asking(worker_id))
+        if not self._is_closed:
+            self._asking[worker_id] = asyncio.create_task(self._keep_asking(worker_id))
 
     def discard(self, worker_id: str) -> None:
         """Watch a worker no more. Idempotent."""
@@ -173,25 +183,32 @@ class Watch:
 
     def close(self) -> None:
         """Watch none any more. Idempotent."""
+        self._is_closed = True
         for worker_id in tuple(self._asking):
             self.discard(worker_id)
         self._monitor._watches.discard(self)
 
     def _give(self, notices: Mapping[str, PreemptionNotice]) -> None:
         for worker_id in [id_ for id_ in self._asking if id_ in notices]:
-            self._subscriber(Report(worker_id, Sign.PREEMPTED, notice=notices[worker_id]))
+            self._report(Report(worker_id, Sign.PREEMPTED, notice=notices[worker_id]))
+
+    def _report(self, report: Report) -> None:
+        try:
+            self._subscriber(report)
+        except Exception:  # the other subscribers, and the next questions, do not depend on it
+            log.exception("what follows from %s being %s failed", report.worker_id, report.sign.value)
 
     async def _keep_asking(self, worker_id: str) -> None:
         while True:
             report = await self._ask(worker_id)
             if report.sign is not Sign.UNKNOWN:
-                self._subscriber(report)
+                self._report(report)
             await asyncio.sleep(self.policy.probe_every_s)
 
     async def _ask(self, worker_id: str) -> Report:
         loop, policy, limit = asyncio.get_running_loop(), self.policy, "dead_s"
         given_up_at = loop.time() + max(policy.busy_s, policy.dead_s)
-        suspecting = loop.call_later(self._suspect_s, self._subscriber, Report(worker_id, Sign.SUSPECT))
+        suspecting = loop.call_later(self._suspect_s, self._report, Report(worker_id, Sign.SUSPECT))
         try:
             while (report := await self._monitor.ask(worker_id, policy.dead_s)).sign is Sign.BUSY:
                 if loop.time() >= given_up_at:
@@ -201,8 +218,8 @@ class Watch:
         finally:
             suspecting.cancel()
         if report.sign is Sign.DEAD and report.error is None:
-            silent = f"it has not answered for {getattr(policy, limit):g} s ({type(policy).__name__}.{limit})"
-            return report._replace(reason=silent)
+            setting = "" if type(policy) is ProbePolicy else f" ({type(policy).__name__}.{limit})"
+            return report._replace(reason=f"it has not answered for {getattr(policy, limit):g} s{setting}")
         return report
 
 
@@ -229,3 +246,9 @@ class RestartBudget:
             return None
         self._begun.append(now)
         return float(self._pause_s * 2**num_recent)
+
+    def free_in_s(self, now: float) -> float:
+        """Seconds until there is a restart left; infinite where there is never one."""
+        if self.num_recent(now) < self._max_restarts:
+            return 0.0
+        return self._begun[-self._max_restarts] + self._window_s - now if self._max_restarts else math.inf

@@ -373,7 +373,10 @@ class ServerEngine(InferenceEngine):
 def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[str, Any]:
     route = "/v1/models"
     status, answer = get(address, route, headers, limit_s)
-    if status != 200:
+    model: Any = None
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        model = json.loads(answer)["data"][0]
+    if status != 200 or not isinstance(model, dict) or "id" not in model:
         raise ServerRequestError(
             address=address,
             route=route,
@@ -382,7 +385,6 @@ def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[
             expected="200 with its models",
             step="Look whether it is of ServerConfig.dialect, and whether another program listens there",
         )
-    model: dict[str, Any] = json.loads(answer)["data"][0]
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
@@ -12,7 +13,12 @@ from helmsman.api.supervision import Monitor, ProbePolicy, Report, RestartBudget
 from tests.controller.fakes import make_death
 from tests.controller.generation.backends import virtually
 
-POLICY = ProbePolicy(probe_every_s=2.0, dead_s=60.0, busy_s=300.0)
+
+class Probes(ProbePolicy, frozen=True, kw_only=True):
+    """As of a controller whose users set it."""
+
+
+POLICY = Probes(probe_every_s=2.0, dead_s=60.0, busy_s=300.0)
 ANSWERED, SUSPECT, DEAD, PREEMPTED = Sign.ANSWERED, Sign.SUSPECT, Sign.DEAD, Sign.PREEMPTED
 
 
@@ -88,7 +94,7 @@ async def test_watch_reports_silence_as_suspect_then_dead() -> None:
     (suspect_at, suspect), (dead_at, dead) = workers.reports
     assert (round(suspect_at), suspect.sign) == (10, SUSPECT)
     assert dead_at == pytest.approx(60.0, abs=0.5)
-    assert (dead.sign, dead.error, dead.reason) == (DEAD, None, "it has not answered for 60 s (ProbePolicy.dead_s)")
+    assert (dead.sign, dead.error, dead.reason) == (DEAD, None, "it has not answered for 60 s (Probes.dead_s)")
     del workers.states["a"]
     await asyncio.sleep(5.0)
     assert workers.signs()[2:] == [ANSWERED] * 2, "what follows a death is the subscriber's to say"
@@ -116,7 +122,7 @@ async def test_watch_reports_a_busy_worker_dead_only_after_its_own_limit(state: 
     await asyncio.sleep(299.0)
     assert workers.signs() == [SUSPECT]
     await asyncio.sleep(3.0)
-    assert workers.reports[1][1].reason == "it has not answered for 300 s (ProbePolicy.busy_s)"
+    assert workers.reports[1][1].reason == "it has not answered for 300 s (Probes.busy_s)"
     watch.close()
 
 
@@ -157,6 +163,25 @@ async def test_watch_keeps_quiet_about_a_worker_that_cannot_be_asked() -> None:
     await asyncio.sleep(200.0)
     assert (workers.num_asked, workers.reports) == (100, [])
     watch.close()
+
+
+@virtually
+async def test_monitor_survives_a_subscriber_that_raises_and_ends_all_watches(caplog: pytest.LogCaptureFixture) -> None:
+    workers = Workers()
+
+    def fail(report: Report) -> None:
+        raise RuntimeError(f"no rule for {report.sign.value}")
+
+    watch = Watch(workers.monitor, POLICY, fail, ["a"])
+    Watch(workers.monitor, POLICY, workers.note, ["a"])
+    workers.notices = {"a": "drained"}
+    await asyncio.sleep(5.0)
+    assert {report.sign for _, report in workers.reports} == {ANSWERED, PREEMPTED}
+    assert "what follows from a being preempted failed" in caplog.text
+    workers.monitor.close()
+    watch.add("b")
+    await asyncio.sleep(0.0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 @virtually
@@ -210,7 +235,9 @@ def test_budget_doubles_pauses_within_its_window_and_comes_back() -> None:
     assert [budget.spend(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, 2.0]
     assert budget.spend(99.0) is None
     assert budget.num_recent(99.0) == 3
+    assert (budget.free_in_s(99.0), budget.free_in_s(100.0)) == (1.0, 0.0)
     assert budget.spend(100.0) == 2.0, "the first is out of the window"
     assert budget.spend(105.0) is None
     assert budget.spend(300.0) == 0.5
     assert RestartBudget(0, 1.0).spend(0.0) is None
+    assert RestartBudget(0, 1.0).free_in_s(0.0) == math.inf

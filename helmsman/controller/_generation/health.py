@@ -93,7 +93,8 @@ class SupervisionPolicy(ProbePolicy, frozen=True, kw_only=True):
     suspect_s: float = 10.0
     """A probe that is not answered for so long makes it suspect: it gets nothing new, and keeps what it has."""
     max_restarts: int = 3
-    """Within ``restart_window_s``; beyond them it stays dead. The first one after it was left in time is not counted."""
+    """Within ``restart_window_s``; beyond them it stays dead until the window has room. The first one after it was left in time
+    is not counted."""
     restart_window_s: float = 3600.0
     restart_pause_s: float = 1.0
     """Before the first restart; doubled with each more within the window."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ class _Supervised:
     """When to rebuild it, where it is dead and the budget allows it."""
     heeded: PreemptionNotice | None = None
     """The last notice that it is about to go."""
+    again: asyncio.TimerHandle | None = None
+    """Asks a spent budget again."""
     restarting: asyncio.Task[None] | None = None
     moving: asyncio.Task[None] | None = None
     death: asyncio.Future[None] | None = None
@@ -41,6 +44,8 @@ class _Supervised:
 
     def cancel(self) -> None:
         """Neither move nor rebuild it any more."""
+        if self.again is not None:
+            self.again.cancel()
         for task in (self.restarting, self.moving):
             if task is not None:
                 task.cancel()
@@ -78,9 +83,11 @@ class Supervisor:
         """Supervise one more instance, which the scheduler serves by."""
         policy = self._policy
         budget = RestartBudget(policy.max_restarts, policy.restart_window_s, policy.restart_pause_s)
-        self._supervised[instance_id] = _Supervised(health, budget)
+        supervised = self._supervised[instance_id] = _Supervised(health, budget)
         if self._watch is not None and health.lives:
             self._watch.add(instance_id)
+        elif health is Health.DEAD:
+            self._plan_restart(instance_id, supervised, pause_s=None)
 
     def forget(self, instance_id: str) -> None:
         """Supervise an instance no more."""
@@ -97,8 +104,9 @@ class Supervisor:
         """Probe nothing more and rebuild nothing more. Idempotent."""
         for supervised in self._supervised.values():
             supervised.cancel()
-        if self._watch is not None:
-            self._watch.close()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
         """Take news of an instance in."""
@@ -126,9 +134,17 @@ class Supervisor:
         supervised.restart_at = None if pause_s is None else now + pause_s
         if pause_s is None:
             num_others = sum(each.health is not Health.DEAD for each in self._supervised.values())
-            log.warning("%s stays dead, as its restarts are used up; %d instances go on", instance_id, num_others)
+            wait_s = supervised.budget.free_in_s(now)
+            when = "" if math.isinf(wait_s) else f" for {wait_s:.0f} s"
+            log.warning("%s stays dead%s, as its restarts are used up; %d instances go on", instance_id, when, num_others)
+            if when:
+                supervised.again = asyncio.get_running_loop().call_later(wait_s, self._plan_again, instance_id, supervised)
         elif not supervised.is_restarting:
             supervised.restarting = asyncio.create_task(self._restart(instance_id, supervised))
+
+    def _plan_again(self, instance_id: str, supervised: _Supervised) -> None:
+        if supervised.health is Health.DEAD and supervised.restart_at is None:
+            self._plan_restart(instance_id, supervised, pause_s=None)
 
     def _mark_gone(self, instance_id: str, supervised: _Supervised) -> None:
         if self._watch is not None:

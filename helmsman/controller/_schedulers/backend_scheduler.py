@@ -104,6 +104,7 @@ class BackendScheduler(Scheduler):
             run_sync(self._close(doomed))
 
     async def _close(self, doomed: list[Role]) -> None:
+        self.monitor.close()
         try:
             await stop_roles(doomed, True, "close", self.timeouts.shutdown_s)
         finally:

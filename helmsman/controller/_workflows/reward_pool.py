@@ -248,6 +248,8 @@ class RewardPool(RoleController):
         await in_own_thread(self.scheduler.restart_worker, worker_id)
         rank = [worker.id for worker in self._workers].index(worker_id)
         await self._make_ready(self._workers, [rank])
+        if self._watch is not None:
+            self._watch.add(worker_id)
 
     def _on_closing(self) -> None:
         places, watch = self._places, self._watch

@@ -116,10 +116,13 @@ class Requests:
                 await self._attempt(generations)
             running = [asyncio.ensure_future(self._to_its_end(each)) for each in generations]
             try:
-                await asyncio.gather(*running)
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
             finally:
-                for each in running:
-                    each.cancel()  # no caller waits for the other samples of one that has failed
+                if not all(each.done() for each in running):  # no caller waits for the other samples of one that has failed
+                    await self.abort([each.request_id for each in requests])
+                    await asyncio.wait(running)
+            for each in running:
+                each.result()
         return [each.result() for each in generations]
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:

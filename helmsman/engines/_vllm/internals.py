@@ -14,6 +14,7 @@ from helmsman.api.suggestions import did_you_mean
 
 OLDEST = (0, 32)
 """The oldest vLLM that is supported, and the one that the tests are run with."""
+_OLDEST_TEXT = ".".join(map(str, OLDEST))
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,7 +28,7 @@ ENVIRONMENT = {
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """The installed vLLM is too old."""
+    """The installed vLLM is too old, or has no longer what is relied on."""
 
 
 def require_vllm() -> None:
@@ -38,7 +39,7 @@ def require_vllm() -> None:
     found = re.match(r"(\d+)\.(\d+)", text)  # a source build has no number, and is tried
     if found and (int(found[1]), int(found[2])) < OLDEST:
         raise UnsupportedVLLMError(
-            f"the installed vLLM is {text}; VLLMEngine supports {'.'.join(map(str, OLDEST))} and later. Install one of "
+            f"the installed vLLM is {text}; VLLMEngine supports {_OLDEST_TEXT} and later. Install one of "
             "these, such as by pip install 'helmsman[vllm]'"
         )
 
@@ -58,11 +59,17 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
         arguments: Of AsyncEngineArgs.
         on_usage: Called after steps with the part of the cache that is used, 0 to 1.
 
-    Raises: ValueError for an argument that AsyncEngineArgs does not have, and what vLLM raises.
+    Raises: ValueError for an argument that AsyncEngineArgs does not have, UnsupportedVLLMError, and what vLLM raises.
     """
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+    except ImportError as error:
+        raise UnsupportedVLLMError(
+            f"the installed vLLM lacks a part that VLLMEngine uses: {error}. It is tested with vLLM {_OLDEST_TEXT}; install "
+            "that, such as by pip install 'helmsman[vllm]'"
+        ) from error
 
     class Listener(StatLoggerBase):  # type: ignore[misc, unused-ignore]
         def __init__(self, *_: Any, **__: Any) -> None:

@@ -140,8 +140,8 @@ def split(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[di
 
 
 def _require_done(outcomes: list[dict[str, Any]]) -> None:
-    """Raise the error of the first rank that has one: those of the others may be its consequences."""
+    """Raise the first error of a rank; one of a connection, which may be a consequence of another, only where all are."""
     failed = [outcome for outcome in outcomes if outcome]
     if failed:
-        name, text = failed[0]["error"]
+        name, text = next((each["error"] for each in failed if each["error"][0] != "ConnectionError"), failed[0]["error"])
         raise partial_update(text) if any(each["torn"] for each in failed) else _TYPES.get(name, RuntimeError)(text)

@@ -10,7 +10,7 @@ from helmsman.api.errors import WorkerFailedError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor
-from helmsman.controller._generation.health import Health, SupervisionPolicy
+from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
 from helmsman.controller._generation.request import RequestState
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
@@ -174,7 +174,33 @@ async def test_supervisor_rebuilds_the_dead_after_pauses_that_double_until_the_b
     assert not supervisor.is_coming_back("a")
     await asyncio.sleep(1000.0)
     assert len(cluster.rebuilt) == 3
+    await asyncio.sleep(3600.0)
+    assert len(cluster.rebuilt) == 4, "the window has room again"
+    assert requests.instances["a"].health is Health.HEALTHY
     supervisor.stop()
+
+
+@virtually
+async def test_supervisor_rebuilds_what_is_dead_when_it_is_handed_over() -> None:
+    cluster = Cluster()
+    _, supervisor = _supervised(cluster)
+    cluster.dead["a"] = make_death("a")
+    await supervisor.until_dead("a")
+    supervisor.forget("a")
+    supervisor.watch("a", Health.DEAD)
+    await asyncio.sleep(5.0)
+    assert len(cluster.rebuilt) == 1
+    supervisor.stop()
+
+
+@virtually
+async def test_supervisor_that_is_stopped_rebuilds_nothing() -> None:
+    cluster = Cluster()
+    _, supervisor = _supervised(cluster)
+    supervisor.stop()
+    supervisor.note("a", Event.LOST)
+    await asyncio.sleep(5000.0)
+    assert not cluster.rebuilt
 
 
 @virtually
