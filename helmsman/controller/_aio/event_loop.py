@@ -33,6 +33,7 @@ def _after_fork() -> None:
     """In the child: another thread of the parent may have held the lock, and is not here to give it back."""
     global _lock
     _lock = threading.Lock()
+    threads_awaited.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -42,10 +43,12 @@ if hasattr(os, "register_at_fork"):
 def background_loop() -> asyncio.AbstractEventLoop:
     """The loop, started on first use; a forked child gets one of its own, since threads do not survive a fork."""
     global _loop, _loop_pid
+    if (loop := _loop) is not None and _loop_pid == os.getpid():  # without the lock, which a signal handler's thread may hold
+        return loop
     with _lock:
         if _loop is None or _loop_pid != os.getpid():
             loop, _ = start_loop("helmsman-loop")
-            _loop, _loop_pid = loop, os.getpid()
+            _loop_pid, _loop = os.getpid(), loop
         return _loop
 
 
@@ -131,7 +134,7 @@ def forbid_blocking() -> None:
     if threads_awaited and threading.get_ident() in threads_awaited:
         raise RuntimeError(
             "a blocking Helmsman call was made by a signal handler that has interrupted another one; raise an exception in the "
-            "handler instead, or make the call in a thread"
+            "handler instead, or make the call in a thread, without waiting for it"
         )
     if _running_loop() is background_loop():
         raise RuntimeError(

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -127,9 +128,11 @@ class Channel(Transport):
         self._reader = FrameReader()
         self._writing = threading.Lock()
         """Held while a message is numbered and written, and while the connection is read or changes."""
+        self._cut: socket.socket | None = None
+        """The connection by which a message is being written; with ``_writing`` free, one that was cut off by an interrupt."""
         self._unsent = bytearray()
         self._packing = asyncio.Lock()
-        self._num_packing = 0
+        self._to_pack: set[int] = set()
         """Engine work that is not written yet; what comes now is packed after it."""
         self._loop = asyncio.get_running_loop()
         self._resuming: asyncio.Task[None] | None = None
@@ -235,7 +238,8 @@ class Channel(Transport):
                 with self._writing:
                     self._attach(sock)
                     for message in self._session.resume(num_received):
-                        self._send(message)
+                        if not self._send(sock, message):
+                            break
             except ProtocolError as error:
                 self.close(f"its connection was lost and could not be resumed: {error}")
                 return
@@ -253,20 +257,33 @@ class Channel(Transport):
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         thread = threading.get_ident()
-        threads_awaited.add(thread)
+        if thread in threads_awaited:  # a signal handler or finalizer, within this very method
+            self._loop.call_soon_threadsafe(self._post_here, outgoing, awaited)
+            return
         try:
+            threads_awaited.add(thread)
             with self._writing:
                 if (
                     outgoing.is_small
-                    and not (outgoing.in_order and self._num_packing)
+                    and not (outgoing.in_order and self._to_pack)
                     and (not outgoing.payload.handles or can_carry(outgoing.payload, shares_memory=self.shares_memory))
                 ):
                     self._write(outgoing, outgoing.body(), awaited)
                     return
-                self._num_packing += outgoing.in_order
+                if outgoing.in_order:
+                    self._to_pack.add(outgoing.request.id)
+            self._loop.call_soon_threadsafe(lambda: self._in_background(self._pack_and_write(outgoing, awaited)))
+        except BaseException:
+            self._to_pack.discard(outgoing.request.id)
+            raise
         finally:
             threads_awaited.discard(thread)
-        self._loop.call_soon_threadsafe(lambda: self._in_background(self._pack_and_write(outgoing, awaited)))
+
+    def _post_here(self, outgoing: Outgoing, awaited: Awaited) -> None:
+        try:
+            self.post(outgoing, awaited)
+        except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
+            awaited.failed(error)
 
     async def _pack_and_write(self, outgoing: Outgoing, awaited: Awaited) -> None:
         try:
@@ -277,8 +294,7 @@ class Channel(Transport):
         except Exception as error:  # noqa: BLE001 - handed to the caller that awaits the answer
             awaited.failed(error)
         finally:
-            with self._writing:
-                self._num_packing -= outgoing.in_order
+            self._to_pack.discard(outgoing.request.id)
 
     async def _packed(self, outgoing: Outgoing) -> tuple[bytes, ShmSegment | None]:
         if self._side_path is not None and not can_carry(outgoing.payload, shares_memory=self.shares_memory):
@@ -309,35 +325,42 @@ class Channel(Transport):
             if segment is not None:
                 segment.close()
             raise
-        self._awaited[outgoing.request.id] = awaited
+        is_whole, self._cut = self._cut is not sock, sock
         try:
-            self._send(self._session.keep(body, segment))
+            message = self._session.keep(body, segment)
+            self._awaited[outgoing.request.id] = awaited
+            if sock is None or (is_whole and self._send(sock, message)):
+                self._cut = None
+            elif not is_whole:  # a second interrupt may have hindered the first one's drop
+                self._loop.call_soon_threadsafe(self._drop, sock)
         except ProtocolError:  # it is too large, and was not kept
-            del self._awaited[outgoing.request.id]
+            if is_whole:
+                self._cut = None
             raise
         except BaseException:  # an interrupt of the caller's thread: what is kept is sent by the next connection
             if sock is not None:
                 self._loop.call_soon_threadsafe(self._drop, sock)
             raise
 
-    def _send(self, message: bytes) -> None:
-        """Write as much as the socket takes. ``_writing`` is held."""
-        sock = self._socket
-        if sock is None:
-            return  # the next connection begins with it
+    def _send(self, sock: socket.socket, message: bytes) -> bool:
+        """Write as much as the socket takes; False where it is lost. ``_writing`` is held."""
         if self._unsent:
             self._unsent += message
-            return
+            return True
         try:
             num_sent = sock.send(message)
         except WOULD_BLOCK:
             num_sent = 0
-        except OSError:
+        except OSError as error:
+            if error.errno is None:  # a signal handler's, such as TimeoutError("...")
+                raise
+            self._cut = sock
             self._loop.call_soon_threadsafe(self._drop, sock)
-            return
+            return False
         if num_sent < len(message):
             self._unsent += memoryview(message)[num_sent:]
             self._loop.call_soon_threadsafe(self._await_writable, sock)
+        return True
 
     def _await_writable(self, sock: socket.socket) -> None:
         if self._socket is sock:
@@ -361,7 +384,8 @@ class Channel(Transport):
         sock = self._socket
         assert sock is not None
         try:
-            with self._writing:  # TLS allows one thread at a time
+            # TLS allows one thread at a time; else the loop does not wait for a signal handler that has interrupted a write.
+            with self._writing if isinstance(sock, ssl.SSLSocket) else contextlib.nullcontext():
                 data = sock.recv(_READ_BYTES)
         except WOULD_BLOCK:
             return
@@ -376,6 +400,9 @@ class Channel(Transport):
                 self._take(message)
         except (ProtocolError, msgspec.MsgspecError) as error:
             self.close(f"it sent a message that cannot be understood: {error}")
+        except Exception:  # such as no memory: what was not taken comes again by the next connection
+            log.exception("%s: a message could not be taken, so its connection is replaced", self._worker_id)
+            self._drop(sock)
 
     def _take(self, message: bytes) -> None:
         if not self.is_open:  # an earlier message of the same read has ended the session
@@ -396,7 +423,8 @@ class Channel(Transport):
                 failure = error
         if self._session.taken(len(body), wire):
             with self._writing:
-                self._send(self._session.confirmation())
+                if self._socket is not None and self._socket is not self._cut:
+                    self._send(self._socket, self._session.confirmation())
         if awaited is None:
             return
         if failure is None and (payload is None or is_large):

@@ -290,8 +290,11 @@ class PendingCall(abc.ABC):
             self._client.in_flight[self._outgoing.request.id] = self
         try:
             self._client.transport.post(self._outgoing, self)
-        except Exception as error:  # noqa: BLE001 - it is the answer of this request
+        except (TransportLostError, errors.HelmsmanError) as error:  # it is the answer of this request
             run_on_loop(functools.partial(self.failed, error))
+        except BaseException:  # an interrupt
+            self._client.in_flight.pop(self._outgoing.request.id, None)
+            raise
 
     @property
     def name(self) -> str:

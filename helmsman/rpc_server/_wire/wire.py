@@ -289,8 +289,8 @@ class Session:
             if segment is not None:
                 segment.close()
             require_size(size)
-        self._kept.append((body, segment))
         self._num_bytes += size if segment is None else size + segment.nbytes
+        self._kept.append((body, segment))
         self._num_told = self.num_received
         return _COUNTED.pack(size, self._num_told) + body
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from helmsman.api.scheduler import Call, Job, Scheduler
-from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._aio.event_loop import run_sync, threads_awaited
 from helmsman.controller._roles.call_all import call_all
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.controller._transport import channel as channel_module
@@ -74,11 +76,11 @@ def signal_while_writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The next request is interrupted by SIGUSR1 while its thread writes it."""
     send = Channel._send
 
-    def interrupted(channel: Channel, message: bytes) -> None:
+    def interrupted(channel: Channel, sock: socket.socket, message: bytes) -> bool:
         if threading.current_thread() is threading.main_thread():
             monkeypatch.undo()
             signal.raise_signal(signal.SIGUSR1)
-        send(channel, message)
+        return send(channel, sock, message)
 
     monkeypatch.setattr(Channel, "_send", interrupted)
     disposition = signal.getsignal(signal.SIGUSR1)
@@ -92,3 +94,35 @@ def test_blocking_call_in_a_signal_handler_that_interrupts_another_is_refused(sc
     with pytest.raises(RuntimeError, match="by a signal handler that has interrupted another one"):
         scheduler.call_engine("giving/0", "add")
     assert scheduler.call_engine("giving/0", "add") == 2, "the request that was interrupted is sent, once"
+
+
+@pytest.mark.usefixtures("signal_while_writing")
+def test_request_that_an_interrupt_cut_off_and_the_next_one_run_once(scheduler: Scheduler) -> None:
+    def note(number: int) -> None:
+        scheduler.call_engine("giving/0", "note_number", None, number, None)
+
+    other = threading.Thread(target=note, args=[2])
+
+    def interrupt(*_: object) -> None:
+        other.start()
+        while other.ident not in threads_awaited:  # it is about to wait for its turn to write
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        note(1)
+    other.join()
+    note(3)
+    assert scheduler.call_engine("giving/0", "numbers") == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("signal_while_writing")
+def test_exception_of_a_signal_handler_reaches_the_caller_it_interrupts(scheduler: Scheduler) -> None:
+    def give_up(*_: object) -> None:
+        raise TimeoutError("it is time")
+
+    signal.signal(signal.SIGUSR1, give_up)
+    with pytest.raises(TimeoutError, match="it is time"):
+        scheduler.call_engine("giving/1", "add")
+    assert scheduler.call_engine("giving/1", "add") == 2, "the request that was interrupted is sent, once"
