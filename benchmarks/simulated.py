@@ -57,4 +57,4 @@ class SimulatedBackend(Backend):
             identity = self.run.identity(start.job, rank, place.node)
             return WorkerClient(identity.worker_id, place, os.getpid(), identity.log_path, transport, self.run.timeouts)
 
-        return await await_all(connect(*pair) for pair in start.pairs)
+        return await await_all(connect(*pair) for pair in start.places.items())

@@ -208,13 +208,20 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls are in flight at once and are batched by the engine."""
+        """Continue one prompt; many calls are in flight at once and are batched by the engine.
+
+        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them unless it is named.
+
+        Raises:
+            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the id is in flight already.
+            RuntimeError: The engine is asleep, or does not run.
+        """
 
     async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
         """Continue one prompt several times: requests that are equal but for id and seed, whose prompt is computed once.
 
         Optional, for RolloutController's ``samples_by_engine``. Results are in the order of the requests, when all have ended;
-        abort ends each by its own id.
+        abort ends each by its own id. Raises as agenerate, and ValueError where the prompts are not the same.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no agenerate_samples; leave out RolloutController's samples_by_engine, and each sample "
@@ -223,7 +230,8 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Returns how many."""
+        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are skipped.
+        Returns how many were ended."""
 
     @abc.abstractmethod
     async def update_weights(self, weights: Weights, version: int) -> int:
@@ -231,6 +239,17 @@ class InferenceEngine(abc.ABC):
 
         ``helmsman.engines.weight_transfer.incoming`` reads all that Weights may be, as tensors by name. When it fails half-way
         the instance gets no requests until an update succeeds, and is asked to give back those it has.
+
+        Args:
+            weights: All of them, by Hugging Face name, of any type and device, in memory or where to get them.
+            version: Their version.
+
+        Raises:
+            ValueError: Names or shapes do not fit the model, which is left as it was.
+            RuntimeError: The engine is asleep, and wake(weights_only=True) comes first. Or the update ended half-way
+                (PartialWeightUpdateError): nothing is generated until one is completed, and abort gives requests back.
+            ConnectionError: The other members of the group for weights are gone or late.
+            OSError: The files cannot be read, or there is no room for them.
         """
 
     async def sleep(self, level: int = 1) -> None:
@@ -239,6 +258,10 @@ class InferenceEngine(abc.ABC):
         Args:
             level: 1 drops the cache of keys and values, and keeps the weights on the host; 2 drops the weights too: after
                 wake the engine serves nothing until an update of its weights.
+
+        Raises:
+            ValueError: Another level.
+            RuntimeError: Requests are in flight.
         """
         raise NotImplementedError(f"{type(self).__name__} has no sleep; it cannot take turns with another engine")
 

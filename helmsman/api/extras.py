@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from helmsman.api.errors import BackendNotInstalledError
 
-EXTRA_OF: Mapping[str, str] = MappingProxyType(
-    {
-        "ray": "ray",
-        "cryptography": "ray",
-        "torch": "torch",
-        "transformers": "torch",
-        "safetensors": "torch",
-        "numpy": "torch",
-        "tensordict": "tensordict",
-        "reasoning_gym": "examples",
-        "rich": "examples",
-        "matplotlib": "examples",
-        "aiohttp": "server",
-        "vllm": "vllm",
-        "math_verify": "math",
-        "tensorboard": "tracking",
-        "wandb": "tracking",
-    }
-)
+_PACKAGES = {
+    "ray": ("ray", "cryptography"),
+    "torch": ("torch", "transformers", "safetensors", "numpy"),
+    "tensordict": ("tensordict",),
+    "examples": ("reasoning_gym", "rich", "matplotlib"),
+    "server": ("aiohttp",),
+    "vllm": ("vllm",),
+    "math": ("math_verify",),
+    "tracking": ("tensorboard", "wandb"),
+}
+EXTRA_OF: Mapping[str, str] = {package: extra for extra, packages in _PACKAGES.items() for package in packages}
 """Name by which a package is imported -> the extra of Helmsman that brings it; pyproject.toml says the same."""
 
 

@@ -100,8 +100,7 @@ def runtime_of(info: PlatformInfo) -> Any:
         except (ImportError, OSError) as exc:
             raise PlatformError(
                 f"the platform npu needs the package 'torch_npu', which cannot be imported here: {exc}. Install it with: "
-                f"{TORCH_NPU_COMMAND}",
-                requested=info.name,
+                f"{TORCH_NPU_COMMAND}"
             ) from exc
     return getattr(torch_module, info.device_type)
 
@@ -117,18 +116,41 @@ def find_platform(grant: DeviceGrant | None = None) -> PlatformInfo:
     With a grant the process must see just what it was granted, or DeviceMismatchError is raised: a worker on the wrong device,
     or on a CPU where an accelerator was asked for, must not go on. HELMSMAN_PLATFORM=cpu, set on purpose, lifts that.
     """
-    found = _find_platform() if grant is None or not grant.kind else _find_granted(grant)
-    if grant is not None and os.environ.get(PLATFORM_ENV_VAR, "").strip().lower() != "cpu":
+    forced = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
+    if forced:
+        found = _forced_platform(forced)
+    elif grant is not None and grant.kind:  # it is not passed over because torch lacks support for it
+        found = PLATFORMS[grant.kind if _count_devices(PLATFORMS[grant.kind]) else "cpu"]
+    else:
+        found = _counted_platform()
+    if grant is not None and forced != "cpu":
         _require_granted(grant, found)
     return found
 
 
-def _find_granted(grant: DeviceGrant) -> PlatformInfo:
-    """The platform of a grant; an accelerator that is granted is not passed over because torch lacks support for it."""
-    wanted = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
-    if wanted:
-        return _find_platform()
-    return PLATFORMS[grant.kind] if _count_devices(PLATFORMS[grant.kind]) else PLATFORMS["cpu"]
+def _forced_platform(name: str) -> PlatformInfo:
+    if name not in PLATFORMS:
+        raise PlatformError(f"{PLATFORM_ENV_VAR} is {name!r}; set it to one of: {', '.join(PLATFORMS)}.")
+    info = PLATFORMS[name]
+    if name != "cpu" and not _count_devices(info):
+        raise PlatformError(
+            f"{PLATFORM_ENV_VAR} asks for {name}, but torch {import_torch('it').__version__} counts 0 usable {name} devices in "
+            f"this process (pid {os.getpid()}), under {mask_of(info)}. Check that torch is a build for {name}, that the "
+            f"device's driver works and that the mask names a device; or set {PLATFORM_ENV_VAR}=cpu to run without."
+        )
+    return info
+
+
+def _counted_platform() -> PlatformInfo:
+    for name, packages in (("cuda", ("torch",)), ("npu", ("torch", "torch_npu"))):
+        if all(map(_installed, packages)) and _count_devices(PLATFORMS[name]):
+            return PLATFORMS[name]
+    for info in PLATFORMS.values():
+        if info.visibility_env_var and os.environ.get(info.visibility_env_var, "").strip().lower() not in EMPTY_MASKS:
+            mask, name = mask_of(info), info.name
+            advice = f"set {PLATFORM_ENV_VAR}={name} to make this an error"
+            log.warning("running on cpu although %s: torch counts no %s device here; %s", mask, name, advice)
+    return PLATFORMS["cpu"]
 
 
 def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
@@ -159,44 +181,6 @@ def _require_granted(grant: DeviceGrant, found: PlatformInfo) -> None:
         mask=mask_of(shown) if shown.visibility_env_var else "unset",
         counted=counted,
         step=step,
-    )
-
-
-def _find_platform() -> PlatformInfo:
-    wanted = os.environ.get(PLATFORM_ENV_VAR, "").strip().lower()
-    if wanted:
-        if wanted not in PLATFORMS:
-            raise PlatformError(
-                f"{PLATFORM_ENV_VAR} is {wanted!r}; set it to one of: {', '.join(PLATFORMS)}.", requested=wanted
-            )
-        if wanted != "cpu":
-            _require_devices(PLATFORMS[wanted])
-        return PLATFORMS[wanted]
-    for name, packages in (("cuda", ("torch",)), ("npu", ("torch", "torch_npu"))):
-        if all(map(_installed, packages)) and _count_devices(PLATFORMS[name]):
-            return PLATFORMS[name]
-    for info in PLATFORMS.values():
-        if info.visibility_env_var and os.environ.get(info.visibility_env_var, "").strip().lower() not in EMPTY_MASKS:
-            log.warning(
-                "running on cpu although %s: torch counts no %s device here; set %s=%s to make this an error",
-                mask_of(info),
-                info.name,
-                PLATFORM_ENV_VAR,
-                info.name,
-            )
-    return PLATFORMS["cpu"]
-
-
-def _require_devices(info: PlatformInfo) -> None:
-    if _count_devices(info):
-        return
-    raise PlatformError(
-        f"{PLATFORM_ENV_VAR} asks for {info.name}, but torch {import_torch('it').__version__} counts 0 usable {info.name} "
-        f"devices in this process (pid {os.getpid()}), under {mask_of(info)}. Check that torch is a build for {info.name}, "
-        f"that the device's driver works and that the mask names a device; or set {PLATFORM_ENV_VAR}=cpu to run without.",
-        requested=info.name,
-        mask=os.environ.get(info.visibility_env_var),
-        num_devices=0,
     )
 
 

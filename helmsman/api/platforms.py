@@ -167,9 +167,7 @@ class CurrentPlatform:
             raise PlatformError(
                 f"there is no {self.name} device {local_rank} in this process: torch counts {num_devices}, under "
                 f"{mask_of(self.info)}. Use an index below {num_devices}, or ask for more devices in the job's "
-                "SchedulingSpec(gpu=...).",
-                requested=local_rank,
-                num_devices=num_devices,
+                "SchedulingSpec(gpu=...)."
             )
         return make_device(self.device_type, local_rank)
 

@@ -4,19 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from helmsman.api.batch import Batch, Remainder
 from helmsman.api.columns import Ragged
@@ -105,9 +93,9 @@ class _Custom(Protocol):
     def __call__(self, function: Callable[Concatenate[W, P], R]) -> RegisteredMethod[W, ..., R, Any]: ...
 
 
-_Cutting: TypeAlias = Literal[Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST] | AxisSharding
-_Same: TypeAlias = Literal[Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE]
-_All: TypeAlias = Literal[Execute.ALL]
+_Cutting = Literal[Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST] | AxisSharding
+_Same = Literal[Dispatch.ONE_TO_ALL, Dispatch.ONE_TO_ALL_ONE]
+_All = Literal[Execute.ALL]
 
 
 class _Cut(TypedDict, total=False):

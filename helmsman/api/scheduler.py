@@ -55,7 +55,7 @@ class Scheduler(Closing):
 
     @functools.cached_property
     def monitor(self) -> Monitor:
-        """Watches the workers by ``check_health`` and ``leaving`` for all controllers of this scheduler."""
+        """Watches the workers by ``check_health`` and ``preemption_notices`` for all controllers of this scheduler."""
         return Monitor(self.check_health, self.preemption_notices)
 
     @abc.abstractmethod

@@ -111,7 +111,8 @@ class Monitor:
             await asyncio.sleep(min(_ASK_EVERY_S, max(deadline - loop.time(), 0.0)))
 
     async def _look_for_notices(self) -> None:
-        while True:
+        while self._watches:
+            pause_s = min(watch.policy.probe_every_s for watch in self._watches)
             try:
                 found = await self._look_up_notices()
             except Exception as error:  # noqa: BLE001 - asked again soon; a worker that goes without notice is noticed, too
@@ -124,18 +125,12 @@ class Monitor:
                 }
                 for watch in tuple(self._watches):
                     watch._give(self._notices)
-            await asyncio.sleep(min(watch.policy.probe_every_s for watch in self._watches))
+            await asyncio.sleep(pause_s)
 
     def _add(self, watch: Watch) -> None:
         self._watches.add(watch)
-        if self._looking is None:
-            self._looking = asyncio.get_running_loop().create_task(self._look_for_notices())
-
-    def _discard(self, watch: Watch) -> None:
-        self._watches.discard(watch)
-        if not self._watches and self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_for_notices())
 
 
 class Watch:
@@ -169,7 +164,7 @@ class Watch:
     def add(self, worker_id: str) -> None:
         """Watch one more worker, or another process of a worker: an earlier question says nothing about it."""
         self.discard(worker_id)
-        self._asking[worker_id] = asyncio.get_running_loop().create_task(self._keep_asking(worker_id))
+        self._asking[worker_id] = asyncio.create_task(self._keep_asking(worker_id))
 
     def discard(self, worker_id: str) -> None:
         """Watch a worker no more. Idempotent."""
@@ -180,7 +175,7 @@ class Watch:
         """Watch none any more. Idempotent."""
         for worker_id in tuple(self._asking):
             self.discard(worker_id)
-        self._monitor._discard(self)
+        self._monitor._watches.discard(self)
 
     def _give(self, notices: Mapping[str, PreemptionNotice]) -> None:
         for worker_id in [id_ for id_ in self._asking if id_ in notices]:

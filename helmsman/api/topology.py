@@ -50,8 +50,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(f"{axis}={self.along(axis)}/{getattr(self, f'{axis}_size')}" for axis in AXES)
 
 
-class Sized:
-    """What has ``sizes``: the number of ranks along each axis."""
+class ParallelSizes:
+    """The number of ranks along each axis, and of all ranks."""
 
     sizes: Mapping[Axis, int]
 
@@ -81,7 +81,7 @@ class Sized:
         return self.sizes["cp"]
 
 
-class Topology(Sized):
+class Topology(ParallelSizes):
     """The coordinates of all ranks of a group.
 
     Args:
@@ -109,12 +109,9 @@ class Topology(Sized):
         self.mesh: tuple[Axis, ...] = tuple(mesh)
         sizes = {f"{axis}_size": size for axis, size in self.sizes.items()}
         ranks: list[RankInfo] = []
-        self._at: dict[tuple[int, ...], int] = {}
         for rank, position in enumerate(itertools.product(*(range(self.sizes[axis]) for axis in self.mesh))):
-            at: dict[str, int] = dict(zip(self.mesh, position, strict=True))
-            coordinates = {f"{axis}_rank": at[axis] for axis in AXES}
+            coordinates = {f"{axis}_rank": place for axis, place in zip(self.mesh, position, strict=True)}
             ranks.append(RankInfo(rank=rank, world_size=self.world_size, **coordinates, **sizes))
-            self._at[tuple(at[axis] for axis in AXES)] = rank
         self.ranks: Sequence[RankInfo] = tuple(ranks)
         """All ranks, in order."""
 
@@ -162,7 +159,10 @@ class Topology(Sized):
         for axis, size in self.sizes.items():
             if not 0 <= coordinates.get(axis, 0) < size:
                 raise IndexError(f"{axis}={coordinates[axis]}; {axis} goes from 0 to {size - 1}")
-        return self._at[tuple(coordinates.get(axis, 0) for axis in AXES)]
+        rank = 0
+        for axis in self.mesh:
+            rank = rank * self.sizes[axis] + operator.index(coordinates.get(axis, 0))
+        return rank
 
     def num_parts(self, axes: Sequence[Axis]) -> int:
         """Number of coordinates along these axes together. Raises: ValueError."""

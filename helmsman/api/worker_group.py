@@ -14,7 +14,7 @@ import msgspec
 from helmsman.api.dispatch import MethodSpec
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.suggestions import Suggesting
-from helmsman.api.topology import DEFAULT_MESH, Axis, RankInfo, Sized, Topology
+from helmsman.api.topology import DEFAULT_MESH, Axis, ParallelSizes, RankInfo, Topology
 
 if TYPE_CHECKING:
     from helmsman.api.batch import Batch
@@ -207,7 +207,7 @@ class GroupMethod(Generic[P, G]):
         return f"<{self.spec.full_name} of {self._group!r}>"
 
 
-class WorkerGroup(Sized, abc.ABC, Generic[W_co]):
+class WorkerGroup(ParallelSizes, abc.ABC, Generic[W_co]):
     """Ranks that are called together; ``W_co`` is the class of which each has an instance."""
 
     topology: Topology

@@ -1,8 +1,10 @@
-"""Workers as a scheduler reports them, the engines in them, and handles of values that stay there."""
+"""Workers as a scheduler reports them and as their engines see them, and handles of values that stay there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -177,3 +179,34 @@ class Timeouts(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
     """Control verbs: health, stacks, set_env."""
     shutdown_s: float = 8.0
     """delete_workers and close: engines' destroy, then processes; what is left is killed."""
+
+
+# --- inside a worker ------------------------------------------------------------------------------------------------------
+
+
+class WorkerContext(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, as its engines see it."""
+
+    worker_id: str
+    node: str
+    """Address of its node."""
+    ports: tuple[int, ...] = ()
+    """Leased to it (``SchedulingSpec.port_count``), for its engines to bind."""
+
+
+_current: ContextVar[WorkerContext | None] = ContextVar("helmsman_worker_context", default=None)
+
+
+def worker_context() -> WorkerContext | None:
+    """The worker in which an engine is being constructed; None anywhere else, so an engine asks in its ``__init__``."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def within(context: WorkerContext) -> Iterator[None]:
+    """Construct an engine of this worker."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)

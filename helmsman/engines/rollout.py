@@ -20,10 +20,10 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.suggestions import Suggesting
 from helmsman.api.weights import Weights
-from helmsman.engines._admission import check_request, check_samples_of_one
 from helmsman.engines._hf.decode_batch import DecodeBatch
 from helmsman.engines._hf.decode_loop import DecodeLoop
 from helmsman.engines._models.model import build_model, max_positions, resolve_dtype
+from helmsman.engines._serving.generation import check_request, check_samples_of_one
 
 logger = logging.getLogger(__name__)
 
@@ -99,88 +99,33 @@ class HFRolloutEngine(InferenceEngine):
         return self._loop
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls are in flight at once and are decoded together.
-
-        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them unless it is named.
-
-        Raises:
-            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the id is in flight already.
-            Exception: What the decoding step raised that this request was part of.
-        """
-        loop = self._running()
-        self._check(request)
-        # Cancelling the awaiting task cancels the future, and the loop drops the request after its step.
-        return await asyncio.wrap_future(loop.submit(request))
+        """See InferenceEngine. Raises also what the decoding step raised that this request was part of."""
+        return (await self.agenerate_samples([request]))[0]
 
     async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Continue one prompt several times; it is computed once. They join the batch together, as soon as there are slots for
-        all of them (for ``max_concurrency`` of them, where they are more).
-
-        Returns:
-            Their results in the order of the requests, when all have ended.
-
-        Raises:
-            ValueError: As agenerate, or the prompts are not the same.
-        """
+        """See InferenceEngine. Samples join the batch together, as soon as there are slots for all of them (for
+        ``max_concurrency`` of them, where they are more)."""
         loop = self._running()
         for request in requests:
-            self._check(request)
+            check_request(request, max_model_len=self._max_len, vocab_size=self._vocab_size, limit=self._limit)
         check_samples_of_one(requests)
-        return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit_together(requests))))
-
-    def _check(self, request: GenerationRequest) -> None:
-        check_request(request, max_model_len=self._max_len, vocab_size=self._vocab_size, limit=self._limit)
+        # Cancelling the awaiting task cancels the futures, and the loop drops the requests after its step.
+        return list(await asyncio.gather(*map(asyncio.wrap_future, loop.submit(requests))))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.
-
-        Returns:
-            How many were ended.
-        """
+        """See InferenceEngine."""
         return await asyncio.wrap_future(self._running().abort(request_ids))
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """Take new parameters between two decoding steps and serve them as ``version``.
-
-        Args:
-            weights: By Hugging Face name, any type and device, in memory or wherever they come from. Nothing is decoded while
-                they come.
-            version: Their version.
-
-        Returns:
-            The version that is served.
-
-        Raises:
-            ValueError: Names or shapes do not fit the model, which is left as it was.
-            RuntimeError: The engine is asleep, and wake(weights_only=True) comes first. Or it ended half-way
-                (PartialWeightUpdateError): nothing is decoded until an update is completed, and abort gives requests back.
-            ConnectionError: The other members of the group for weights are gone or late.
-            OSError: The files cannot be read.
-        """
+        """See InferenceEngine. Nothing is decoded while the weights come."""
         return await asyncio.wrap_future(self._running().update_weights(weights, version))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back for another engine's turn. Idempotent; level 2 after level 1 drops what waits.
-
-        Args:
-            level: 1 drops the cache, and the weights wait on the host; 2 drops the weights too, and nothing is decoded until an
-                update is completed: requests wait until then.
-
-        Raises:
-            ValueError: Another level.
-            RuntimeError: Requests are in flight.
-        """
+        """See InferenceEngine. Idempotent; level 2 after level 1 drops the weights on the host."""
         await asyncio.wrap_future(self._running().sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """Take the device's memory again. Idempotent.
-
-        Args:
-            weights_only: Only the weights', for update_weights; a second wake brings the cache.
-
-        Raises:
-            torch.OutOfMemoryError: There is not enough; the engine sleeps on.
-        """
+        """See InferenceEngine. Idempotent. Raises torch.OutOfMemoryError where there is no room; the engine sleeps on."""
         await asyncio.wrap_future(self._running().wake(weights_only))
 
     def get_version(self) -> int:

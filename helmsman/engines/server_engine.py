@@ -1,8 +1,7 @@
 """ServerEngine: a rollout instance whose model runs in an inference server, a process that the worker launches.
 
-An update of the weights ends what the server generates; afterwards each sequence goes on from its tokens, as a new request. So
-the version of every token is known exactly, and nothing that was computed by old weights is used by new ones. It costs the
-prompts of what runs once more, which the server would have to compute again for new keys and values in any case.
+A weight update ends what the server generates; each sequence then continues after its tokens as a new request. So the version
+of every token is exact, and nothing that was computed by old weights is used by new ones, at the cost of one more prefill.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -24,29 +24,20 @@ from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
-from helmsman.api.worker_context import worker_context
-from helmsman.engines._admission import check_samples_of_one
+from helmsman.api.workers import worker_context
 from helmsman.engines._server import http
-from helmsman.engines._server.dialects import dialect_of
+from helmsman.engines._server.dialects import DIALECTS
 from helmsman.engines._server.process import ServerProcess, get
 from helmsman.engines._server.protocol import Call, ServerConfig, problem_in
-from helmsman.engines._server.requests import ServedRequests
-from helmsman.engines._server.weights import as_folder, forms_of, make_exchange, vocab_size_of
-from helmsman.engines._vllm.fit import Expected
+from helmsman.engines._server.weights import as_folder, forms_of, make_exchange
+from helmsman.engines._serving.generation import check_level, check_samples_of_one
+from helmsman.engines._serving.requests import Attempt, Requests
+from helmsman.engines._weights.fit import Expected, vocab_size_of
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines.weights import PartialWeightUpdateError
+from helmsman.engines.weights import partial_update
 
-_UPDATE, _WEIGHTS = "an update", "missing weights"
-"""Who has it that nothing is sent to the server."""
-
-
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
+_ENDING_S = 10.0
+"""How long the server has to end what a pause ends, before its connections are closed."""
 
 
 class ServerEngine(InferenceEngine):
@@ -77,13 +68,14 @@ class ServerEngine(InferenceEngine):
         http.library()
         self._host = context.node if self.config.host == "node" else self.config.host
         self._port = context.ports[0]
-        self._dialect = dialect_of(self.config)
-        self._vocab_size = vocab_size_of(self.config.model)
+        self._dialect = DIALECTS[self.config.dialect]()
+        self._model = ""
+        """Name of the model, as the server calls it."""
         self._forms: list[Expected] = []
-        """What weights look like that fit the model."""
+        """Names and shapes of weights that fit the model."""
         self._process: ServerProcess | None = None
         self._client: http.ServerClient | None = None
-        self._requests: ServedRequests | None = None
+        self._requests: Requests | None = None
         self._is_destroyed = False
         self._state = WeightState.AWAKE
         """Without whole weights the server generates nothing."""
@@ -137,22 +129,20 @@ class ServerEngine(InferenceEngine):
             how = process.how_it_ended() if process.has_ended else reason
             return ServerLostError(address=address, reason=how, exit_code=process.exit_code, log_tail=process.log_tail())
 
+        def has_ended() -> bool:
+            return process.has_ended
+
+        self._model = model["id"]
         self._client = http.ServerClient(
-            address,
-            key,
-            self._dialect.health_route,
-            retry_s=self.config.retry_s,
-            has_ended=lambda: process.has_ended,
-            lost=lost,
+            address, key, self._dialect.health_route, retry_s=self.config.retry_s, has_ended=has_ended, lost=lost
         )
-        self._requests = ServedRequests(
-            self._client,
-            self._dialect,
-            model=model.id,
-            max_model_len=model.max_model_len,
-            vocab_size=self._vocab_size,
-            has_ended=lambda: process.has_ended,
-            control_timeout_s=self.config.control_timeout_s,
+        self._requests = Requests(
+            self._read,
+            has_ended=has_ended,
+            max_model_len=model.get("max_model_len"),
+            vocab_size=vocab_size_of(self.config.model),
+            samples_together=self._dialect.samples_together,
+            forget=self._forget,
         )
 
     def destroy(self) -> None:
@@ -176,7 +166,7 @@ class ServerEngine(InferenceEngine):
                 self._group.close()
             self._locks.close()
 
-    async def _leave(self, client: http.ServerClient, requests: ServedRequests) -> None:
+    async def _leave(self, client: http.ServerClient, requests: Requests) -> None:
         await requests.abort(None)
         self._client = None
         await client.close()
@@ -206,7 +196,7 @@ class ServerEngine(InferenceEngine):
         return {**gauges, "num_generated_tokens": self._served().num_generated_tokens, "version": self._served().version}
 
     def _on_server_end(self) -> None:
-        """Have those see it who wait for the server to serve."""
+        """Let requests that wait for the server fail."""
         client, requests = self._client, self._requests
         if client is not None and requests is not None and client.loop is not None:
             with contextlib.suppress(RuntimeError):  # the worker has stopped its loop already
@@ -217,12 +207,12 @@ class ServerEngine(InferenceEngine):
             raise RuntimeError("the server engine is not running; call initialize() first, and nothing after destroy()")
         return self._client
 
-    def _served(self) -> ServedRequests:
+    def _served(self) -> Requests:
         self._running()
         assert self._requests is not None
         return self._requests
 
-    async def _tell(self, calls: Sequence[Call]) -> None:
+    async def _send(self, calls: Sequence[Call]) -> None:
         client = self._running()
         for call in calls:
             answer = await client.call(
@@ -234,29 +224,14 @@ class ServerEngine(InferenceEngine):
     # --- generation -------------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls are in flight at once and are batched by the server.
-
-        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them unless it is named.
-
-        Raises:
-            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the id is in flight already.
-            ServerLostError: The server has ended, or its connection broke.
-            ServerRequestError: It refused the request.
-            RuntimeError: The engine is asleep, or does not run.
-        """
+        """See InferenceEngine. Raises also ServerLostError when the server has ended or its connection broke, and
+        ServerRequestError when it refused the request."""
         self._require_awake()
         return (await self._served().generate([request]))[0]
 
     async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Continue one prompt several times. One request of vLLM has them all where they have no seeds; otherwise each is a
-        request, and the server's prefix cache has the prompt.
-
-        Returns:
-            Their results in the order of the requests, when all have ended.
-
-        Raises:
-            ValueError: As agenerate, or the prompts are not the same.
-        """
+        """See InferenceEngine. One request of vLLM has all samples where they have no seeds; else each is a request, and the
+        server's prefix cache has the prompt."""
         check_samples_of_one(requests)
         self._require_awake()
         return await self._served().generate(requests)
@@ -266,53 +241,56 @@ class ServerEngine(InferenceEngine):
             raise RuntimeError(f"a request came while the server is {self._state.value}; call wake() first")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.
-
-        Returns:
-            How many were ended.
-        """
+        """See InferenceEngine."""
         return await self._served().abort(request_ids)
+
+    async def _read(self, attempt: Attempt) -> None:
+        client, requests = self._running(), self._served()
+        call = self._dialect.generation(self._model, attempt)
+        counts = [0] * len(attempt.generations)
+        async with contextlib.aclosing(client.events(call.route, call.body)) as events:
+            async for event in events:
+                try:
+                    chunks = self._dialect.chunks(event, counts)
+                    if unknown := [chunk.sample for chunk in chunks if not 0 <= chunk.sample < len(counts)]:
+                        raise ValueError(f"it is of sample {unknown[0]}, and {len(counts)} were asked for")
+                except ValueError as error:
+                    await client.refuse(call.route, 200, str(error), "tokens with their log-probabilities")
+                for chunk in chunks:
+                    requests.take(attempt, chunk.sample, chunk.token_ids, chunk.logprobs, chunk.stop_reason)
+                    counts[chunk.sample] += len(chunk.token_ids)
+        unended = [count for index, count in enumerate(counts) if index not in attempt.has_ended]
+        # vLLM sends nothing for what a pause has ended before its first token.
+        if any(unended) or (unended and not requests.is_held):
+            said = "the events ended before the sequences"
+            await client.refuse(call.route, 200, said, "a reason for the end of each")
+
+    async def _forget(self, attempt: Attempt) -> None:
+        """Tell the server that an attempt is no longer read, where the end of the connection does not."""
+        call = self._dialect.abort(attempt.request_id)
+        if call is not None and self._client is not None and not self._client.is_closed:
+            with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):  # its tokens count all the same
+                await self._send([call])
 
     # --- weights ----------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """Take new parameters and serve them as ``version``. The server generates by the old ones while the new ones come; what
-        runs then goes on by the new ones.
-
-        Args:
-            weights: By Hugging Face name, in memory or wherever they come from; what is no folder of files is laid into
-                ``exchange_folder`` for the server to read.
-            version: Their version.
-
-        Returns:
-            The version that is served.
-
-        Raises:
-            ValueError: Names or shapes do not fit the model; the server was left as it was.
-            RuntimeError: The server is asleep. Or it ended half-way (PartialWeightUpdateError): nothing is generated until
-                an update is completed, and abort gives requests back.
-            ConnectionError: The other members of the group for weights are gone or late, or the server is lost.
-            OSError: The files cannot be read, or there is no room for them.
-        """
+        """See InferenceEngine. The server generates by the old weights while the new ones come; weights that do not come as a
+        folder of files are written to ``exchange_folder`` for it to read."""
         requests = self._served()
         async with self._one_update:
             if not self._state.has_weight_memory:
                 raise RuntimeError("the server is asleep, and has no room for weights; call wake(weights_only=True) first")
             async with self._laid_out(weights) as path, self._paused(requests):
                 self._on(WeightEvent.TORN)
-                requests.hold(_WEIGHTS)
                 try:
-                    await self._tell(self._dialect.load(path))
+                    await self._send(self._dialect.load(path))
                 except ServerLostError:
                     raise
                 except Exception as error:
-                    raise PartialWeightUpdateError(
-                        f"the server may have exchanged its weights in part: {type(error).__name__}: {error} Nothing is "
-                        "generated by them until an update is completed."
-                    ) from error
+                    raise partial_update(error) from error
                 self._on(WeightEvent.UPDATED)
                 requests.version = version
-            await requests.let_go(_WEIGHTS)
         return version
 
     @contextlib.asynccontextmanager
@@ -329,67 +307,70 @@ class ServerEngine(InferenceEngine):
             await loop.run_in_executor(self._weight_thread, folder.__exit__, None, None, None)
 
     @contextlib.asynccontextmanager
-    async def _paused(self, requests: ServedRequests) -> AsyncIterator[None]:
-        """While the server generates nothing; it goes on afterwards, unless it has no whole weights."""
+    async def _paused(self, requests: Requests) -> AsyncIterator[None]:
+        """While the block runs the server generates nothing; it resumes afterwards, unless it has no whole weights."""
         if not self._state.has_cache:
             yield
             return
-        requests.hold(_UPDATE)
-        requests.keep_what_the_server_ends(True)
+        requests.hold()
         try:
-            await self._tell(self._dialect.pause())
-            await requests.until_none_runs()
+            await self._send(self._dialect.pause())
+            # An attempt without tokens may have come to the server after the pause, to wait there until it resumes.
+            requests.close_attempts(begun=False)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ENDING_S):
+                    await requests.until_ended()
+            requests.close_attempts(begun=True)
             yield
         except BaseException:
             if self._state.is_whole and not self._is_destroyed:
                 with contextlib.suppress(ServerRequestError, ServerLostError, TimeoutError):  # the first error counts
-                    await self._tell(self._dialect.resume())
+                    await self._send(self._dialect.resume())
             raise
         else:
-            await self._tell(self._dialect.resume())
+            await self._send(self._dialect.resume())
         finally:
-            requests.keep_what_the_server_ends(False)
-            await requests.let_go(_UPDATE)
+            await self._go_on()
 
     # --- sleep ------------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
-        """See InferenceEngine; for a server that was started with ``ServerConfig.sleep``.
-
-        Raises:
-            ValueError: Another level than 1 or 2.
-            RuntimeError: Requests are in flight, or the server was not started so that it can sleep.
-        """
+        """See InferenceEngine; for a server that was started with ``ServerConfig.sleep``, else RuntimeError."""
         requests = self._served()
-        if level not in (1, 2):
-            raise ValueError(f"level is {level}; expected 1 (the weights wait on the host) or 2 (they are dropped)")
+        check_level(level)
         if not self.config.sleep:
             raise RuntimeError("this server was not started so that it can sleep; set ServerConfig.sleep")
         async with self._one_update:
-            if requests.sequences:
+            if requests.generations:
                 raise RuntimeError(
-                    f"{len(requests.sequences)} requests are in flight; let them end, or abort them, before sleep()"
+                    f"{len(requests.generations)} requests are in flight; let them end, or abort them, before sleep()"
                 )
             if self._state.has_weight_memory:
                 self._on(WeightEvent.SLEPT)
-                await self._tell(self._dialect.sleep(level))
+                await self._send(self._dialect.sleep(level))
             if level == 2:
                 self._on(WeightEvent.DROPPED)
-                requests.hold(_WEIGHTS)
 
     async def wake(self, *, weights_only: bool = False) -> None:
         """See InferenceEngine."""
         self._running()
         async with self._one_update:
             needs_cache = not self._state.has_cache and not weights_only
-            await self._tell(self._dialect.wake(weights=not self._state.has_weight_memory, cache=needs_cache))
+            await self._send(self._dialect.wake(weights=not self._state.has_weight_memory, cache=needs_cache))
             self._on(WeightEvent.WOKE_WEIGHTS if weights_only else WeightEvent.WOKE)
+            await self._go_on()
 
     def _on(self, event: WeightEvent) -> None:
         self._state = self._state.after(event)
+        if not self._state.is_whole and self._requests is not None:
+            self._requests.hold()
+
+    async def _go_on(self) -> None:
+        if self._state.serves and self._requests is not None:
+            await self._requests.release()
 
 
-def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> _Model:
+def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> dict[str, Any]:
     route = "/v1/models"
     status, answer = get(address, route, headers, limit_s)
     if status != 200:
@@ -401,7 +382,8 @@ def _model_at(address: str, headers: Mapping[str, str], limit_s: float) -> _Mode
             expected="200 with its models",
             step="Look whether it is of ServerConfig.dialect, and whether another program listens there",
         )
-    return msgspec.json.decode(answer, type=_Models).data[0]
+    model: dict[str, Any] = json.loads(answer)["data"][0]
+    return model
 
 
 def _gauge(metrics: str, name: str) -> float:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helmsman.api.engines import LossFn, Sample, TrainEngine
 from helmsman.api.platforms import current_platform
-from helmsman.api.weights import WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
+from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory, WeightsOnDisk, WeightTarget
 from helmsman.engines._models.checkpoint import Checkpointer
 from helmsman.engines._models.checkpoint_files import Progress
 from helmsman.engines._models.distributed import (
@@ -30,10 +30,9 @@ from helmsman.engines._models.distributed import (
     join_process_group,
     leave_process_group,
     local_device_index,
+    named_tensors,
 )
-from helmsman.engines._models.hf_export import MAX_SHARD_BYTES, export_hf, full_state_dict
-from helmsman.engines._models.model import build_model, checkpoint_layers, resolve_dtype, target_logprobs
-from helmsman.engines._models.tensors import named_tensors
+from helmsman.engines._models.model import build_model, checkpoint_layers, resolve_dtype
 from helmsman.engines._train.attention import RowShape, check_heads, gather_tokens, use_row_attention, why_not_rows
 from helmsman.engines._train.batching import (
     Batching,
@@ -45,13 +44,12 @@ from helmsman.engines._train.batching import (
     group_samples,
     make_micro_batch,
 )
-from helmsman.engines._train.entropies import distribution_entropies
-from helmsman.engines._train.gradients import clip_gradients
 from helmsman.engines._train.offload import HostMemory, offload_policy, place
-from helmsman.engines._train.parallel import Layout, ParallelMesh, reshard, shard_model, whole_pass
+from helmsman.engines._train.parallel import Layout, ParallelMesh, clip_gradients, reshard, shard_model, whole_pass
 from helmsman.engines._train.parallel_plan import TensorPlan
-from helmsman.engines._train.vocabulary import sharded_target_logprobs
+from helmsman.engines._train.vocabulary import distribution_entropies, target_logprobs
 from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.hf_export import MAX_SHARD_BYTES, export_hf
 from helmsman.engines.losses import LossCall, prepare_loss
 from helmsman.engines.train_config import TrainConfig
 from helmsman.engines.weight_transfer import publish
@@ -178,7 +176,7 @@ class FSDPTrainEngine(TrainEngine):
         if self.config.frozen:
             raise RuntimeError(
                 "this train engine is frozen (TrainConfig.frozen): it takes no steps and has no optimizer to save or to load; "
-                "build it anew with the folder of other weights as its model"
+                "build it again with the folder of other weights as its model"
             )
 
     def train_batch(
@@ -321,8 +319,7 @@ class FSDPTrainEngine(TrainEngine):
             logits, group = logits.to_local(), mesh.tensor.get_group()
         if columns is not None and loss is not None and loss.needs_entropy:
             columns["entropy"] = rows.per_prediction(self._whole_rows(distribution_entropies(logits, group)))
-        picked = target_logprobs(logits, next_ids) if group is None else sharded_target_logprobs(logits, next_ids, group)
-        return rows.per_prediction(self._whole_rows(picked))
+        return rows.per_prediction(self._whole_rows(target_logprobs(logits, next_ids, group)))
 
     def _whole_rows(self, parts: torch.Tensor) -> torch.Tensor:
         """What the model says of all tokens of its rows, from this context-parallel rank's part of them."""
@@ -347,8 +344,8 @@ class FSDPTrainEngine(TrainEngine):
 
     def export_weights(self) -> dict[str, torch.Tensor] | None:
         """The full parameters by Hugging Face name on rank 0's host, float32, tied ones once; None elsewhere. A collective."""
-        weights = full_state_dict(self._built_model(may_sleep=True), self._memory.full)
-        return weights if dist.get_rank() == 0 else None
+        sent = self.publish_weights(IntoMemory(version=self._progress.version), WeightFormat())
+        return dict(sent.tensors) if isinstance(sent, WeightsInMemory) else None
 
     def open_weight_store(self, address: str) -> int:
         """Have rank 0 listen at this address of its own, for instances that take weights by broadcasts; returns the port."""
@@ -394,7 +391,7 @@ class FSDPTrainEngine(TrainEngine):
         optimizer = self._make_optimizer()
         self._progress = self._checkpointer.load(os.fspath(path), self._built_model(), optimizer)
         self._optimizer = optimizer
-        self._memory.park_optimizer(optimizer)
+        self._memory.offload_optimizer(optimizer)
 
     def export_hf(self, path: str, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the weights and the tokenizer as a Hugging Face folder; see hf_export.export_hf. A collective."""
@@ -460,7 +457,7 @@ class FSDPTrainEngine(TrainEngine):
 
     def _layout(self) -> Layout:
         is_there = dist.is_initialized()
-        return Layout.of(
+        return Layout(
             rank=dist.get_rank() if is_there else environment_int("RANK", 0),
             world_size=dist.get_world_size() if is_there else environment_int("WORLD_SIZE", 1),
             tensor_size=self.config.tensor_parallel_size,

@@ -56,7 +56,7 @@ class TrainConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=Tru
     """Copies of the sharded model: 2 shards the parameters over one half of the data-parallel ranks, and again over the other.
     Parameters are gathered among fewer ranks, and take more memory."""
     packing: bool | None = None
-    """Whether the samples of a micro-batch are one row without padding, with positions that begin anew at each; None does so
+    """Whether the samples of a micro-batch are one row without padding, with positions that begin again at each; None does so
     where the model allows it."""
     offload: Offload = "none"
     """What is on the host while it is not used: ``optimizer``, its state between steps, for which the device needs room then;

@@ -51,10 +51,9 @@ class VLLMConfig(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True
     keep_prefix_cache: bool = False
     """Let prompts use keys and values that were computed under earlier weights. By default, an update parts with them."""
     in_flight: InFlight | None = None
-    """What becomes of the keys and values of a request that an update meets in its middle: ``keep`` goes on with them, as
-    HFRolloutEngine does; ``recompute`` has vLLM compute them anew by the new weights. None keeps them where vLLM can freeze
-    requests (``pause_generation`` with a mode), and else computes them anew. Also of what is kept, vLLM computes anew what it
-    drops for want of room. A request that has no token yet begins anew in any case."""
+    """What an update does to the keys and values of requests in flight: ``keep`` (also None) goes on with them, as
+    HFRolloutEngine does; ``recompute`` has vLLM compute them again by the new weights. vLLM also recomputes those that it drops
+    for want of room. A request that has no token yet begins again in any case."""
     load_format: LoadFormat = "auto"
     """Where the first weights come from: the folder, or ``dummy`` for random ones, which an update replaces."""
     enable_sleep_mode: bool = False

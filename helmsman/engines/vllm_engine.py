@@ -18,9 +18,10 @@ import msgspec
 from helmsman.api.engines import InferenceEngine
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.weights import Weights
-from helmsman.engines._admission import check_request, check_samples_of_one
-from helmsman.engines._vllm import versions
+from helmsman.engines._serving.generation import check_level, check_samples_of_one
+from helmsman.engines._vllm import internals
 from helmsman.engines._vllm.instance import VLLMInstance
+from helmsman.engines._weights.fit import vocab_size_of
 from helmsman.engines.vllm_config import VLLMConfig
 
 T = TypeVar("T")
@@ -44,11 +45,10 @@ class VLLMEngine(InferenceEngine):
         if config is not None and fields:
             raise ValueError(f"give either a VLLMConfig or its fields, not both (fields: {', '.join(fields)})")
         self.config = config if config is not None else msgspec.convert(fields, VLLMConfig)
-        versions.require_vllm()
+        internals.require_vllm()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._instance: VLLMInstance | None = None
-        self._vocab_size = 0
         self._destroyed = False
 
     # --- life -------------------------------------------------------------------------------------------------------------
@@ -68,15 +68,15 @@ class VLLMEngine(InferenceEngine):
             raise RuntimeError("initialize() was called on a rollout engine that is running or destroyed; make a new one")
         if not os.path.isdir(self.config.model):
             raise ValueError(f"there is no model folder {self.config.model!r} on this worker; give a local folder")
-        versions.prepare_environment()
-        arguments, self._vocab_size = _arguments(self.config), _vocab_size(self.config.model)
+        internals.prepare_environment()
+        arguments, vocab_size = _arguments(self.config), vocab_size_of(self.config.model)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="helmsman-vllm", daemon=True)
         thread.start()
         self._loop, self._thread = loop, thread
 
         async def start() -> VLLMInstance:
-            instance = VLLMInstance(self.config)
+            instance = VLLMInstance(self.config, vocab_size)
             try:
                 await instance.start(arguments)
             except BaseException:
@@ -134,59 +134,25 @@ class VLLMEngine(InferenceEngine):
     # --- generation -------------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Continue one prompt; many calls are in flight at once and vLLM decodes them together.
-
-        Only ``stop_token_ids`` end a sequence early: the model's own end token is not among them unless it is named. Cancelling
-        the call ends the request in vLLM.
+        """See InferenceEngine. Cancelling the call ends the request in vLLM. Raises also EngineDeadError when vLLM's processes
+        have ended.
 
         With a seed, the tokens do not depend on what else is in flight, up to rounding. A request that goes on after a cut
         (``num_generated``, or an update with ``in_flight='recompute'``) draws from a stream that follows from the seed and from
-        the number of tokens so far: it repeats itself, but is not what it would have been without the cut, since vLLM's own
-        generators begin at their first number.
-
-        Raises:
-            ValueError: The prompt is empty or too long, has tokens outside the vocabulary, or the id is in flight already.
-            EngineDeadError: vLLM's processes have ended.
-            RuntimeError: The engine sleeps, or vLLM ended the request with an error.
+        the number of tokens so far: it repeats itself, but differs from an uncut one, since vLLM's own generators begin at
+        their first number.
         """
-        self._check(request)
-        return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(request)))
+        return (await self.agenerate_samples([request]))[0]
 
     async def agenerate_samples(self, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Continue one prompt several times. vLLM itself would make a request of each, too, with seeds that follow from each
-        other; here each keeps its own. The prompt is computed once but for the last of its blocks (``block_size`` tokens), by
-        way of the prefix cache.
-
-        Returns:
-            Their results in the order of the requests, when all have ended.
-
-        Raises:
-            ValueError: As agenerate, or the prompts are not the same.
-        """
-        for request in requests:
-            self._check(request)
+        """See InferenceEngine. Each sample keeps its own seed; vLLM's ``n`` would derive one from another. The prompt is
+        computed once but for the last of its blocks (``block_size`` tokens), by way of the prefix cache."""
         check_samples_of_one(requests)
-
-        async def generate(instance: VLLMInstance) -> list[GenerationResult]:
-            samples = [asyncio.ensure_future(instance.generate(request)) for request in requests]
-            try:
-                return list(await asyncio.gather(*samples))
-            finally:
-                for sample in samples:
-                    sample.cancel()  # nobody waits for the others of one that has failed
-
-        return await asyncio.wrap_future(self._begin(generate))
-
-    def _check(self, request: GenerationRequest) -> None:
-        check_request(request, max_model_len=self.config.max_model_len, vocab_size=self._vocab_size)
+        return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(requests)))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all) early; each returns what it has with stop_reason 'abort'. Unknown ids are passed over.
-
-        Returns:
-            How many were ended.
-        """
-        return await asyncio.wrap_future(self._begin(lambda instance: instance.abort(request_ids)))
+        """See InferenceEngine."""
+        return await asyncio.wrap_future(self._begin(lambda instance: instance.requests.abort(request_ids)))
 
     def stats(self) -> dict[str, float]:
         """``num_running`` (those with a token) and ``num_waiting`` requests; ``num_prompt_tokens`` computed and
@@ -198,44 +164,21 @@ class VLLMEngine(InferenceEngine):
     # --- weights ----------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> int:
-        """Take new parameters between two decoding steps and serve them as ``version``; what becomes of requests, see
-        VLLMConfig.in_flight.
-
-        Args:
-            weights: All of them, by Hugging Face name. Those in memory go to vLLM's processes by shared memory of this node,
-                copied once; files are read by each rank; broadcasts are received by the first rank, on its device, and passed
-                on to the others.
-            version: Their version.
-
-        Returns:
-            The version that is served.
-
-        Raises:
-            ValueError: Names or shapes do not fit the model, which is left as it was.
-            RuntimeError: It ended half-way (PartialWeightUpdateError): nothing is decoded until an update is completed, and
-                abort gives requests back.
-            ConnectionError: The other members of the group for weights are gone or late.
-            OSError: The files cannot be read.
-            EngineDeadError: vLLM's processes have ended.
-        """
+        """See InferenceEngine; for requests in flight, see VLLMConfig.in_flight. Weights in memory go to vLLM's processes by
+        shared memory of this node, copied once; files are read by each rank; broadcasts are received by the first rank, on
+        its device, and passed on to the others."""
         return await self._to_its_end(lambda instance: instance.update_weights(weights, version))
 
     def get_version(self) -> int:
         """The weight version that is served."""
-        return self._running().version
+        return self._running().requests.version
 
     # --- sleep ------------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 1) -> None:
         """See InferenceEngine. On devices this is vLLM's sleep mode, which ``enable_sleep_mode`` prepares. On the CPU vLLM has
-        none: requests are refused and the prefix cache is emptied, as elsewhere, but no memory is given back.
-
-        Raises:
-            ValueError: There is no such level.
-            RuntimeError: Requests are in flight, or it was not prepared.
-        """
-        if level not in (1, 2):
-            raise ValueError(f"level is {level}; expected 1 or 2")
+        none: requests are refused and the prefix cache is emptied, as elsewhere, but no memory is given back."""
+        check_level(level)
         await self._to_its_end(lambda instance: instance.sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
@@ -291,13 +234,6 @@ def _arguments(config: VLLMConfig) -> dict[str, Any]:
     if config.max_lora_rank:
         arguments |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": config.max_loras}
     return arguments | config.engine_args
-
-
-def _vocab_size(model: str) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    return int(config.get_text_config().vocab_size)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

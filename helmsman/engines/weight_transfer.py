@@ -7,15 +7,13 @@ that an instance can refuse before it has changed anything.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import json
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -31,33 +29,16 @@ from helmsman.api.weights import (
     WeightsOnDisk,
     WeightTarget,
 )
-from helmsman.engines._models.distributed import failing_together
-from helmsman.engines._models.files import replace_folder, save_tensors
+from helmsman.engines._models.distributed import full_tensor
+from helmsman.engines._models.files import INDEX_FILE, FolderWriter, replace_folder
 from helmsman.engines._models.model import resolve_dtype
-from helmsman.engines._models.tensors import full_tensor
 from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.sending import Bucket, Packer, Sink, as_bytes, checksum_of, send_all
 
-_INDEX_FILE = "model.safetensors.index.json"
 _VERSION_FOLDER = "version-"
 
 
-def checksum_of(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
-    data: Any = as_bytes(tensor.cpu()).numpy()
-    return zlib.crc32(data)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """(N,) uint8: the bytes of a tensor, without a copy where it is contiguous."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 # --- the trainer's side -------------------------------------------------------------------------------------------------------
-
-
-class _Bucket(NamedTuple):
-    tensors: dict[str, torch.Tensor]
-    checksums: dict[str, int]
 
 
 def publish(
@@ -83,113 +64,47 @@ def publish(
                 "it was asked. Take no step, and load nothing, until a push has returned; then push again"
             )
         dtype = None if form.dtype is None else resolve_dtype(form.dtype)
-        names = _mapped_names(tensors, form)
+        named = _renamed(tensors, form)
     except ValueError as wrong:
         if is_root and isinstance(target, ByCollective):
-            _GroupSink(target, group).give_up(wrong)
+            GroupSink(target, group).give_up(wrong)
         raise
-    result: WeightsInMemory | WeightsOnDisk | int | None = None
-    error: Exception | None = None
-    with contextlib.ExitStack() as stack:
-        sink: _Sink | None = None
-        packer: _Packer | None = None
-        try:
-            if is_root:
-                sink = _sink_for(target, {names[name]: list(each.shape) for name, each in tensors.items()}, group, stack)
-                packer = _Packer(sink, dtype, form)
-        except Exception as exc:  # noqa: BLE001 - raised below, once the other ranks' collectives have been served
-            error = exc
-        for name, tensor in tensors.items():
-            try:
-                whole = full(tensor)
-            except Exception as exc:
-                if isinstance(sink, _GroupSink):
-                    sink.give_up(error or exc)
-                raise  # the other ranks are gone or late, and wait for nothing
-            if packer is None or error is not None:
-                continue
-            try:
-                packer.add(names[name], whole)
-            except Exception as exc:  # noqa: BLE001 - as above
-                error = exc
-        try:
-            if packer is not None and error is None:
-                result = packer.finish()
-        except Exception as exc:  # noqa: BLE001 - as above
-            error = exc
-        with failing_together("publishing the weights"):
-            if error is not None:
-                if isinstance(sink, _GroupSink):
-                    sink.give_up(error)
-                raise error
-    return result
+
+    def pack(stack: contextlib.ExitStack) -> Packer[Any]:
+        shapes = {name: list(each.shape) for name, each in named.items()}
+        return Packer(_sink_for(target, shapes, group, stack), dtype, form.bucket_bytes, checksum=form.checksum)
+
+    return send_all(named, full, pack if is_root else None, "publishing the weights")
 
 
-def _mapped_names(names: Iterable[str], form: WeightFormat) -> dict[str, str]:
-    """Name here -> name where they arrive."""
+def _renamed(tensors: Mapping[str, torch.Tensor], form: WeightFormat) -> dict[str, torch.Tensor]:
+    """Tensors by the names under which they arrive."""
     sources: dict[str, str] = {}
-    for name in names:
+    for name in tensors:
         mapped = form.name_of(name)
         if mapped in sources:
             raise ValueError(f"{sources[mapped]!r} and {name!r} are both called {mapped!r} by WeightFormat.names")
         sources[mapped] = name
-    return {name: mapped for mapped, name in sources.items()}
-
-
-class _Sink(abc.ABC):
-    """Takes buckets on rank 0."""
-
-    @abc.abstractmethod
-    def put(self, bucket: _Bucket) -> None: ...
-
-    @abc.abstractmethod
-    def finish(self) -> WeightsInMemory | WeightsOnDisk | int: ...
-
-
-class _Packer:
-    """Makes buckets of full tensors for a sink: cast, and with checksums."""
-
-    def __init__(self, sink: _Sink, dtype: torch.dtype | None, form: WeightFormat) -> None:
-        self._sink, self._dtype, self._form = sink, dtype, form
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._num_bytes = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
-        if self._tensors and self._num_bytes + tensor.nbytes > self._form.bucket_bytes:
-            self._put()
-        self._tensors[name] = tensor
-        self._num_bytes += tensor.nbytes
-
-    def finish(self) -> WeightsInMemory | WeightsOnDisk | int:
-        if self._tensors:
-            self._put()
-        return self._sink.finish()
-
-    def _put(self) -> None:
-        checksums = {name: checksum_of(tensor) for name, tensor in self._tensors.items()} if self._form.checksum else {}
-        self._sink.put(_Bucket(self._tensors, checksums))
-        self._tensors, self._num_bytes = {}, 0
+    return {mapped: tensors[name] for mapped, name in sources.items()}
 
 
 def _sink_for(
     target: WeightTarget, shapes: Mapping[str, list[int]], group: WeightGroup, until_the_end: contextlib.ExitStack
-) -> _Sink:
+) -> Sink[Any]:
     if isinstance(target, IntoMemory):
         return _MemorySink()
     if isinstance(target, OntoDisk):
         return _DiskSink(target, until_the_end)
-    sink = _GroupSink(target, group)
+    sink = GroupSink(target, group)
     sink.announce(shapes)
     return sink
 
 
-class _MemorySink(_Sink):
+class _MemorySink(Sink[WeightsInMemory]):
     def __init__(self) -> None:
         self._weights = WeightsInMemory({}, {})
 
-    def put(self, bucket: _Bucket) -> None:
+    def put(self, bucket: Bucket) -> None:
         assert isinstance(self._weights.tensors, dict)
         assert isinstance(self._weights.checksums, dict)
         # Copies also of what is on the host: a parameter of one shard would go on changing, and go when the trainer sleeps.
@@ -200,7 +115,7 @@ class _MemorySink(_Sink):
         return self._weights
 
 
-class _DiskSink(_Sink):
+class _DiskSink(Sink[WeightsOnDisk]):
     """Files in a folder that gets its name when it is complete."""
 
     def __init__(self, target: OntoDisk, until_the_end: contextlib.ExitStack) -> None:
@@ -209,27 +124,19 @@ class _DiskSink(_Sink):
         self._unfinished = tempfile.mkdtemp(prefix=f".{_VERSION_FOLDER}{target.version}.", dir=self._folder)
         until_the_end.callback(shutil.rmtree, self._unfinished, ignore_errors=True)
         os.chmod(self._unfinished, 0o755)
-        self._files: dict[str, str] = {}
+        self._writer = FolderWriter(self._unfinished)
         self._checksums: dict[str, int] = {}
-        self._num_files = self._num_bytes = 0
 
-    def put(self, bucket: _Bucket) -> None:
-        self._num_files += 1
-        file = f"model-{self._num_files:05d}.safetensors"
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket.tensors.items()}
-        save_tensors(tensors, os.path.join(self._unfinished, file))
-        self._files.update(dict.fromkeys(tensors, file))
+    def put(self, bucket: Bucket) -> None:
+        self._writer.write(bucket.tensors)
         self._checksums.update(bucket.checksums)
-        self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self) -> WeightsOnDisk:
-        metadata = {"total_size": self._num_bytes, **({"crc32": self._checksums} if self._checksums else {})}
-        with open(os.path.join(self._unfinished, _INDEX_FILE), "w") as file:
-            json.dump({"metadata": metadata, "weight_map": self._files}, file)
+        self._writer.finish({"crc32": self._checksums} if self._checksums else None)
         path = os.path.join(self._folder, f"{_VERSION_FOLDER}{self._version:010d}")
         replace_folder(self._unfinished, path)
         self._remove_old(path)
-        return WeightsOnDisk(path, self._num_bytes)
+        return WeightsOnDisk(path, self._writer.num_bytes)
 
     def _remove_old(self, path: str) -> None:
         """Leave this version and those that were written last: numbers of an earlier run may be higher."""
@@ -254,36 +161,35 @@ class _Header(msgspec.Struct, frozen=True):
     """Why they do not come."""
 
 
-class _GroupSink(_Sink):
+class GroupSink(Sink[int]):
+    """Broadcasts of rank 0 of a group."""
+
     def __init__(self, place: ByCollective, group: WeightGroup) -> None:
-        self._group, self._num_bytes = group, 0
+        self._group, self._num_bytes, self._is_over = group, 0, False
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
         group.join(place)
 
-    def announce(self, shapes: Mapping[str, list[int]]) -> None:
-        """Say what will come."""
-        self._tell(_Header(dict(shapes)))
+    def announce(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Send the names and shapes of all tensors."""
+        self._send({name: list(shape) for name, shape in shapes.items()})
 
     def give_up(self, error: Exception) -> None:
-        """Say that nothing more will come, unless it is the group that is broken."""
-        if not isinstance(error, ConnectionError):
+        """Send the reason why nothing more comes, unless all has been sent or the group is broken."""
+        if not self._is_over and not isinstance(error, ConnectionError):
+            self._is_over = True
             with contextlib.suppress(ConnectionError):  # it is the other error that counts
-                self._tell(_Header({}, error=f"{type(error).__name__}: {error}"))
+                self._send({}, error=f"{type(error).__name__}: {error}")
 
-    def _tell(self, header: _Header) -> None:
-        self._group.broadcast_bytes(msgspec.msgpack.encode(header))
+    def _send(self, shapes: dict[str, list[int]], **others: Any) -> None:
+        self._group.broadcast_bytes(msgspec.msgpack.encode(_Header(shapes, **others)))
 
-    def put(self, bucket: _Bucket) -> None:
+    def put(self, bucket: Bucket) -> None:
         tensors = bucket.tensors
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if num_bytes == 0:
             return
-        header = _Header(
-            {name: list(tensor.shape) for name, tensor in tensors.items()},
-            {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()},
-            bucket.checksums,
-            num_bytes,
-        )
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
         view = self._buffer[:num_bytes]
@@ -291,28 +197,34 @@ class _GroupSink(_Sink):
         for tensor in tensors.values():
             view[start : start + tensor.nbytes].copy_(as_bytes(tensor))
             start += tensor.nbytes
-        self._tell(header)  # and nothing that may fail before the bytes are sent: the others wait for them
+        self._send(shapes, dtypes=dtypes, checksums=bucket.checksums, num_bytes=num_bytes)
+        # Nothing that may fail stands between the header and its bytes, for which the others wait.
         self._group.broadcast(view)
         self._num_bytes += num_bytes
 
     def finish(self) -> int:
-        self._tell(_Header({}))
+        self._is_over = True
+        self._send({})
         return self._num_bytes
 
 
 # --- the instance's side ------------------------------------------------------------------------------------------------------
 
 
-class Incoming(abc.ABC):
-    """Weights that come, bucket by bucket; to be read once."""
+class Incoming:
+    """Weights that come, bucket by bucket; to be read once.
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of all of them, known before the first one is there."""
+    Args:
+        shapes: Of all of them, known before the first one is there.
+        buckets: Tensors by name, which are the reader's until it asks for the next bucket. Raises ValueError for bytes that
+            are not those that were sent, where checksums are; ConnectionError; OSError.
+    """
 
-    @abc.abstractmethod
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], buckets: Iterator[Mapping[str, torch.Tensor]]) -> None:
+        self.shapes, self._buckets = shapes, buckets
+
     def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Buckets of tensors by name, which are the reader's until the next one is asked for. Raises: ValueError for bytes that
-        are not those that were sent, where checksums are; ConnectionError; OSError."""
+        return self._buckets
 
 
 @contextlib.contextmanager
@@ -321,56 +233,46 @@ def incoming(weights: Weights, group: WeightGroup) -> Iterator[Incoming]:
     if isinstance(weights, ByCollective):
         received = _Received(weights, group)
         try:
-            yield received
+            yield Incoming(received.shapes, received.buckets())
         finally:
             received.read_to_the_end()
     elif isinstance(weights, WeightsOnDisk):
-        yield _Files(weights)
+        yield _in_files(weights)
     else:
-        yield _Given(weights if isinstance(weights, WeightsInMemory) else WeightsInMemory(weights))
+        yield _in_memory(weights if isinstance(weights, WeightsInMemory) else WeightsInMemory(weights))
 
 
-class _Given(Incoming):
-    """They are here already."""
-
-    def __init__(self, weights: WeightsInMemory) -> None:
-        _require_checksums(weights.tensors, weights.checksums)  # of all of them, while nothing has changed
-        self._tensors = weights.tensors
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
-
-    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        yield self._tensors
+def _in_memory(weights: WeightsInMemory) -> Incoming:
+    _require_checksums(weights.tensors, weights.checksums)  # of all of them, while nothing has changed
+    return Incoming({name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}, iter([weights.tensors]))
 
 
-class _Files(Incoming):
-    """A folder of safetensors with an index."""
+def _in_files(weights: WeightsOnDisk) -> Incoming:
+    with open(os.path.join(weights.path, INDEX_FILE), "rb") as file:
+        index = json.load(file)
+    names_in: dict[str, list[str]] = {}
+    for name, file_name in index["weight_map"].items():
+        names_in.setdefault(file_name, []).append(name)
 
-    def __init__(self, weights: WeightsOnDisk) -> None:
-        self._path = weights.path
-        with open(os.path.join(weights.path, _INDEX_FILE), "rb") as file:
-            index = json.load(file)
-        self._names: dict[str, list[str]] = {}
-        for name, file_name in index["weight_map"].items():
-            self._names.setdefault(file_name, []).append(name)
-        self._checksums: dict[str, int] = index["metadata"].get("crc32", {})
-        self.shapes = {}
-        for file_name, names in self._names.items():
-            with self._open(file_name) as tensors:
-                self.shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in names})
+    def open_file(file_name: str) -> Any:
+        return safe_open(os.path.join(weights.path, file_name), framework="pt")
 
-    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        for file_name, names in self._names.items():
-            with self._open(file_name) as tensors:
+    def buckets() -> Iterator[Mapping[str, torch.Tensor]]:
+        for file_name, names in names_in.items():
+            with open_file(file_name) as tensors:
                 bucket = {name: tensors.get_tensor(name) for name in names}
-                _require_checksums(bucket, self._checksums)
+                _require_checksums(bucket, index["metadata"].get("crc32", {}))
                 yield bucket
 
-    def _open(self, file_name: str) -> Any:
-        return safe_open(os.path.join(self._path, file_name), framework="pt")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file_name, names in names_in.items():
+        with open_file(file_name) as tensors:
+            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in names})
+    return Incoming(shapes, buckets())
 
 
-class _Received(Incoming):
-    """Broadcasts of a group. What its reader does not want is received all the same: the others wait for nobody."""
+class _Received:
+    """Broadcasts of a group. Buckets that its reader does not want are received too: the others do not wait."""
 
     def __init__(self, place: ByCollective, group: WeightGroup) -> None:
         self._group = group
@@ -380,7 +282,7 @@ class _Received(Incoming):
         self.shapes = {name: tuple(shape) for name, shape in self._header().shapes.items()}
         self._is_over = False
 
-    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+    def buckets(self) -> Iterator[Mapping[str, torch.Tensor]]:
         while (received := self._next()) is not None:
             header, bucket = received
             _require_checksums(bucket, header.checksums)

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.api.batch import Batch, PerPart, join_meta, part_sizes
+from helmsman.api.batch import Batch, PerPart, join_meta
 from helmsman.api.columns import Ragged, same
 from helmsman.api.errors import UnevenBatchError
 from helmsman.rpc_server._wire.codec import decode, encode
@@ -302,13 +302,14 @@ def test_batch_without_rows_is_no_missing_one() -> None:
     assert list(Batch({}, num_rows=2)) == [{}, {}]
 
 
-def test_batch_repr() -> None:
+def test_batch_repr_and_to_dict() -> None:
     batch = Batch({"x": torch.zeros(2, 3), "a": np.zeros(2), "t": ["a", "b"], "r": Ragged(np.arange(3), [0, 1, 3])}, {"k": 1})
     assert repr(batch.pad(3)) == (
         "Batch(3 rows (1 of them padding), x: (3, 3) torch.float32, a: (3,) float64, t: list, "
         "r: Ragged(3 rows, values (5,) int64), meta: k)"
     )
     assert repr(Batch({}, num_rows=2)) == "Batch(2 rows, no columns)"
+    assert Batch({"a": [1, 2, 3]}, {"m": 1}).pad(2).to_dict() == {"a": [1, 2, 3]}, "without meta and padding"
 
 
 def test_batch_equals() -> None:
@@ -322,10 +323,6 @@ def test_batch_equals() -> None:
     changed = [batch.with_columns(a=[1, 2]), batch.with_columns(b=[1, 2]), batch.with_columns(a=torch.ones(2))]
     for other in (*changed, Batch({"a": [1, 1]}, {"m": 2}), batch[:1], batch[:1].pad(2), batch.to_dict()):
         assert not batch.equals(other)
-
-
-def test_batch_to_dict_has_neither_meta_nor_padding() -> None:
-    assert Batch({"a": [1, 2, 3]}, {"m": 1}).pad(2).to_dict() == {"a": [1, 2, 3]}
 
 
 def test_batch_counts_may_be_numpy_integers() -> None:
@@ -350,6 +347,7 @@ def test_batch_of_lists_needs_neither_torch_nor_numpy() -> None:
 
 TWO = Batch({"a": [1, 2]}, {"m": 1})
 PADDED = TWO.pad(3)
+NESTED = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
 
 
 def one(column: Any) -> Batch:
@@ -358,15 +356,9 @@ def one(column: Any) -> Batch:
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: one(1), TypeError, "column 'a' is a int; a column is a tensor or array with at least one dimension"),
-    (lambda: one(None), TypeError, "Put what belongs to all rows in meta"),
     (lambda: one(torch.tensor(1)), TypeError, "column 'a' is a tensor or array without dimensions"),
-    (lambda: one(torch.eye(2).to_sparse()), TypeError, "with at least one dimension, neither sparse nor masked"),
     (lambda: one(np.ma.array([1])), TypeError, "column 'a' is a MaskedArray;"),
-    (
-        lambda: one(torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)),
-        TypeError,
-        "column 'a' is a nested tensor; make a Ragged of its values() and offsets()",
-    ),
+    (lambda: one(NESTED), TypeError, "column 'a' is a nested tensor; make a Ragged of its values() and offsets()"),
     (lambda: Batch({1: [1]}), TypeError, "names of columns are strings, not 1"),  # type: ignore[dict-item]
     (lambda: Batch({"a": [1], "b": [1, 2]}), ValueError, "columns of one batch have as many rows; got a: 1, b: 2"),
     (lambda: Batch({"a": [1]}, num_rows=2), ValueError, "got a: 1, num_rows: 2"),
@@ -374,10 +366,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Batch({}, num_rows=1.0), TypeError, "float"),  # type: ignore[arg-type]
     (lambda: TWO.with_columns(b=[1]), ValueError, "got a: 2, b: 1, num_rows: 2"),
     (lambda: TWO["b"], KeyError, "no column 'b'; there are a"),
-    (lambda: Batch({}).select("b"), KeyError, "no column 'b'; there are none"),
     (lambda: TWO[2], IndexError, "row 2 of 2"),
-    (lambda: TWO[-3], IndexError, "row -3 of 2"),
-    (lambda: Batch({})[0], IndexError, "row 0 of 0"),
     *(
         ((lambda key=key: TWO[key]), TypeError, f"an integer is needed, not {shown}")  # type: ignore[misc]
         for key, shown in [(True, "True"), (np.True_, "True"), (torch.tensor(True), "True"), (1.5, "1.5"), (None, "None")]
@@ -385,37 +374,28 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: TWO.take([0, 2]), IndexError, "row 2 of 2"),
     (lambda: TWO.take([True]), IndexError, "a mask of 1 rows for 2 rows"),
     (lambda: TWO[::0.5], TypeError, "slice indices must be integers"),
-    (lambda: TWO.reorder([0]), ValueError, "a permutation of 2 rows has each of them once; got 1 indices: 0"),
     (lambda: TWO.reorder([0, 0]), ValueError, "a permutation of 2 rows has each of them once; got 2 indices: 0, 0"),
     (lambda: TWO.reorder([0, 2]), ValueError, "a permutation of 2 rows has each of them once: row 2 of 2"),
     (lambda: TWO.repeat(-1), ValueError, "times is -1; it is 0 or more"),
-    (lambda: TWO.repeat(1.5), TypeError, "float"),  # type: ignore[arg-type]
     (lambda: TWO.split([1, 2]), ValueError, "sizes [1, 2] add up to 3, and there are 2 rows"),
     (lambda: TWO.split([3, -1]), ValueError, "a part has -1 rows; it has 0 or more"),
     (lambda: TWO.chunk(0), ValueError, "num_parts is 0; it is 1 or more"),
     (lambda: TWO.chunk(0, "pad"), ValueError, "num_chunks is 0; it is 1 or more"),
     (lambda: TWO.chunk(2, "drop"), ValueError, "remainder is 'drop'; it is one of error, pad, uneven"),  # type: ignore[arg-type]
-    (lambda: TWO.chunk(1.5, "pad"), TypeError, "float"),  # type: ignore[arg-type]
     (lambda: TWO.pad(0), ValueError, "multiple is 0; it is 1 or more"),
     (lambda: TWO.chunk(5), UnevenBatchError, "a batch of 2 rows does not divide over 5 parts; nearest valid sizes: 5."),
-    (lambda: part_sizes(7, 2, "pad"), UnevenBatchError, "7 rows does not divide over 2 parts; nearest valid sizes: 6 and 8."),
-    (lambda: TWO.group_by("b"), KeyError, "no column 'b'"),
     (lambda: one(torch.zeros(1, 1)).group_by("a"), TypeError, "column 'a' has more than one value for a row"),
     (lambda: one(Ragged(np.zeros(1), [0, 1])).group_by("a"), TypeError, "give group_by a function of the row"),
     (lambda: one([[1]]).group_by("a"), TypeError, "rows are grouped by hashable values: unhashable type: 'list'"),
     (lambda: TWO.group_by(lambda row: [row]), TypeError, "give group_by a function of the row"),  # type: ignore[arg-type, return-value]
     (lambda: PADDED.take([0]), ValueError, "take of a batch whose last 1 rows are padding; unpad() first"),
-    (lambda: PADDED[::-1], ValueError, "take of a batch whose last 1 rows are padding"),
     (lambda: PADDED.reorder([0, 2, 1]), ValueError, "reorder of a batch whose last 1 rows"),
-    (lambda: PADDED.repeat(2), ValueError, "repeat of a batch whose last 1 rows"),
     (lambda: PADDED.group_by("a"), ValueError, "group_by of a batch whose last 1 rows"),
     (lambda: TWO.union(TWO[:1]), ValueError, "a union is made row by row; got 2 rows (0 padding) and 1 rows (0 padding)"),
     (lambda: PADDED.union(one([1, 2, 3])), ValueError, "got 3 rows (1 padding) and 3 rows (0 padding)"),
     (lambda: TWO.union(one([1, 3])), ValueError, "both batches have the column 'a', with different values; drop or rename one"),
-    (lambda: TWO.union(Batch({}, {"m": 2}, num_rows=2)), ValueError, "both batches have the meta entry 'm'"),
     (lambda: Batch.concat([]), ValueError, "concat needs at least one batch"),
     (lambda: Batch.concat([TWO, None]), TypeError, "concat joins batches, and entry 1 is a NoneType"),  # type: ignore[list-item]
-    (lambda: Batch.concat(TWO), TypeError, "concat joins batches, and entry 0 is a dict"),  # type: ignore[arg-type]
     (lambda: Batch.concat([TWO, Batch({"b": [1]})]), ValueError, "batch 1 has the columns b; the first has a"),
     (lambda: Batch.concat([PADDED, TWO]), ValueError, "batch 1 has rows behind the padding of one before it; unpad first"),
     (lambda: Batch.concat([TWO, one(np.zeros(1))]), TypeError, "column 'a': parts of different kinds: list, array"),

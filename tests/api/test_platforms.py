@@ -103,7 +103,7 @@ def test_table_of_kinds(name: str, facts: tuple[str, ...]) -> None:
     assert pickle.loads(pickle.dumps(info)) == info
 
 
-def test_reading_the_table_resolves_nothing_and_loads_no_torch() -> None:
+def test_table_loads_no_torch() -> None:
     code = (
         "import sys; from helmsman.api import platforms as p; p.PLATFORMS['cuda'].ray_resource; p.current_platform.seed(1)\n"
         "assert not p.current_platform.is_resolved() and 'not resolved' in repr(p.current_platform)\n"
@@ -230,7 +230,7 @@ def test_mask_set_before_first_use_counts(platform: Process) -> None:
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def test_seed_repeats_random_numpy_and_torch(platform: Process) -> None:
+def test_seed_repeats(platform: Process) -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
@@ -265,30 +265,23 @@ def test_seed_of_torch_that_resolving_loads(platform: Process) -> None:
 # --- who may use it ---------------------------------------------------------------------------------------------------
 
 
-def test_forbidden_process_is_told_why(platform: Process) -> None:
-    platform.setenv(PLATFORM_ENV_VAR, "cpu")
-    with platform.forbid("it drives a RayScheduler"):
-        with pytest.raises(PlatformError, match="it drives a RayScheduler.*inside an engine.*PLATFORMS"):
-            _ = platform.name
-        assert not platform.is_resolved()
-        platform.seed(1)
-    assert platform.name == "cpu"
-
-
-def test_inline_engines_lift_every_prohibition_while_they_run(platform: Process) -> None:
+def test_forbid_and_allow(platform: Process) -> None:
+    """Engines of an inline scheduler lift every prohibition while they run."""
     platform.setenv(PLATFORM_ENV_VAR, "cpu")
     with platform.forbid("first"):
         inline = platform.allow()
-        with platform.forbid("second"):
+        with platform.forbid("it drives a RayScheduler"):
             inline.close()
             inline.close()
-            with pytest.raises(PlatformError, match="second"):
+            with pytest.raises(PlatformError, match="it drives a RayScheduler.*inside an engine.*PLATFORMS"):
                 _ = platform.name
+            platform.seed(1)
+            assert not platform.is_resolved()
             with platform.allow(), platform.allow():
                 assert platform.name == "cpu"
 
 
-def test_forked_child_finds_its_own_platform() -> None:
+def test_platform_of_a_forked_child() -> None:
     code = """
 import os
 os.environ["HELMSMAN_PLATFORM"] = "cpu"
@@ -326,12 +319,12 @@ assert p.is_resolved()
     ],
     ids=["pickle", "cloudpickle", "copy", "deepcopy", "pickle protocol 0", "pickle nested", "deepcopy nested"],
 )
-def test_it_cannot_leave_its_process(duplicate: Callable[[CurrentPlatform], object]) -> None:
+def test_platform_cannot_be_pickled(duplicate: Callable[[CurrentPlatform], object]) -> None:
     with pytest.raises(PlatformPicklingError, match="not resolved.*current_platform inside the worker"):
         duplicate(CurrentPlatform())
 
 
-def test_pickling_error_names_the_kind_and_resolves_nothing(platform: Process) -> None:
+def test_pickling_error_names_the_kind(platform: Process) -> None:
     with pytest.raises(PlatformPicklingError):
         pickle.dumps(platform)
     assert not platform.is_resolved()
@@ -339,9 +332,6 @@ def test_pickling_error_names_the_kind_and_resolves_nothing(platform: Process) -
     _ = platform.name
     with pytest.raises(TypeError, match=r"the platform \(cpu\) cannot be pickled"):
         pickle.dumps(SimpleNamespace(platform=platform))
-
-
-def test_class_sent_by_value_that_uses_it_is_refused_with_the_way_out() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__", "current_platform": current_platform}
     exec("def use():\n    return current_platform.name", namespace)
     with pytest.raises(PlatformPicklingError, match="helmsman.api.platforms.current_platform inside the worker"):

@@ -441,10 +441,17 @@ def test_put_and_pass_to_ranks(scheduler: Scheduler, members: Members) -> None:
 
 def test_topology_check_asks_once(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(WithItsOwnView, world_size=4, tp_size=2)
+
+    def num_calls() -> list[int]:
+        return [status.health.num_calls for status in group.health() if status.health]
+
+    assert num_calls() == [0] * 4, "only the constructor has run"
     group.echo(1)
     assert group.method(WithItsOwnView.asked)() == [0, 0, 0, 0]  # type: ignore[arg-type]
-    for _ in range(3):
-        group.add(rows(4))
+    before = num_calls()
+    group.add(rows(4))
+    assert num_calls() == [count + 2 for count in before], "the question for its coordinates, and the step"
+    group.add(rows(4))
     assert group.method(WithItsOwnView.asked)() == [1, 1, 1, 1]  # type: ignore[arg-type]
 
 
@@ -621,17 +628,6 @@ def test_start_that_fails_leaves_nothing(resources: ResourceManager, scheduler: 
 
 
 # --- how many calls -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.not_on("local", "64 processes say no more than 64 threads")
-@pytest.mark.not_on("ray", "64 processes say no more than 64 threads")
-def test_calls_before_the_first_step_of_64_ranks(make_cluster: Callable[..., Members]) -> None:
-    group = make_cluster(WithItsOwnView, world_size=64, tp_size=4, pp_size=2, name="many")
-    health = [status.health for status in group.health()]
-    assert [each.num_calls for each in health if each] == [0] * 64  # only the constructor has run
-    group.add(rows(64))
-    health = [status.health for status in group.health()]
-    assert [each.num_calls for each in health if each] == [2] * 64  # the question for its coordinates, and the step
 
 
 def test_max_concurrency(make_cluster: Callable[..., Members], tmp_path: Path) -> None:

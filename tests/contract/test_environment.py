@@ -92,24 +92,16 @@ def test_environment_sources(scheduler: Scheduler, backend: str, role: str, monk
 
 def test_environment_secrets_are_masked(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MASK_VARIABLE, "contract_lic*, OTHER")
-    secrets = {
-        "CONTRACT_TOKEN": "hunter2",
-        "CONTRACT_URL": "http://me:hunter2@host/",
-        "CONTRACT_API_KEY": "hunter2",
-        "CONTRACT_CREDS": "hunter2",
-        "CONTRACT_LICENCE": "hunter2",
-        "CONTRACT_PEM": "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n",
+    pem = "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----\n"
+    shown = {
+        "CONTRACT_URL": ("http://me:hunter2@host/", f"http://{MASK}@host/"),
+        "CONTRACT_PEM": (pem, f"{MASK}\n"),
+        **{f"CONTRACT_{name}": ("hunter2", MASK) for name in ("TOKEN", "API_KEY", "CREDS", "LICENCE")},
     }
+    secrets = {name: value for name, (value, _) in shown.items()}
     (worker,) = scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(env_vars=secrets)]))
     found = described(scheduler, worker)
-    assert {name: found[name].value for name in secrets} == {
-        "CONTRACT_TOKEN": MASK,
-        "CONTRACT_URL": f"http://{MASK}@host/",
-        "CONTRACT_API_KEY": MASK,
-        "CONTRACT_CREDS": MASK,
-        "CONTRACT_LICENCE": MASK,
-        "CONTRACT_PEM": f"{MASK}\n",
-    }
+    assert {name: found[name].value for name in secrets} == {name: masked for name, (_, masked) in shown.items()}
     assert "hunter2" not in str(found)
     engine = Engine.create(scheduler, worker, Counter)
     assert engine.call("environ", *secrets) == secrets, "the worker itself has them"

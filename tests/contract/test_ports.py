@@ -16,7 +16,7 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
-from helmsman.api.worker_context import worker_context
+from helmsman.api.workers import worker_context
 from helmsman.rpc_server.ports import RANGE_VARIABLE
 from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until

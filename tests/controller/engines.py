@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -260,16 +259,6 @@ class SleepyRollout(CountingRollout):
 
     async def how_awake(self) -> str:
         return self.state
-
-
-class CountingRolloutThatStops(CountingRollout):
-    """Stops its process in the constructor, once for each time that the file is made."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        if os.path.exists(path):
-            os.remove(path)
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # at once: another thread may take it late
 
 
 class SlowRollout(CountingRollout):

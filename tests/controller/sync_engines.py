@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from helmsman.api.weights import Weights, WeightsInMemory
-from helmsman.engines._models.tensors import full_tensor, named_tensors
+from helmsman.engines._models.distributed import full_tensor, named_tensors
 from helmsman.engines.rollout import HFRolloutEngine
 from helmsman.engines.train import FSDPTrainEngine
 

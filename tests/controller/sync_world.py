@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from helmsman import Job, RolloutController, Scheduler, SchedulingSpec, SupervisionPolicy, TrainController
 from helmsman.controller._generation.health import Health
-from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory
+from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, Way, WeightSync
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.sync_engines"
@@ -74,7 +76,15 @@ class World:
     def health(self) -> list[Health]:
         return [load.state for load in self.rollout.load().instances.values()]
 
-    def close(self) -> None:
+    def sync(self, way: Way | None = None, **options: Any) -> WeightSync:
+        """From the trainer to the rollout."""
+        return WeightSync(self.trainer, self.rollout, way, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers."""
         self.rollout.close()
         self.trainer.close()
 
@@ -90,3 +100,12 @@ class World:
 def way_of(name: str, folder: Path) -> ViaMemory | ViaDisk | ViaCollective:
     """One of the three ways."""
     return {"memory": ViaMemory, "collective": ViaCollective}[name]() if name != "disk" else ViaDisk(str(folder / "weights"))
+
+
+@contextlib.contextmanager
+def going_on(pid: int) -> Iterator[None]:
+    """Have a process that stands still meanwhile go on in the end."""
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import end_ranks
+from tests.engines.small_models import QWEN2
+
+Make = Callable[..., FSDPTrainEngine]
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -28,14 +32,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Train engines of one rank in this process, which end with the test."""
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of one rank, on the CPU."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-    made: list[Any] = []
-    yield made
+
+
+@pytest.fixture
+def make(on_the_host: None) -> Iterator[Make]:
+    """Builds train engines of one rank in this process, which end with the test."""
+    made: list[FSDPTrainEngine] = []
+
+    def build(**fields: Any) -> FSDPTrainEngine:
+        engine = FSDPTrainEngine(**{"model": QWEN2, "lr": 1e-2, **fields})
+        made.append(engine)
+        engine.create_process_group()
+        engine.initialize()
+        return engine
+
+    yield build
     for engine in made:
         engine.destroy()
     assert not dist.is_initialized()

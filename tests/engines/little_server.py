@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 VOCAB = 50
 STEP_S = 0.002
 
@@ -56,7 +58,6 @@ class Server:
         self.num_starting = options.busy
         self.num_refusing = 0
         self.is_paused = False
-        self.is_asleep = False
         self.is_held = options.held
         self.running: dict[str, asyncio.Event] = {}
         """What ends each generation."""
@@ -65,8 +66,6 @@ class Server:
         """Ends of connections by which requests came."""
 
     async def handle(self, request: Any) -> Any:
-        from aiohttp import web
-
         route = request.path
         if route not in ("/health", "/v1/models", "/seen"):
             self.peers.add(request.transport.get_extra_info("peername"))
@@ -100,8 +99,8 @@ class Server:
                 "/resume": self.resume,
                 "/collective_rpc": self.collective_rpc,
                 "/reset_prefix_cache": self.succeed,
-                "/sleep": self.fall_asleep,
-                "/wake_up": self.wake_up,
+                "/sleep": self.succeed,
+                "/wake_up": self.succeed,
             }
         return common | {
             "/generate": self.generate,
@@ -109,18 +108,14 @@ class Server:
             "/pause_generation": self.pause,
             "/continue_generation": self.resume,
             "/update_weights_from_disk": self.update_weights_from_disk,
-            "/release_memory_occupation": self.fall_asleep,
-            "/resume_memory_occupation": self.wake_up,
+            "/release_memory_occupation": self.succeed,
+            "/resume_memory_occupation": self.succeed,
         }
 
     async def models(self, request: Any, body: Any) -> Any:
-        from aiohttp import web
-
         return web.json_response({"object": "list", "data": [{"id": "little", "max_model_len": self.options.max_model_len}]})
 
     async def metrics(self, request: Any, body: Any) -> Any:
-        from aiohttp import web
-
         names = {
             "vllm": ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
             "sglang": ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
@@ -142,40 +137,26 @@ class Server:
         return await self.succeed(request, body)
 
     async def succeed(self, request: Any, body: Any) -> Any:
-        from aiohttp import web
-
         return web.json_response({"success": True})
 
-    async def fall_asleep(self, request: Any, body: Any) -> Any:
-        self.is_asleep = True
-        return await self.succeed(request, body)
-
-    async def wake_up(self, request: Any, body: Any) -> Any:
-        self.is_asleep = False
-        return await self.succeed(request, body)
-
     async def collective_rpc(self, request: Any, body: Any) -> Any:
-        from aiohttp import web
-
         assert body["method"] == "helmsman_load_files"
-        assert self.is_paused or self.options.sleepy
-        self.is_held = False
-        try:
-            self.weight = weight_in(*body["args"])
-        except ValueError as error:
-            return web.json_response({"results": [{"error": ["ValueError", str(error)], "torn": True}]})
-        return web.json_response({"results": [{}]})
+        problem = self.load(*body["args"])
+        return web.json_response({"results": [{"error": ["ValueError", problem], "torn": True} if problem else {}]})
 
     async def update_weights_from_disk(self, request: Any, body: Any) -> Any:
-        from aiohttp import web
+        problem = self.load(body["model_path"])
+        return web.json_response({"success": not problem, "message": problem}, status=400 if problem else 200)
 
+    def load(self, folder: str) -> str:
+        """Returns why it cannot; '' where it can."""
         assert self.is_paused or self.options.sleepy
         self.is_held = False
         try:
-            self.weight = weight_in(body["model_path"])
+            self.weight = weight_in(folder)
         except ValueError as error:
-            return web.json_response({"success": False, "message": str(error)}, status=400)
-        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+            return str(error)
+        return ""
 
     async def abort_request(self, request: Any, body: Any) -> Any:
         if body["rid"] in self.running:
@@ -208,8 +189,6 @@ class Server:
             del self.running[request_id]
 
     async def answer(self, request: Any) -> Any:
-        from aiohttp import web
-
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(b": a comment that keeps the connection alive\n\n")
@@ -274,8 +253,6 @@ class Server:
 
 async def serve(options: argparse.Namespace) -> None:
     """Until it is told to end."""
-    from aiohttp import web
-
     server = Server(options)
 
     app = web.Application()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from helmsman.api.worker_context import WorkerContext, within
+from helmsman.api.workers import WorkerContext, within
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.server_engine import ServerEngine
 from helmsman.rpc_server.ports import PortLeases

@@ -61,32 +61,27 @@ def _ids(value: Any) -> bool:
 
 _TEXT, _COUNT, _NUMBER, _FLAG, _MAPPING = _is(str), _is(int), _is(int, float), _is(bool), _is(dict)
 _SEQUENCE: Accepts = _is(list, tuple, range)
-_NONE: Accepts = lambda value: value is None  # noqa: E731 - beside its like
+_CODE: Accepts = lambda value: isinstance(value, str) or callable(value)  # noqa: E731 - beside its like
+_NOTHING: Accepts = lambda _: False  # noqa: E731
 ACCEPTS: Mapping[str, Accepts] = {
     **dict.fromkeys(("worker_id", "role", "target_role", "method", "cause", "address", "path", "holder", "next_step"), _TEXT),
+    **dict.fromkeys(("in_flight", "on_error"), _TEXT),
     **dict.fromkeys(("engine_name", "command", "dtype", "checkpoint", "role of delete_workers"), _or_none(_TEXT)),
     **dict.fromkeys(("replicas", "count", "port", "rank", "device", "world_size", "version", "level", "num_samples"), _COUNT),
     **dict.fromkeys(("lr", "num_cpus"), _NUMBER),
-    "max_shard_bytes": _COUNT,
     **dict.fromkeys(("reverse_order", "elsewhere", "background", "migrate", "weights_only"), _FLAG),
-    **dict.fromkeys(("timeout",), _or_none(_NUMBER)),
-    **dict.fromkeys(("handle", "fault", "job", "rollout", "sampling", "options", "resume_from"), lambda _: False),
-    **{name: _or_none(lambda _: False) for name in ("sampling", "options", "resume_from")},
-    **dict.fromkeys(("env", "calls", "loss_kwargs", "weights"), _MAPPING),
-    "loss_kwargs": _or_none(_MAPPING),
-    "rpc_meta": _or_none(_MAPPING),
-    "engine": lambda value: isinstance(value, str) or callable(value),
-    "loss_fn": lambda value: isinstance(value, str) or callable(value),
+    **dict.fromkeys(("handle", "fault", "job", "jobs", "rollout"), _NOTHING),
+    **dict.fromkeys(("sampling", "options", "resume_from"), _or_none(_NOTHING)),
+    **dict.fromkeys(("env", "calls", "weights"), _MAPPING),
+    **dict.fromkeys(("loss_kwargs", "rpc_meta"), _or_none(_MAPPING)),
+    **dict.fromkeys(("engine", "loss_fn"), _CODE),
+    **dict.fromkeys(("samples", "prompts", "prompt"), _SEQUENCE),
+    "timeout": _or_none(_NUMBER),
+    "max_shard_bytes": _COUNT,
     "worker_ids": _ids,
     "request_ids": _or_none(_ids),
-    "jobs": lambda _: False,
     "device_mapping": lambda value: value is None or isinstance(value, str) or _items(_COUNT)(value),
     "ranks": _items(_COUNT),
-    "samples": _SEQUENCE,
-    "prompts": _SEQUENCE,
-    "prompt": _SEQUENCE,
-    "in_flight": _TEXT,
-    "on_error": _TEXT,
 }
 """By name of an argument; said here once more, so that an annotation that is too wide is found."""
 UNCHECKED = {"value", "args", "kwargs", "self"}
@@ -103,39 +98,30 @@ def _methods(owner: type[Any], own: type[Any]) -> list[tuple[str, str]]:
 
 
 GOOD: Mapping[str, Any] = {
+    **dict.fromkeys(("role", "target_role"), "w"),
+    **dict.fromkeys(("replicas", "count", "world_size", "version", "num_samples"), 1),
+    **dict.fromkeys(("device", "rank"), 0),
+    **{name: {} for name in ("calls", "env", "weights")},
+    **dict.fromkeys(("job", "jobs"), Job(role="other")),
     "worker_id": WORKER,
-    "role": "w",
-    "target_role": "w",
+    "worker_ids": [WORKER],
     "method": "add",
     "engine_name": "counter",
     "cause": "was ended",
     "next_step": "",
-    "calls": {},
     "address": "127.0.0.1",
     "port": 20000,
-    "replicas": 1,
-    "count": 1,
-    "env": {},
     "engine": Counter,
-    "worker_ids": [WORKER],
-    "job": Job(role="other"),
-    "jobs": Job(role="other"),
     "fault": Kill(WORKER, at_step=0),
     "handle": ResultHandle(id="x", worker_id=WORKER, location=b"", nbytes=0, summary=""),
     "path": "/nonexistent",
     "holder": "h",
-    "world_size": 1,
-    "device": 0,
-    "rank": 0,
     "ranks": [0],
     "samples": [{"input_ids": [1]}],
     "loss_fn": "sft",
     "lr": 0.1,
-    "version": 1,
     "prompts": [[1]],
     "prompt": [1],
-    "num_samples": 1,
-    "weights": {},
 }
 """What the other arguments of a call are, where they have no default."""
 

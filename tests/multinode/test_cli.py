@@ -18,6 +18,8 @@ from tests.multinode.conftest import Nodes, gpu_node
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
+Helmsman = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture(scope="module")
 def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
@@ -26,7 +28,7 @@ def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
 
 
 @pytest.fixture
-def helmsman(nodes: Nodes) -> Callable[..., subprocess.CompletedProcess[str]]:
+def helmsman(nodes: Nodes) -> Helmsman:
     """Run the command line, which finds the cluster by RAY_ADDRESS."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,16 +53,14 @@ def jobs(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_on_a_live_cluster(helmsman: Callable[..., subprocess.CompletedProcess[str]], jobs: str) -> None:
+def test_plan_on_a_live_cluster(helmsman: Helmsman, jobs: str) -> None:
     ended = helmsman("plan", jobs)
     assert ended.returncode == 0, ended.stderr
     assert "12 devices on 2 of 3 nodes; 0 other nodes" in ended.stdout
     assert len([line for line in ended.stdout.splitlines() if line.startswith("rollout")]) == 3
 
 
-def test_who_holds_what_is_missing(
-    helmsman: Callable[..., subprocess.CompletedProcess[str]], run: RayScheduler, jobs: str
-) -> None:
+def test_plan_names_the_holder_of_missing_devices(helmsman: Helmsman, run: RayScheduler, jobs: str) -> None:
     spec = SchedulingSpec(cpu=0, gpu=5, ray_placement_strategy="separate")
     run.create_workers(Job(role="holder", replicas=2, tasks=[spec]))
     ended = helmsman("plan", jobs)
@@ -69,9 +69,7 @@ def test_who_holds_what_is_missing(
         assert fact in ended.stdout
 
 
-def test_clean_on_every_node(
-    helmsman: Callable[..., subprocess.CompletedProcess[str]], nodes: Nodes, run: RayScheduler
-) -> None:
+def test_clean_of_every_node(helmsman: Helmsman, nodes: Nodes, run: RayScheduler) -> None:
     run.create_workers(Job(role="lives", tasks=[SchedulingSpec(cpu=0, gpu=1)]))
     ended = helmsman("clean", "--dry-run", "--address", nodes.address)
     assert ended.returncode == 0, ended.stderr
@@ -82,12 +80,10 @@ def test_clean_on_every_node(
     assert len(run.get_workers("lives")) == 1
 
 
-def test_the_doctor_looks_at_every_node(helmsman: Callable[..., subprocess.CompletedProcess[str]], nodes: Nodes) -> None:
-    ended = helmsman("doctor", "--address", nodes.address, "--all")
-    assert "3 nodes" in ended.stdout, ended.stdout + ended.stderr
-    assert "between the nodes:" in ended.stdout
-    assert "clocks" in ended.stdout
-    assert len(re.findall(r"accelerators +none", ended.stdout)) == 3
-    ended = helmsman("doctor", "--address", nodes.address, "--gpus", "8")
+def test_doctor_of_every_node(helmsman: Helmsman, nodes: Nodes) -> None:
+    ended = helmsman("doctor", "--address", nodes.address, "--all", "--gpus", "8")
     assert ended.returncode == 1
+    for fact in ("3 nodes", "between the nodes:", "clocks"):
+        assert fact in ended.stdout, ended.stdout + ended.stderr
+    assert len(re.findall(r"accelerators +none", ended.stdout)) == 3
     assert ended.stdout.count("8 are expected") == 3, "those of this cluster are numbers only"

@@ -14,14 +14,7 @@ from helmsman.api.errors import InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.routing import LeastOutstandingTokens, PrefixAffinity, RoundRobin, RoutingPolicy
 from helmsman.controller._generation.scheduler import GenerateScheduler
-from helmsman.testing import (
-    EngineModel,
-    Lengths,
-    SimulatedBackend,
-    SimulatedInstance,
-    log_normal_lengths,
-    run_virtually,
-)
+from helmsman.testing import EngineModel, Lengths, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
 from tests.controller.generation.backends import make_request, settle, virtually, waits
 
 MODEL = EngineModel(step_s=0.02, per_request_s=0.01, prefill_s=0.001)

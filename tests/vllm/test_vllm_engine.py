@@ -14,11 +14,11 @@ import torch
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.generation import SamplingParams
-from helmsman.api.weights import ByCollective, WeightsInMemory, WeightsOnDisk
+from helmsman.api.weights import ByCollective
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import PartialWeightUpdateError
+from tests.vllm.engine_suite import LONG, EngineSuite
 from tests.vllm.vllm_models import (
     ENGINE,
     EOS,
@@ -30,14 +30,11 @@ from tests.vllm.vllm_models import (
     is_greedy,
     logprobs_of,
     model_of,
-    report,
     weights_of,
 )
 from tests.vllm.vllm_served import GREEDY, PROMPTS, Served, broadcast, require_the_trainers, until, written
 
 pytestmark = pytest.mark.timeout(300)  # a start takes 15 s, and 60 s beside other work
-
-LONG = MAX_LEN - 8
 
 
 @pytest.fixture(scope="module")
@@ -52,32 +49,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         engine.destroy()
 
 
+class TestSuite(EngineSuite):
+    """By VLLMEngine."""
+
+
 # --- requests -----------------------------------------------------------------------------------------------------------------
-
-
-async def test_greedy_tokens_and_log_probabilities_are_the_models(served: Served) -> None:
-    results = await served.generate(PROMPTS)
-    assert all(is_greedy(served.model, prompt, each.token_ids) for prompt, each in zip(PROMPTS, results, strict=True))
-    found = differences(served.model, PROMPTS, results)
-    report("float32", found)
-    assert found.max() < 1e-3
-    assert {each.stop_reason for each in results} == {"length"}
-    assert {version for each in results for version in each.versions} == {served.engine.get_version()}
-
-
-async def test_log_probabilities_are_those_at_temperature_1_without_filters(served: Served) -> None:
-    drawn = SamplingParams(temperature=0.5, top_k=20, top_p=0.9, seed=3, max_new_tokens=64)
-    results = await served.generate(PROMPTS, drawn)
-    assert differences(served.model, PROMPTS, results).max() < 1e-3
-
-
-async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(served: Served) -> None:
-    (whole,) = await served.generate(PROMPTS[:1])
-    stop = whole.token_ids[9]
-    (cut,) = await served.generate(PROMPTS[:1], msgspec.structs.replace(GREEDY, stop_token_ids=(stop,)))
-    first = whole.token_ids.index(stop)
-    assert (cut.token_ids, cut.stop_reason) == (whole.token_ids[: first + 1], "stop")
-    assert len(cut.logprobs) == len(cut.token_ids)
 
 
 async def test_the_models_own_end_token_ends_nothing_unless_it_is_named(served: Served) -> None:
@@ -89,20 +65,6 @@ async def test_the_models_own_end_token_ends_nothing_unless_it_is_named(served: 
     for whole, cut in zip(results, ended, strict=True):
         if EOS in whole.token_ids:
             assert cut.token_ids == whole.token_ids[: whole.token_ids.index(EOS) + 1]
-
-
-async def test_a_sequence_ends_at_the_longest_that_the_engine_holds(served: Served) -> None:
-    (result,) = await served.generate([[1] * (MAX_LEN - 3)])
-    assert (len(result.token_ids), result.stop_reason) == (3, "length")
-
-
-async def test_a_seed_decides_the_tokens_in_any_company(served: Served) -> None:
-    drawn = SamplingParams(seed=2**64 - 1, max_new_tokens=24)
-    (alone,) = await served.generate(PROMPTS[:1], drawn)
-    among = await served.generate([*PROMPTS, *PROMPTS], drawn)
-    assert among[0].token_ids == alone.token_ids
-    (other,) = await served.generate(PROMPTS[:1], msgspec.structs.replace(drawn, seed=8))
-    assert other.token_ids != alone.token_ids
 
 
 async def test_a_continuation_with_a_seed_repeats_itself_and_not_what_came_before(served: Served) -> None:
@@ -140,33 +102,6 @@ async def test_samples_have_seeds_of_their_own_and_their_prompt_is_computed_once
         await served.engine.agenerate_samples([twice, twice])
     await until(lambda: not served.engine.stats()["num_running"] + served.engine.stats()["num_waiting"])
     assert (await served.engine.agenerate(msgspec.structs.replace(twice, sampling=GREEDY))).stop_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [([], "empty prompt"), ([VOCAB], "has the token 128"), ([-1], "has the token -1"), ([1] * MAX_LEN, "leaves no room")],
-)
-async def test_a_request_that_cannot_be_served_is_refused(served: Served, prompt: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        await served.engine.agenerate(served.request(prompt))
-
-
-async def test_abort_returns_what_there_is(served: Served) -> None:
-    long = SamplingParams(temperature=0.0, max_new_tokens=LONG)
-    kept, ended = served.request([3], long), served.request([4], long)
-    tasks = [await served.begun(kept), await served.begun(ended)]
-    with pytest.raises(ValueError, match="already in flight"):
-        await served.engine.agenerate(kept)
-    assert await served.engine.abort([ended.request_id, "unknown"]) == 1
-    result = await tasks[1]
-    assert result.stop_reason == "abort"
-    assert 0 < len(result.token_ids) < LONG
-    assert len(result.token_ids) == len(result.logprobs) == len(result.versions)
-    assert is_greedy(served.model, [4], result.token_ids)
-    assert not tasks[0].done()
-    assert await served.engine.abort() == 1
-    assert (await tasks[0]).stop_reason == "abort"
-    assert await served.engine.abort() == 0
 
 
 async def test_a_cancelled_call_ends_its_request_in_vllm(served: Served) -> None:
@@ -207,24 +142,6 @@ def test_calls_may_come_from_any_event_loop(served: Served) -> None:
 # --- weights ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_weights_come_from_memory(served: Served) -> None:
-    await served.generate([[1] * 300])  # whose keys and values must not be found again
-    model = model_of(LLAMA, seed=2)
-    tensors = weights_of(model)
-    weights = WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
-    assert await served.engine.update_weights(weights, 2) == served.engine.get_version() == 2
-    served.model = model
-    await require_the_trainers(served, "memory")
-
-
-async def test_weights_come_from_files(served: Served, tmp_path: Path) -> None:
-    served_before = served.engine.get_version()
-    model = model_of(LLAMA, seed=3)
-    assert await served.engine.update_weights(written(model, tmp_path), served_before + 1) == served_before + 1
-    served.model = model
-    await require_the_trainers(served, "files")
-
-
 async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served) -> None:
     model = model_of(LLAMA, seed=4)
     await broadcast(served, model, 20, weights_of(model))
@@ -233,23 +150,6 @@ async def test_weights_come_by_broadcasts_into_vllms_own_process(served: Served)
     with pytest.raises(ValueError, match="1 unexpected: strange.weight"):
         await broadcast(served, model, 21, unfit)
     await require_the_trainers(served, "after broadcasts that did not fit")
-
-
-async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(served: Served, tmp_path: Path) -> None:
-    version = served.engine.get_version()
-    tensors = weights_of(model_of(LLAMA, seed=5))
-    unfit: list[tuple[dict[str, torch.Tensor], str]] = [
-        ({name: each for name, each in tensors.items() if "k_proj" not in name}, "3 missing: model.layers.0.self_attn.k_proj"),
-        ({**tensors, "model.norm.bias": torch.zeros(128)}, "1 unexpected: model.norm.bias"),
-        ({**tensors, "lm_head.weight": torch.zeros(VOCAB + 1, 128)}, r"1 of another shape: lm_head.weight \(129, 128\)"),
-    ]
-    for weights, message in unfit:
-        with pytest.raises(ValueError, match=message):
-            await served.engine.update_weights(weights, version + 1)
-    with pytest.raises(FileNotFoundError):
-        await served.engine.update_weights(WeightsOnDisk(str(tmp_path)), version + 1)
-    assert served.engine.get_version() == version
-    await require_the_trainers(served, "after weights that did not fit")
 
 
 async def test_after_an_update_that_ended_half_way_nothing_is_decoded_until_one_is_whole(

@@ -1,8 +1,10 @@
-"""A VLLMEngine in the test's own process beside the model whose weights it has, and the ways of bringing it others."""
+"""An engine of vLLM in the test's own process beside the model whose weights it has, and the ways of bringing it others."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,21 @@ from safetensors.torch import save_file
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import ByCollective, WeightFormat, WeightsOnDisk
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines.vllm_engine import VLLMEngine
-from helmsman.engines.weight_transfer import checksum_of, publish
+from helmsman.engines._weights.sending import checksum_of
+from helmsman.engines.server_engine import ServerEngine
+from helmsman.engines.weight_transfer import publish
 from tests.processes import command_of
 from tests.vllm.vllm_models import differences, is_greedy, report, weights_of
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100]]
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Served:
     """The engine, and the model whose weights it was last brought."""
 
-    def __init__(self, engine: VLLMEngine, model: Any) -> None:
+    def __init__(self, engine: Any, model: Any) -> None:
         self.engine, self.model = engine, model
         self._numbers = iter(range(10**9))
 
@@ -41,17 +44,38 @@ class Served:
 
     async def begun(self, request: GenerationRequest, num: int = 5) -> asyncio.Task[GenerationResult]:
         """A request that has so many tokens."""
-        before = self.engine.stats()["num_generated_tokens"]
+        before = (await self.stats())["num_generated_tokens"]
         task = asyncio.ensure_future(self.engine.agenerate(request))
         async with asyncio.timeout(WAIT_S):
-            while self.engine.stats()["num_generated_tokens"] < before + num:
+            while (await self.stats())["num_generated_tokens"] < before + num:
                 assert not task.done(), task
                 await asyncio.sleep(0.005)
         return task
 
+    async def stats(self) -> dict[str, float]:
+        found = self.engine.stats()
+        return await found if inspect.isawaitable(found) else found
+
     async def bring(self, model: Any, version: int) -> None:
         assert await self.engine.update_weights(weights_of(model), version) == version
         self.model = model
+
+
+class OnOneLoop:
+    """A ServerEngine whose calls may come from any event loop: it runs on one, as in a worker."""
+
+    def __init__(self, engine: ServerEngine) -> None:
+        self.engine = engine
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.engine, name)
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(found(*args, **kwargs), self._loop))
+
+        return begin if inspect.iscoroutinefunction(found) else found
 
 
 class Fatal(dict[str, torch.Tensor]):

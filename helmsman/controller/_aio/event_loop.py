@@ -173,7 +173,7 @@ async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
     def work() -> None:
         try:
             ended.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits it
+        except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             ended.set_exception(error)
 
     threading.Thread(target=work, name="helmsman-blocking", daemon=True).start()

@@ -98,7 +98,6 @@ class Heartbeat(Message, frozen=True):
 class Ended(Message, frozen=True):
     """The run has ended: leave."""
 
-    code: int
     reason: str
     failed: bool = False
     """It never began."""

@@ -33,7 +33,6 @@ from helmsman.controller._bootstrap.script import run_script
 from helmsman.controller._node.run_registry import RUN_VARIABLE
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door, RefusalLog
-from helmsman.rpc_server._wire.stream import Stream
 from helmsman.rpc_server._wire.tls import server_tls
 
 _POLL_S = 0.1
@@ -87,19 +86,18 @@ class Head:
 
         Raises: BootstrapError, with all nodes told to leave.
         """
-        ended = Ended(1, "the head's supervisor has failed", failed=True)
+        reason = "the head's supervisor has failed"
         try:
             code = await self._live()
-            ended = Ended(code, f"the script has ended with exit code {code}")
+            reason = f"the script has ended with exit code {code}"
         except StoppedError as stopped:
-            code = stopped.exit_code
-            ended = Ended(code, str(stopped), failed=not self._began)
+            code, reason = stopped.exit_code, str(stopped)
             self._report(f"{stopped}; the run ends")
         except BootstrapError as error:
-            ended = Ended(error.exit_code, str(error), failed=not self._began)
+            reason = str(error)
             raise
         finally:
-            await self._end(ended)
+            await self._end(Ended(reason, failed=not self._began))
         return code
 
     async def _live(self) -> int:
@@ -108,11 +106,7 @@ class Head:
         if plan.identity.count > 1:
             self._listen()
         self._address = await unless(self._stop, self._ray.start(plan.run_id))
-        self._ray.ended.add_done_callback(
-            lambda ended: self._interrupt(
-                BootstrapError(f"Ray has died on the head: {ended.result()}", exit_code=BootstrapExit.RAY_DIED)
-            )
-        )
+        self._ray.ended.add_done_callback(self._ray_has_died)
         self._view = self._make_view(self._address, self._environ)
         for member in self._members.values():
             self._welcome(member)
@@ -121,6 +115,9 @@ class Head:
         self._report(f"{_summary(seen)} at {self._address}, all there after {deadline.elapsed_s:.1f} s; the script starts")
         environ = {**self._environ, "RAY_ADDRESS": self._address, RUN_VARIABLE: plan.run_id, TAG_VARIABLE: plan.tag}
         return await run_script(plan.command, environ, self._stop, plan.grace_s)
+
+    def _ray_has_died(self, ended: asyncio.Future[str]) -> None:
+        self._interrupt(BootstrapError(f"Ray has died on the head: {ended.result()}", exit_code=BootstrapExit.RAY_DIED))
 
     def _interrupt(self, why: StoppedError | BootstrapError) -> None:
         if not self._stop.done():
@@ -186,12 +183,9 @@ class Head:
             listener,
             proof_key(plan.secret, plan.job),
             tls=server_tls() if plan.tls else None,
-            admit=self._admit,
+            admit=lambda stream, host: self._spawn(self._serve(PeerConnection(stream, plan.timeouts))),
             refusals=RefusalLog(self._report),
         )
-
-    def _admit(self, stream: Stream, host: str) -> None:
-        self._spawn(self._serve(PeerConnection(stream, self._plan.timeouts)))
 
     async def _serve(self, connection: PeerConnection) -> None:
         try:

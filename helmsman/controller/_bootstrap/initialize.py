@@ -26,7 +26,7 @@ _END_S = 10.0
 
 
 class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster to which this process is connected; a context manager, which lets go of it at its end."""
+    """A cluster to which this process is connected; a context manager, which disconnects at its end."""
 
     address: str
     """Of its head, 'host:port'."""

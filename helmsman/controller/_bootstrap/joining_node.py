@@ -205,9 +205,9 @@ class JoiningNode:
                 return None
             except ConnectionRefusedError:
                 if refusals.passed:
-                    return self._required(Ended(0, "its head is gone"))
+                    return self._required(Ended("its head is gone"))
             except ProtocolError:
-                return self._required(Ended(0, "its head is gone, and another program has taken its port"))
+                return self._required(Ended("its head is gone, and another program has taken its port"))
             except (OSError, PeerLostError) as error:
                 refusals = Deadline(timeouts.refused_s)
                 if deadline.passed:

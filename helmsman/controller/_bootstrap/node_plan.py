@@ -51,7 +51,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     num_devices: int
     device_kind: str
     resources: Mapping[str, float]
-    """What Ray is told of."""
+    """For Ray."""
     store_bytes: int
     cluster_settings: Sequence[Setting]
     node_settings: Sequence[Setting]

@@ -24,7 +24,7 @@ _LISTENS = "0A"
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes. Raises: PreflightError without Ray."""
+    """Versions that must be the same on all nodes. Raises: PreflightError without Ray."""
     try:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:

@@ -16,7 +16,7 @@ from helmsman.controller._bootstrap.async_utils import StoppedError, first
 _ORPHANED_S = 3.0
 """How long the script may go on when the run ends by something else than a signal."""
 _KILLED_S = 2.0
-"""What the kernel may take to end a script that was killed: one that hangs in a file system is left to it."""
+"""How long the kernel may take to end a killed script; one that hangs in a file system is left behind."""
 
 
 async def run_script(command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float) -> int:

@@ -199,7 +199,7 @@ class Turns:
         ) from error
 
     def make_room(self) -> None:
-        """Have the devices free for a trainer that is built anew, whose they are then. Raises: as to_training."""
+        """Have the devices free for a trainer that is rebuilt, whose they are then. Raises: as to_training."""
         run_sync(self._make_room())
 
     async def _make_room(self) -> None:
@@ -240,7 +240,7 @@ class Turns:
         async with asyncio.timeout(_PROBE_LIMIT_S):
             try:
                 return await scheduler.async_call_engine(worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S)
-            except EngineNotFoundError:  # its worker was started anew since
+            except EngineNotFoundError:  # its worker was restarted since
                 await self._install_probe(worker_id)
                 return await scheduler.async_call_engine(worker_id, "figures", _PROBE_NAME, timeout=_PROBE_LIMIT_S)
 

@@ -46,15 +46,13 @@ class RequestState(Enum):
 
 
 _STATE = RequestState
+_EARLY = frozenset({_STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED})
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
     {
-        _STATE.QUEUED: frozenset({_STATE.ADMITTED, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
-        _STATE.ADMITTED: frozenset({_STATE.RUNNING, _STATE.QUEUED, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
-        _STATE.RUNNING: frozenset({_STATE.QUEUED, _STATE.DONE, _STATE.PARTIAL, _STATE.ABORTED, _STATE.FAILED}),
-        _STATE.DONE: frozenset(),
-        _STATE.PARTIAL: frozenset(),
-        _STATE.ABORTED: frozenset(),
-        _STATE.FAILED: frozenset(),
+        _STATE.QUEUED: _EARLY | {_STATE.ADMITTED},
+        _STATE.ADMITTED: _EARLY | {_STATE.RUNNING, _STATE.QUEUED},
+        _STATE.RUNNING: _EARLY | {_STATE.QUEUED, _STATE.DONE},
+        **dict.fromkeys((_STATE.DONE, *_EARLY), frozenset()),
     }
 )
 """What may follow what."""
@@ -131,7 +129,7 @@ class Ticket:
         expected = self.options.expected_tokens
         return len(self.request.prompt_ids) + (self.request.sampling.max_new_tokens if expected is None else expected)
 
-    def to(self, state: RequestState) -> None:
+    def transition(self, state: RequestState) -> None:
         """Go on to the next state. Raises: AssertionError for one that cannot follow, which would be a defect of ours."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state

@@ -63,8 +63,8 @@ class RequestFlow:
         self.holds_slot: set[Ticket] = set()
         self._timers: dict[Ticket, asyncio.TimerHandle] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._watchers: list[asyncio.Future[None]] = []
-        """Woken whenever an instance has one request less, one less waits, or an instance serves again."""
+        self._changed = asyncio.Event()
+        """Set for a moment whenever an instance has one request less, one less waits, or an instance serves again."""
         self.suspended: set[str] = set()
         """By whom."""
         self.expected_version: int | None = None
@@ -94,11 +94,11 @@ class RequestFlow:
             if ticket.future.cancelled():
                 self._end_cancelled(ticket)
                 continue
-            samples = self._that_go_along(ticket)[: self._max_in_flight]
+            samples = self._group_members(ticket)[: self._max_in_flight]
             able = [instance for instance in self.instances.values() if instance.has_room_for(len(samples))]
             if not able or self._room() < len(samples):
                 break
-            if not (fit := self._not_behind(ticket, able)):
+            if not (fit := self._fresh_enough(ticket, able)):
                 held.append(self.waiting.pass_over())
                 continue
             try:
@@ -114,7 +114,7 @@ class RequestFlow:
                 self._admit(samples[: chosen.capacity], chosen)
         self.waiting.put_back(held)
 
-    def _not_behind(self, ticket: Ticket, able: Sequence[Instance]) -> Sequence[Instance]:
+    def _fresh_enough(self, ticket: Ticket, able: Sequence[Instance]) -> Sequence[Instance]:
         """Those by which the weights of a sample do not go back."""
         if ticket.newest_version is None or self.expected_version is None:
             return able
@@ -135,7 +135,7 @@ class RequestFlow:
         """Why no instance serves or will; None while one does or may."""
         return None if any(instance.health.serves for instance in self.instances.values()) else self._why_hopeless()
 
-    def _that_go_along(self, ticket: Ticket) -> list[Ticket]:
+    def _group_members(self, ticket: Ticket) -> list[Ticket]:
         """Those that wait and can be sent by the same call as one that does, which is the first of them."""
         if ticket.num_kept:
             return [ticket]
@@ -144,7 +144,7 @@ class RequestFlow:
 
     def _admit(self, samples: Sequence[Ticket], instance: Instance) -> None:
         for ticket in samples:
-            ticket.to(RequestState.ADMITTED)
+            ticket.transition(RequestState.ADMITTED)
             self.waiting.discard(ticket)
             self._free_slot(ticket)
             ticket.instance = instance
@@ -167,7 +167,7 @@ class RequestFlow:
             if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
                 self._end_cancelled(ticket)
                 continue
-            ticket.to(RequestState.RUNNING)
+            ticket.transition(RequestState.RUNNING)
             ticket.sent_to = instance.instance_id
             ticket.num_attempts += 1
             attempts[ticket] = ticket.num_attempts
@@ -248,7 +248,7 @@ class RequestFlow:
     def requeue(self, ticket: Ticket) -> None:
         """Back to the queue, to the place that its age gives it."""
         self._release(ticket)
-        ticket.to(RequestState.QUEUED)
+        ticket.transition(RequestState.QUEUED)
         ticket.is_recalled = False
         self.waiting.add(ticket)
 
@@ -260,15 +260,13 @@ class RequestFlow:
             self.wake()
 
     def wake(self) -> None:
-        """Have those look again who wait by until."""
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)
+        """Have ``until`` check its conditions again."""
+        self._changed.set()
+        self._changed.clear()
 
     def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
         """Give a request its one outcome."""
-        ticket.to(state)
+        ticket.transition(state)
         self._forget(ticket)
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
             return
@@ -289,7 +287,7 @@ class RequestFlow:
             self.pump()
 
     def _end_cancelled(self, ticket: Ticket) -> None:
-        ticket.to(RequestState.ABORTED)
+        ticket.transition(RequestState.ABORTED)
         self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
@@ -372,13 +370,7 @@ class RequestFlow:
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds, which may change with a wake."""
         while not holds():
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            try:
-                await watcher
-            finally:
-                if watcher in self._watchers:
-                    self._watchers.remove(watcher)
+            await self._changed.wait()
 
 
 def _cancelled_call(ticket: Ticket, instance_id: str, cause: BaseException) -> HelmsmanError:

@@ -1,14 +1,13 @@
-"""What a script waits for: the results of several requests together, or as they end, and an end to those that nobody waits for.
+"""Results of several requests, together or as they end; requests whose caller leaves early are withdrawn.
 
-A request that was put has its end in any case, so whoever waits for one waits no longer than that takes; and whoever leaves
-early, by an error, an interrupt or a ``break``, leaves nothing running.
+A request that was put ends in any case, so a caller waits no longer than that takes. A caller that leaves early, by an error,
+an interrupt or a ``break``, leaves nothing running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
@@ -44,7 +43,7 @@ async def gather(requests: GenerateScheduler, tickets: Sequence[Ticket], role: s
         raise
     finally:
         for future in futures:
-            future.cancel()  # of those that have not ended, nobody asks for the result any more
+            future.cancel()  # the results of those that have not ended are not needed any more
     failures: dict[str, Exception] = {}
     for future, ticket in sorted(zip(futures, tickets, strict=True), key=lambda pair: pair[0] not in first):
         error = None if future.cancelled() else future.exception()
@@ -62,9 +61,7 @@ def stream(requests: GenerateScheduler, put: Put, on_error: OnError) -> Iterator
     tickets: list[Ticket] = []
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     try:
-        run_sync(_put_into(tickets, put))
-        for number, ticket in enumerate(tickets):
-            ticket.future.add_done_callback(functools.partial(_tell, ended.put, number))
+        run_sync(_put_into(tickets, put, ended.put))
         for _ in tickets:
             number = ended.get()
             yield number, _outcome(tickets[number], on_error)
@@ -80,13 +77,11 @@ async def astream(
     loop, ended = asyncio.get_running_loop(), asyncio.Queue[int]()
 
     def tell(number: int) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits there
             loop.call_soon_threadsafe(ended.put_nowait, number)
 
     try:
-        await run_async(_put_into(tickets, put))
-        for number, ticket in enumerate(tickets):
-            ticket.future.add_done_callback(functools.partial(_tell, tell, number))
+        await run_async(_put_into(tickets, put, tell))
         for _ in tickets:
             number = await ended.get()
             yield number, _outcome(tickets[number], on_error)
@@ -94,13 +89,12 @@ async def astream(
         run_on_loop(lambda: withdraw(requests, tickets))
 
 
-async def _put_into(tickets: list[Ticket], put: Put) -> None:
-    """They are known to the caller from the moment on when they are put, also if it is interrupted before this returns."""
+async def _put_into(tickets: list[Ticket], put: Put, tell: Callable[[int], None]) -> None:
+    """Put requests, and report the number of each as it ends. The caller knows them once they are put, also when it is
+    interrupted before this returns."""
     tickets.extend(put())
-
-
-def _tell(tell: Callable[[int], None], number: int, _: object) -> None:
-    tell(number)
+    for number, ticket in enumerate(tickets):
+        ticket.future.add_done_callback(lambda _, number=number: tell(number))  # type: ignore[misc]
 
 
 def _outcome(ticket: Ticket, on_error: OnError) -> GenerationResult | Exception:
@@ -118,7 +112,7 @@ def withdraw(requests: GenerateScheduler, tickets: Sequence[Ticket]) -> None:
         ticket.future.cancel()
     running = [ticket.request_id for ticket in tickets if ticket.future.running()]
     if running:
-        what = f"abort of {len(running)} requests that nobody waits for, {running[0]!r} first"
+        what = f"abort of {len(running)} requests that no caller waits for, {running[0]!r} first"
         observe(asyncio.create_task(_abort_if_open(requests, running)), what)
 
 

@@ -32,7 +32,7 @@ class _Supervised:
     restarting: asyncio.Task[None] | None = None
     moving: asyncio.Task[None] | None = None
     death: asyncio.Future[None] | None = None
-    """Done when it dies; None where nobody waits for that."""
+    """Done when it dies; None where no coroutine waits for that."""
 
     @property
     def is_restarting(self) -> bool:

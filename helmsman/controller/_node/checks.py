@@ -58,11 +58,10 @@ class Check(msgspec.Struct, frozen=True):
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a node. Sizes in bytes."""
 
-    hostname: str
     address: str
     """By the route to the head, or to the world; '' where there is no route."""
     launcher: str
-    """What identify_node says."""
+    """The result of identify_node."""
     launcher_error: str = ""
     versions: Mapping[str, str]
     """Package -> version; '' where it is not installed."""
@@ -130,7 +129,6 @@ def observe(
     shm = _space("/dev/shm")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Observed(
-        hostname=socket.gethostname(),
         address=address_towards(head or ""),
         launcher=launcher,
         launcher_error=launcher_error,

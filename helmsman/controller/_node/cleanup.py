@@ -51,7 +51,7 @@ class LeftProcess(msgspec.Struct, frozen=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """What is left of a run on this machine."""
+    """Remains of a run on this machine."""
 
     run_id: str
     state: str
@@ -106,7 +106,7 @@ def _removable_logs(
 
 
 def remove_old_logs() -> None:
-    """Remove the logs that the retention rule drops: those of older runs than the newest KEPT_RUNS, or older than KEPT_S."""
+    """Remove the logs that the retention rule drops."""
     if not _removable_logs(log_dirs(), everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():

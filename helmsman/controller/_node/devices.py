@@ -1,4 +1,4 @@
-"""Which accelerators a worker may see. No driver library is touched: devices are counted by their files and masks."""
+"""The accelerators that a worker may see, counted by device files and masks, without a driver library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def visibility(kind: str, granted: Sequence[str], raylet_mask: str | None = None
     Args:
         kind: key of PLATFORMS; any for a process without devices.
         granted: ids as they were granted; see physical_ids.
-        raylet_mask: the visibility variable of whoever granted them; None where it has none, or the ids are physical ones
+        raylet_mask: the visibility variable of the granting raylet; None where it has none, or the ids are physical ones
             already and in order.
     Raises: DeviceMismatchError.
     """
@@ -93,7 +93,7 @@ class DevicePool:
         self._held: dict[str, tuple[str, ...]] = {}
 
     def free_ids(self) -> tuple[str, ...]:
-        """Devices that nobody holds, in order."""
+        """Devices that no worker holds, in order."""
         taken = {device for ids in self._held.values() for device in ids}
         return tuple(device for device in self.ids if device not in taken)
 
@@ -102,7 +102,7 @@ class DevicePool:
         self._held[worker_id] = tuple(ids)
 
     def holders(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Who holds devices, and which."""
+        """Workers that hold devices, with these."""
         return [(worker_id, ids) for worker_id, ids in self._held.items() if ids]
 
     def free(self, worker_ids: Sequence[str]) -> None:

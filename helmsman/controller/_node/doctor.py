@@ -1,4 +1,4 @@
-"""``helmsman doctor``: what each node is like, what is wrong with it, and where nodes differ."""
+"""``helmsman doctor``: the checks of each node, and the differences between nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _RANKS: Mapping[State, int] = {"ok": 0, "warn": 1, "bad": 2}
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """A node and what was found."""
+    """A node and its checks."""
 
     node: str
     checks: list[Check]
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """All nodes, and what is wrong between them."""
+    """All nodes, and the differences between them."""
 
     nodes: list[Examined]
     between: list[Check]
@@ -38,7 +38,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
         return max((check.state for check in checks), key=_RANKS.__getitem__, default="ok")
 
     def report(self, *, everything: bool = False) -> str:
-        """As people read it: a single node's table; of several, what is not in order, and where they differ."""
+        """For people: the table of a single node; of several, the checks that are not ok, and the differences."""
         if len(self.nodes) == 1:
             return "\n".join([_table(self.nodes[0].checks), *_advice(self.nodes[0].checks)])
         lines = [f"{len(self.nodes)} nodes"]
@@ -53,10 +53,10 @@ class Diagnosis(msgspec.Struct, frozen=True):
 def diagnose(
     seen: Mapping[str, Observed], *, num_devices: int | None = None, skews_s: Mapping[str, float] | None = None
 ) -> Diagnosis:
-    """What to think of the nodes.
+    """Evaluate nodes.
 
     Args:
-        seen: node -> what was observed there.
+        seen: node -> its facts.
         num_devices: accelerators that each should have.
         skews_s: node -> how far its clock is ahead of this one's, in seconds.
     """
@@ -69,33 +69,24 @@ def _between(nodes: Sequence[Examined], skews_s: Mapping[str, float]) -> list[Ch
     values = {node.node: {check.name: check.value for check in node.checks} for node in nodes}
     for name in (*_SAME_EVERYWHERE, *_ADVISED_SAME):
         found = {node: each.get(name, "not installed") for node, each in values.items()}
-        kinds = Counter(found.values())
-        if len(kinds) == 1:
+        (usual, num_usual), *_ = Counter(found.values()).most_common()
+        if num_usual == len(found):
             continue
-        usual = kinds.most_common(1)[0][0]
-        others = "; ".join(f"{value} on {_names(found, value)}" for value in kinds if value != usual)
-        needed = name in _SAME_EVERYWHERE
-        advice = (
-            "Install the same version on every node" if needed else "That may be meant; if not, look at the nodes that differ"
-        )
-        checks.append(Check(name, f"{usual} on most; {others}", "bad" if needed else "warn", advice))
+        others = {value: [node for node, own in found.items() if own == value] for value in found.values() if value != usual}
+        value = "; ".join([f"{usual} on most", *(f"{value} on {', '.join(where)}" for value, where in others.items())])
+        if name in _SAME_EVERYWHERE:
+            checks.append(Check(name, value, "bad", "Install the same version on every node"))
+        else:
+            checks.append(Check(name, value, "warn", "That may be meant; if not, look at the nodes that differ"))
     if skews_s:
         spread = max(skews_s.values()) - min(skews_s.values())
-        ahead = max(skews_s, key=lambda node: skews_s[node])
-        late = spread > MOST_SKEW_S
-        checks.append(
-            Check(
-                "clocks",
-                f"{spread:.2f} s apart" + (f", {ahead} is furthest ahead" if late else ""),
-                "warn" if late else "ok",
-                "Let all nodes follow one time server (chronyc tracking)" if late else "",
-            )
-        )
+        value, ahead = f"{spread:.2f} s apart", max(skews_s, key=lambda node: skews_s[node])
+        if spread > MOST_SKEW_S:
+            step = "Let all nodes follow one time server (chronyc tracking)"
+            checks.append(Check("clocks", f"{value}, {ahead} is furthest ahead", "warn", step))
+        else:
+            checks.append(Check("clocks", value))
     return checks or [Check("differences", "none")]
-
-
-def _names(found: Mapping[str, str], value: str) -> str:
-    return ", ".join(node for node, each in found.items() if each == value)
 
 
 def _table(checks: Sequence[Check]) -> str:
@@ -109,7 +100,7 @@ def _advice(checks: Sequence[Check]) -> list[str]:
 
 
 def skew_s(observed: Observed, asked_at: float, answered_at: float) -> float:
-    """How far a node's clock is ahead of this one's, as far as the time of the question lets it be known."""
+    """Seconds that a node's clock is ahead of this one's, at least; the time of the question bounds the precision."""
     if asked_at <= observed.clock <= answered_at:
         return 0.0
     return observed.clock - (answered_at if observed.clock > answered_at else asked_at)

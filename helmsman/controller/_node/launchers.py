@@ -1,14 +1,14 @@
-"""Which node of how many this is, and where the head is: read from flags and from the variables that launchers set.
+"""Rank of this node, number of nodes and head, from flags and from the variables that launchers set.
 
-Flags come first, then RAY_ADDRESS (a cluster that is there already), then the variables of launchers that say what they mean,
-then the bare RANK, WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers may be nested (torchrun in Slurm);
-what they say of the same thing must be the same. Nothing here looks at the machine.
+Flags come first, then RAY_ADDRESS (a cluster that is there already), then variables of one launcher alone, then the bare RANK,
+WORLD_SIZE and MASTER_ADDR, which elsewhere count processes. Launchers may be nested (torchrun in Slurm) and must agree. Nothing
+here looks at the machine.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -45,7 +45,7 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """From 0, which is the head."""
     count: int
     head: str = ""
-    """Host name or address of the head; '' on the head itself where nobody names it, and where there is one node."""
+    """Host name or address of the head; '' on a head that no source names, and with one node."""
     attach_to: str = ""
     """Address of a Ray cluster that is there already; nothing is started then."""
     said_by: Mapping[str, str] = {}
@@ -53,6 +53,12 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ALONE = "this machine alone"
+_FIELDS = {
+    "rank": ("node rank", "--node-rank"),
+    "count": ("number of nodes", "--num-nodes"),
+    "head": ("head", "--head"),
+}
+"""Names and flags of the fields on which sources must agree."""
 
 
 def identify_node(
@@ -68,14 +74,9 @@ def identify_node(
         LauncherError: Two sources say different things, a launcher starts several processes on a node, or a part is missing
             or makes no sense.
     """
-    flags = Said(
-        launcher="flags",
-        rank=_flag("--node-rank", rank),
-        count=_flag("--num-nodes", count),
-        head=_flag("--head", head),
-    )
-    given = [fact for fact in (flags.rank, flags.count, flags.head) if fact is not None]
-    if not given and (address := environ.get("RAY_ADDRESS", "")):
+    given = zip(_FIELDS.items(), (rank, count, head), strict=True)
+    flags = {field: Fact(value, f"{flag} {value}") for (field, (_, flag)), value in given if value is not None}
+    if not flags and (address := environ.get("RAY_ADDRESS", "")):
         return NodeIdentity(
             launcher="a Ray cluster that is there",
             rank=0,
@@ -83,16 +84,15 @@ def identify_node(
             attach_to=address,
             said_by={"attach_to": f"RAY_ADDRESS={address}"},
         )
-    found = [said for read in _LAUNCHERS if (said := read(environ)) is not None]
-    if not found and (said := _generic(environ)) is not None:
-        found = [said]
+    found = [said for read in _LAUNCHERS if (said := read(environ))] or [said for said in [_generic(environ)] if said]
     for said in found:
-        _require_one_process(said)
-    facts = {field: _agreed(field, flags, found) for field in ("rank", "count", "head")}
-    if all(fact is None for fact in facts.values()):
+        if (tasks := said.processes_per_node) is not None and tasks.value != 1:
+            sources = [f"{said.launcher}: {tasks.said_by}", "helmsman: one, which starts all others"]
+            raise _conflict("processes on a node", sources, "one process per node")
+    facts = {field: fact for field in _FIELDS if (fact := flags.get(field) or _agreed(field, found))}
+    if not facts:
         return NodeIdentity(launcher=ALONE, rank=0, count=1)
-    launcher = " in ".join(said.launcher for said in found) or "flags"
-    return _complete(launcher, facts)
+    return _complete(" in ".join(said.launcher for said in found) or "flags", facts)
 
 
 def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
@@ -117,45 +117,31 @@ def find_many_nodes(environ: Mapping[str, str]) -> Said | None:
     return None
 
 
-def _complete(launcher: str, facts: Mapping[str, Fact | None]) -> NodeIdentity:
-    rank, count, head = facts["rank"], facts["count"], facts["head"]
-    said_by = {field: fact.said_by for field, fact in facts.items() if fact is not None}
-    if rank is None and count is not None and count.value == 1:
-        rank = Fact(0, "the only node")
-    missing = [] if rank else ["this node's rank (--node-rank)"]
-    missing += [] if count else ["the number of nodes (--num-nodes)"]
-    if rank and count and int(count.value) > 1 and head is None and int(rank.value) > 0:
-        missing.append("the head's address (--head)")
-    if rank and count and not missing:
-        if not 0 <= int(rank.value) < int(count.value):
-            missing.append(f"a rank below the number of nodes: {rank.said_by} of {count.said_by}")
+def _complete(launcher: str, facts: Mapping[str, Fact]) -> NodeIdentity:
+    said_by = {field: fact.said_by for field, fact in facts.items()}
+    rank, count, head = (facts[field].value if field in facts else None for field in _FIELDS)
+    if rank is None and count == 1:
+        rank = 0
+    missing = [] if rank is not None else ["this node's rank (--node-rank)"]
+    missing += [] if count is not None else ["the number of nodes (--num-nodes)"]
+    if rank is not None and count is not None:
+        number, total = int(rank), int(count)
+        if not 0 <= number < total:
+            missing = [f"a rank below the number of nodes: {said_by['rank']} of {said_by['count']}"]
+        elif head is None and number > 0:
+            missing = ["the head's address (--head)"]
         else:
-            name = str(head.value) if head else ""
-            return NodeIdentity(launcher=launcher, rank=int(rank.value), count=int(count.value), head=name, said_by=said_by)
+            return NodeIdentity(launcher=launcher, rank=number, count=total, head=str(head or ""), said_by=said_by)
     raise _incomplete(launcher, missing, sorted(said_by.values()))
 
 
-def _agreed(field: str, flags: Said, found: list[Said]) -> Fact | None:
-    """The value of a field; a flag overrides all launchers, which must agree among themselves."""
-    fact: Fact | None = getattr(flags, field)
-    if fact is not None:
-        return fact
-    said = [(each.launcher, fact) for each in found if (fact := getattr(each, field)) is not None]
-    if len({fact.value for _, fact in said}) > 1:
-        name, flag = {
-            "rank": ("node rank", "--node-rank"),
-            "count": ("number of nodes", "--num-nodes"),
-            "head": ("head", "--head"),
-        }[field]
-        raise _conflict(name, [f"{launcher}: {fact.said_by}" for launcher, fact in said], flag)
-    return said[0][1] if said else None
-
-
-def _require_one_process(said: Said) -> None:
-    per_node = said.processes_per_node
-    if per_node is not None and per_node.value != 1:
-        sources = [f"{said.launcher}: {per_node.said_by}", "helmsman: one, which starts all others"]
-        raise _conflict("processes on a node", sources, "one process per node")
+def _agreed(field: str, found: Sequence[Said]) -> Fact | None:
+    """The value of a field, on which all launchers must agree."""
+    said = {each.launcher: fact for each in found if (fact := getattr(each, field)) is not None}
+    if len({fact.value for fact in said.values()}) > 1:
+        name, flag = _FIELDS[field]
+        raise _conflict(name, [f"{launcher}: {fact.said_by}" for launcher, fact in said.items()], flag)
+    return next(iter(said.values()), None)
 
 
 def _incomplete(launcher: str, missing: list[str], said: list[str]) -> LauncherError:
@@ -174,10 +160,6 @@ def _conflict(field: str, said: list[str], flag: str) -> LauncherError:
     )
 
 
-def _flag(name: str, value: int | str | None) -> Fact | None:
-    return None if value is None else Fact(value, f"{name} {value}")
-
-
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
@@ -191,14 +173,14 @@ def _number(environ: Mapping[str, str], name: str) -> Fact | None:
 
 
 def _first_word(environ: Mapping[str, str], name: str) -> Fact | None:
-    words = environ.get(name, "").split()
+    words = re.findall(r"[^\s,]+", environ.get(name, ""))
     if not words:
         return None
     return Fact(words[0], f"{name}={words[0]}" if len(words) == 1 else f"first of {name}: {words[0]}")
 
 
 class _Variables(msgspec.Struct, frozen=True):
-    """A launcher that says each thing in a variable of its own."""
+    """A launcher that has a variable for each fact."""
 
     launcher: str
     rank: str
@@ -206,13 +188,13 @@ class _Variables(msgspec.Struct, frozen=True):
     head: str = ""
     processes_per_node: str = ""
     marker: str = ""
-    """What tells that it is there; its rank where that is ''."""
+    """The variable that shows its presence; its rank where that is ''."""
     unless: str = ""
-    """What tells that another speaks for it."""
+    """The variable that shows that another launcher has its facts."""
     counts_processes: bool = False
 
     def read(self, environ: Mapping[str, str]) -> Said | None:
-        """What it says; None where it is not there."""
+        """Its facts; None where it is not there."""
         if not environ.get(self.marker or self.rank) or self.unless in environ:
             return None
         return Said(
@@ -239,48 +221,34 @@ def _slurm(environ: Mapping[str, str]) -> Said | None:
 
 
 def _volcano(environ: Mapping[str, str]) -> Said | None:
-    rank = _number(environ, "VC_TASK_INDEX")
-    if rank is None:
-        return None
-    tasks = sorted(name[3:-6] for name in environ if re.fullmatch(r"VC_.+_HOSTS", name))
-    if len(tasks) != 1:
-        return Said(launcher="Volcano", rank=rank)  # which of its tasks is ours, nobody says: count and head are for flags
-    hosts = [host.strip() for host in environ[f"VC_{tasks[0]}_HOSTS"].split(",")]
-    head = Fact(hosts[0], f"first of VC_{tasks[0]}_HOSTS: {hosts[0]}") if hosts[0] else None
-    return Said(launcher="Volcano", rank=rank, count=_number(environ, f"VC_{tasks[0]}_NUM"), head=head)
+    tasks = [name[3:-6] for name in environ if re.fullmatch(r"VC_.+_HOSTS", name)]
+    # Which of several tasks is this node's is unknown: count and head are for flags.
+    names = (f"VC_{tasks[0]}_NUM", f"VC_{tasks[0]}_HOSTS") if len(tasks) == 1 else ("", "")
+    return _Variables("Volcano", "VC_TASK_INDEX", *names).read(environ)
 
 
 _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
-    _Variables("Beaker", rank="BEAKER_REPLICA_RANK", count="BEAKER_REPLICA_COUNT", head="BEAKER_LEADER_REPLICA_HOSTNAME").read,
+    _Variables("Beaker", "BEAKER_REPLICA_RANK", "BEAKER_REPLICA_COUNT", "BEAKER_LEADER_REPLICA_HOSTNAME").read,
+    _Variables("torchrun", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE").read,
     _Variables(
-        "torchrun", rank="GROUP_RANK", count="GROUP_WORLD_SIZE", head="MASTER_ADDR", processes_per_node="LOCAL_WORLD_SIZE"
+        "torchrun's PET variables", "PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", marker="PET_NNODES", unless="GROUP_RANK"
     ).read,
-    _Variables(
-        "torchrun's PET variables",
-        rank="PET_NODE_RANK",
-        count="PET_NNODES",
-        head="PET_MASTER_ADDR",
-        marker="PET_NNODES",
-        unless="GROUP_RANK",
-    ).read,
-    _Variables("SkyPilot", rank="SKYPILOT_NODE_RANK", count="SKYPILOT_NUM_NODES", head="SKYPILOT_NODE_IPS").read,
+    _Variables("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS").read,
     _volcano,
-    _Variables("dstack", rank="DSTACK_NODE_RANK", count="DSTACK_NODES_NUM", head="DSTACK_MASTER_NODE_IP").read,
+    _Variables("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP").read,
     _Variables(
         "Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        count="OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
         processes_per_node="OMPI_COMM_WORLD_LOCAL_SIZE",
         counts_processes=True,
     ).read,
-    _Variables("a Kubernetes Indexed Job", rank="JOB_COMPLETION_INDEX").read,
+    _Variables("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX").read,
     _slurm,
 )
 """Those that may run inside another before that one."""
 
-_generic = _Variables(
-    "RANK and WORLD_SIZE (PAI-DLC)", rank="RANK", count="WORLD_SIZE", head="MASTER_ADDR", counts_processes=True
-).read
+_generic = _Variables("RANK and WORLD_SIZE (PAI-DLC)", "RANK", "WORLD_SIZE", "MASTER_ADDR", counts_processes=True).read
 
 
 _HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"

@@ -43,7 +43,7 @@ def new_run_id() -> str:
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run from outside."""
+    """The facts about a run for other processes."""
 
     run_id: str
     pid: int
@@ -78,7 +78,7 @@ def user_dir() -> Path:
     """Folder of this user's runs among the temporary files of this machine."""
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # in a container that runs under an id which nobody has
+    except (KeyError, OSError):  # in a container that runs under an unknown id
         name = str(os.getuid())
     return Path(tempfile.gettempdir()) / f"helmsman-{name}"
 
@@ -131,7 +131,7 @@ def make_log_dir(path: Path, run_id: str) -> None:
 
 
 UP = "helmsman up"
-"""What stands for the scheduler of a run that is a node's part of a cluster; its log folder goes with it."""
+"""The scheduler in the record of a node's part of a cluster, whose log folder is removed with it."""
 
 
 class RunLock:

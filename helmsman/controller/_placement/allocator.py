@@ -6,7 +6,7 @@ import abc
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from helmsman.api.plan import Plan, PlannedRole, Reservation
+from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._placement.admission import busy, require_feasible
@@ -32,36 +32,18 @@ class Allocator(abc.ABC):
         PlacementInfeasibleError, PlacementTimeoutError.
         """
 
-    async def hold(
-        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
-    ) -> list[tuple[Placement, Reservation]]:
-        """Take the resources of a job, as reserve, and describe those of each replica."""
-        places = (await self.reserve([job], deadline, {job.role: resources}))[job.role]
-        return [(place, Reservation(node_id=place.node_id, node=place.node, devices=place.devices)) for place in places]
+    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
+        """Take the resources of a job, as reserve; the places have the ids of their devices."""
+        return (await self.reserve([job], deadline, {job.role: resources}))[job.role]
 
     async def give_back(  # noqa: B027 - where nothing is counted, there is nothing to free
         self, worker_id: str, place: Placement, kept: Sequence[Placement]
     ) -> None:
         """Free the resources of a worker that has ended, of a job whose other workers are at ``kept``. Idempotent."""
 
-    async def place_again(
-        self,
-        single: Job,
-        worker_id: str,
-        place: Placement,
-        kept: Sequence[Placement],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> Placement:
-        """The place at which a worker that has ended starts again: its own, unless that is lost.
-
-        Args:
-            single: its resources as a job of one replica.
-            worker_id, place, kept: as for give_back.
-            resources: stack for the release of a new place.
-        Raises: as reserve.
-        """
-        return place
+    async def is_lost(self, place: Placement) -> bool:
+        """Whether no worker can be started again at a place, since a node of it has gone or is about to go."""
+        return False
 
     async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         """Of these workers, by id, those whose nodes are about to go."""
@@ -75,10 +57,6 @@ class Allocator(abc.ABC):
         """Who holds the resources that the jobs ask for, for people."""
         return "others"
 
-    def without_uncounted(self, job: Job) -> Job:
-        """The job without what this allocator does not count."""
-        return job
-
     def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
         """A place for every rank in the resources that are free now.
 
@@ -87,9 +65,8 @@ class Allocator(abc.ABC):
         Raises: PlacementInfeasibleError; PlacementTimeoutError when the jobs would fit if others held less.
         """
         snapshot = self.snapshot()
-        asked = [self.without_uncounted(job) for job in jobs]
-        outcome = plan_jobs(snapshot, asked, running=running)
+        outcome = plan_jobs(snapshot, jobs, running=running)
         if isinstance(outcome, Plan):
             return outcome
-        require_feasible(snapshot, asked, running)
-        raise busy(asked, snapshot, self.holders(asked), Deadline(0.0))
+        require_feasible(snapshot, jobs, running)
+        raise busy(jobs, snapshot, self.holders(jobs), Deadline(0.0))

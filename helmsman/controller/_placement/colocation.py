@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from helmsman.api.errors import InvalidSpecError, RoleNotFoundError
 from helmsman.api.plan import PlannedWorker
 from helmsman.api.scheduler import Job
@@ -35,18 +33,11 @@ def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
     return ordered
 
 
-class DeviceShare(msgspec.Struct, frozen=True):
-    """The part of its target that one replica uses."""
-
-    targets: tuple[int, ...]
-    """Ranks of the target's workers whose devices it uses; it reuses, or is forked beside, the first of them."""
-    node_id: str
-    node: str
-    num_devices: int
-    devices: tuple[str, ...]
+Share = tuple[tuple[int, ...], PlannedWorker]
+"""Ranks of the target's workers whose devices a replica uses, and the replica, which reuses or is forked beside the first."""
 
 
-def tile(job: Job, target: Sequence[PlannedWorker]) -> list[DeviceShare]:
+def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
     """Divide the target's workers among the job's replicas, neighbours together and every worker in equally many shares.
 
     The number of replicas must divide the number of workers, or with fork be a multiple of it. In the first case each replica
@@ -68,18 +59,18 @@ def tile(job: Job, target: Sequence[PlannedWorker]) -> list[DeviceShare]:
         return [_mapped(job, target, index) for index in range(job.replicas)]
     per_replica, rest = divmod(len(target), job.replicas)
     if per_replica and not rest:
-        shares = [_of_neighbours(job, target, index * per_replica, per_replica) for index in range(job.replicas)]
+        shares = [_of_neighbours(job, target, index, per_replica) for index in range(job.replicas)]
     elif strategy.fork and job.replicas % len(target) == 0:
         parts = job.replicas // len(target)
-        shares = [_part(job, target, index // parts, index % parts, parts) for index in range(job.replicas)]
+        shares = [_part(job, target, index, parts) for index in range(job.replicas)]
     else:
         divisor = "a divisor or a multiple" if strategy.fork else "a divisor"
         expected = f"{divisor} of the {len(target)} workers of {strategy.target!r} that it is colocated with"
         raise _invalid(job, "replicas", job.replicas, expected)
-    for index, share in enumerate(shares):
+    for index, (_, worker) in enumerate(shares):
         wanted = job.spec(index).gpu
-        if wanted not in (0, share.num_devices) and (strategy.fork or wanted > share.num_devices):
-            expected = f"{share.num_devices}, which is its share of the devices of {strategy.target!r}, or 0 for just that"
+        if wanted not in (0, worker.num_devices) and (strategy.fork or wanted > worker.num_devices):
+            expected = f"{worker.num_devices}, which is its share of the devices of {strategy.target!r}, or 0 for just that"
             raise _invalid(job, f"gpu of replica {index}", wanted, expected)
     return shares
 
@@ -88,7 +79,22 @@ def _invalid(job: Job, field: str, value: Any, expected: str) -> InvalidSpecErro
     return InvalidSpecError(role=job.role, field=field, value=value, expected=expected)
 
 
-def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> DeviceShare:
+def _share(
+    job: Job, index: int, target: Sequence[PlannedWorker], ranks: Sequence[int], num_devices: int, devices: tuple[str, ...]
+) -> Share:
+    first = target[ranks[0]]
+    worker = PlannedWorker(
+        worker_id=f"{job.role}/{index}",
+        node_id=first.node_id,
+        node=first.node,
+        num_devices=num_devices,
+        devices=devices,
+        num_ports=job.spec(index).port_count,
+    )
+    return tuple(ranks), worker
+
+
+def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
     """Return the devices that the job's device mapping assigns to a replica."""
     wanted = job.scheduling_strategy.device_mapping[index]
     owners = [(rank, position) for rank, worker in enumerate(target) for position in range(worker.num_devices)]
@@ -104,28 +110,28 @@ def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> DeviceShar
         raise _invalid(job, field, list(wanted), f"devices of one node; these are {nodes}")
     known = all(target[rank].devices for rank, _ in chosen)
     devices = tuple(target[rank].devices[position] for rank, position in chosen) if known else ()
-    return DeviceShare(tuple(dict.fromkeys(rank for rank, _ in chosen)), first.node_id, first.node, len(chosen), devices)
+    return _share(job, index, target, list(dict.fromkeys(rank for rank, _ in chosen)), len(chosen), devices)
 
 
-def _of_neighbours(job: Job, target: Sequence[PlannedWorker], first: int, count: int) -> DeviceShare:
-    members = target[first : first + count if job.scheduling_strategy.fork else first + 1]
+def _of_neighbours(job: Job, target: Sequence[PlannedWorker], index: int, count: int) -> Share:
+    ranks = range(index * count, (index + 1) * count if job.scheduling_strategy.fork else index * count + 1)
+    members = [target[rank] for rank in ranks]
     if len({worker.node_id for worker in members}) > 1:
         nodes = ", ".join(dict.fromkeys(worker.node for worker in members))
         expected = (
-            f"a number that keeps each replica on one node: replica {first // count} would share devices with "
+            f"a number that keeps each replica on one node: replica {index} would share devices with "
             f"{members[0].worker_id} to {members[-1].worker_id}, which are on {nodes}"
         )
         raise _invalid(job, "replicas", job.replicas, expected)
     devices = tuple(dict.fromkeys(device for worker in members for device in worker.devices))
-    num_devices = len(devices) or sum(worker.num_devices for worker in members)
-    ranks = tuple(range(first, first + len(members)))
-    return DeviceShare(ranks, members[0].node_id, members[0].node, num_devices, devices)
+    return _share(job, index, target, ranks, len(devices) or sum(worker.num_devices for worker in members), devices)
 
 
-def _part(job: Job, target: Sequence[PlannedWorker], rank: int, part: int, parts: int) -> DeviceShare:
+def _part(job: Job, target: Sequence[PlannedWorker], index: int, parts: int) -> Share:
+    rank, part = divmod(index, parts)
     worker = target[rank]
     size, rest = divmod(worker.num_devices, parts)
     if rest:
         has = f"the {worker.num_devices} devices of {worker.worker_id}"
         raise _invalid(job, "replicas", job.replicas, f"a number that divides {has} evenly; {parts} replicas would share them")
-    return DeviceShare((rank,), worker.node_id, worker.node, size, worker.devices[part * size : (part + 1) * size])
+    return _share(job, index, target, [rank], size, worker.devices[part * size : (part + 1) * size])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from helmsman.api.plan import Shortfall
@@ -56,7 +55,7 @@ def node_name(node: NodeState) -> str:
 
 
 def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Shortfall:
-    asked, there, change = _unmet(spec, nodes)
+    asked, there, change = _unmet(spec, nodes) if nodes else ("", "the cluster has no nodes", "Add nodes")
     return Shortfall(
         role=job.role,
         kind="selector",
@@ -71,44 +70,41 @@ def _selector(nodes: Sequence[NodeState], job: Job, spec: SchedulingSpec) -> Sho
 def _unmet(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> tuple[str, str, str]:
     """Return the selectors up to the first that leaves no node, the values of the nodes left before it, and the fields to
     change. A selector that no node meets at all is returned alone."""
-    if not nodes:
-        return "", "the cluster has no nodes", "Add nodes"
     met: list[str] = []
     fields: list[str] = []
     left = list(nodes)
-    for selector, asked, there in _selectors(spec):
+    for selector, asked in _selectors(spec):
         of_these = f"of those that meet {' and '.join(met)}, " if met else ""
         met.append(asked)
         fields += [f"SchedulingSpec.{field}" for field in selector]
         alone = SchedulingSpec(**selector)
         if not allowed_nodes(alone, nodes):
-            return asked, there(nodes), f"Change {fields[-1]}"
+            return asked, _values(selector, nodes), f"Change {fields[-1]}"
         if not (now := [left[index] for index in sorted(allowed_nodes(alone, left))]):
-            return " and ".join(met), of_these + there(left), f"Change {' or '.join(dict.fromkeys(fields))}"
+            return " and ".join(met), of_these + _values(selector, left), f"Change {' or '.join(dict.fromkeys(fields))}"
         left = now
     raise AssertionError("some node meets them all")
 
 
-def _selectors(spec: SchedulingSpec) -> Iterator[tuple[dict[str, Any], str, Callable[[Sequence[NodeState]], str]]]:
-    """Yield (field and value, description, how to describe the values of nodes) for each selector of a spec."""
-
-    def names(nodes: Sequence[NodeState]) -> str:
-        return f"nodes there: {_some(sorted({node_name(node) for node in nodes}))}"
-
-    def types(nodes: Sequence[NodeState]) -> str:
-        return f"types there: {_some(accelerator_types(nodes)) or 'none that Ray knows by name'}"
-
-    def values(nodes: Sequence[NodeState], key: str) -> str:
-        found = sorted({node.labels[key] for node in nodes if key in node.labels})
-        return f"values of {key!r} there: {_some(found)}" if found else f"no node has the label {key!r}"
-
+def _selectors(spec: SchedulingSpec) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each selector of a spec as a field with its value, and its description."""
     for field, listed in (("nodelist", spec.nodelist), ("exclude", spec.exclude)):
         if listed:
-            yield {field: listed}, f"{field} {_some(sorted(listed))}", names
+            yield {field: listed}, f"{field} {_some(sorted(listed))}"
     if spec.accelerator_type:
-        yield {"accelerator_type": spec.accelerator_type}, f"accelerator_type:{spec.accelerator_type}", types
+        yield {"accelerator_type": spec.accelerator_type}, f"accelerator_type:{spec.accelerator_type}"
     for key, wanted in spec.node_labels.items():
-        yield {"node_labels": {key: wanted}}, f"the label {key}={wanted!r}", functools.partial(values, key=key)
+        yield {"node_labels": {key: wanted}}, f"the label {key}={wanted!r}"
+
+
+def _values(selector: Mapping[str, Any], nodes: Sequence[NodeState]) -> str:
+    """Describe what nodes have of that which a selector asks for."""
+    if "accelerator_type" in selector:
+        return f"types there: {_some(accelerator_types(nodes)) or 'none that Ray knows by name'}"
+    for key in selector.get("node_labels", ()):
+        found = sorted({node.labels[key] for node in nodes if key in node.labels})
+        return f"values of {key!r} there: {_some(found)}" if found else f"no node has the label {key!r}"
+    return f"nodes there: {_some(sorted({node_name(node) for node in nodes}))}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from helmsman.api.plan import PlannedWorker
+from helmsman.api.plan import PlannedWorker, Reservation
 from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
 from helmsman.api.scheduler import SchedulingSpec
-from helmsman.controller._placement.colocation import DeviceShare
+from helmsman.controller._placement.colocation import Share
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,19 +43,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @staticmethod
-    def beside(share: DeviceShare, targets: Sequence[Placement]) -> Placement:
+    def beside(share: Share, targets: Sequence[Placement]) -> Placement:
         """Return the place of a sibling that gets this share of its target's workers, which are at ``targets``."""
-        first = targets[share.targets[0]]
-        whole = len(share.targets) == 1 and share.num_devices == first.num_devices
-        return Placement(
-            node_id=share.node_id,
-            node=share.node,
-            num_devices=share.num_devices,
-            devices=share.devices,
-            accelerator=first.accelerator if share.num_devices else "",
-            shared=True,
-            instance_devices=first.instance_devices if whole else (),
-        )
+        ranks, worker = share
+        first = targets[ranks[0]]
+        whole = len(ranks) == 1 and worker.num_devices == first.num_devices
+        place = Placement.planned(worker, first.accelerator)
+        return msgspec.structs.replace(place, shared=True, instance_devices=first.instance_devices if whole else ())
 
     @property
     def kind(self) -> str:
@@ -65,6 +59,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def grant(self, worker_id: str) -> DeviceGrant:
         """Return the devices that a worker in this place must see."""
         return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
+
+    def as_reservation(self) -> Reservation:
+        """Return the place in the form of the public API."""
+        return Reservation(node_id=self.node_id, node=self.node, devices=self.devices)
 
     def as_planned(self, worker_id: str) -> PlannedWorker:
         """Return the place in the form of a plan."""

@@ -159,16 +159,6 @@ def _role(
 
 
 def _beside(job: Job, target: PlannedRole) -> PlannedRole:
-    workers = [
-        PlannedWorker(
-            worker_id=f"{job.role}/{index}",
-            node_id=share.node_id,
-            node=share.node,
-            num_devices=share.num_devices,
-            devices=share.devices,
-            num_ports=job.spec(index).port_count,
-        )
-        for index, share in enumerate(tile(job, target.workers))
-    ]
-    instance = PlannedInstance(index=0, bundles=(), workers=tuple(workers))
+    workers = tuple(worker for _, worker in tile(job, target.workers))
+    instance = PlannedInstance(index=0, bundles=(), workers=workers)
     return PlannedRole(role=job.role, accelerator=target.accelerator, target=target.role, instances=(instance,))

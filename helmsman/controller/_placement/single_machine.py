@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
+from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
@@ -96,6 +97,9 @@ class OneMachine(Allocator):
         shown = "; ".join(f"{worker_id}: {','.join(each)}" for worker_id, each in held.items() if each)
         return f"this script's own workers ({shown}), which delete_workers frees"
 
-    def without_uncounted(self, job: Job) -> Job:
-        """Return the job without a choice of nodes, which one machine does not offer."""
-        return change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
+    def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
+        asked = [  # one machine offers no choice of nodes
+            change_specs(job, node_labels={}, accelerator_type=None, nodelist=(), exclude=(), node_packing="pack")
+            for job in jobs
+        ]
+        return super().plan(asked, running)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from helmsman.api.plan import Reservation
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
@@ -61,64 +60,41 @@ class RayAllocator(Allocator):
         if isinstance(place, placement.BundleSlot) and not any(place.shares_group_of(other) for other in kept):
             await placement.remove_created(place.group)
 
-    async def place_again(
-        self,
-        single: Job,
-        worker_id: str,
-        place: Placement,
-        kept: Sequence[Placement],
-        deadline: Deadline,
-        resources: contextlib.AsyncExitStack,
-    ) -> Placement:
-        if not (isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)):
-            return place
-        await self.give_back(worker_id, place, kept)
-        return (await self.reserve([single], deadline, {single.role: resources}))[single.role][0]
+    async def is_lost(self, place: Placement) -> bool:
+        return isinstance(place, placement.BundleSlot) and await bounded(_is_going, place)
 
-    async def hold(
-        self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack
-    ) -> list[tuple[Placement, Reservation]]:
+    async def hold(self, job: Job, deadline: Deadline, resources: contextlib.AsyncExitStack) -> Sequence[Placement]:
         self.require_ray()
         slots = await placement.admit([job], self._prefix, deadline, {job.role: resources}, per_device=True)
         return await await_all(self._held(job, index, slot, deadline) for index, slot in enumerate(slots[job.role]))
 
-    async def _held(
-        self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline
-    ) -> tuple[Placement, Reservation]:
-        """What a group was granted, with its bundles in the order of the node's devices."""
+    async def _held(self, job: Job, index: int, slot: placement.BundleSlot, deadline: Deadline) -> Placement:
+        """The slot with the devices that its group was granted, in the order of the node."""
+        if not slot.num_devices:
+            return slot
+        try:
+            async with asyncio.timeout(deadline.remaining_s):
+                granted = await placement.devices_of(slot)
+        except (TimeoutError, TransportLostError) as error:
+            reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
+            raise start_error(f"{job.role}/{index}", slot.node, reason) from error
         found: list[tuple[int, str, int]] = []
-        if slot.num_devices:
-            try:
-                async with asyncio.timeout(deadline.remaining_s):
-                    granted = await placement.devices_of(slot)
-            except (TimeoutError, TransportLostError) as error:
-                reason = str(error) or f"its devices could not be read within {deadline.limit_s:g} s (Timeouts.start_s)"
-                raise start_error(f"{job.role}/{index}", slot.node, reason) from error
-            for bundle, grant in enumerate(granted):
-                own = with_devices(slot, grant)
-                found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
-        found.sort()
-        devices = tuple(id_ for _, id_, _ in found)
-        place = msgspec.structs.replace(slot, devices=devices, positions=tuple(position for position, _, _ in found))
-        bundles = tuple(bundle for _, _, bundle in found)
-        return place, Reservation(
-            node_id=slot.node_id, node=slot.node, devices=devices, bundles=bundles, placement_group=slot.group
-        )
+        for bundle, grant in enumerate(granted):
+            own = with_devices(slot, grant)
+            found += [(position, id_, bundle) for position, id_ in zip(own.positions, own.devices, strict=True)]
+        positions, devices, bundles = zip(*sorted(found), strict=True)
+        return msgspec.structs.replace(slot, positions=positions, devices=devices, device_bundles=bundles)
 
     async def preemption_notices(self, places: Mapping[str, Placement]) -> dict[str, PreemptionNotice]:
         self.require_ray()
+        draining = await bounded(cluster_state.draining_nodes)
         found: dict[str, PreemptionNotice] = {}
-        nodes = await bounded(cluster_state.draining_nodes)
-        by_id = {node.node_id: node for node in nodes}
-        by_address = {node.address: node for node in nodes}
-        for worker_id, place in places.items() if nodes else ():
-            node = by_id.get(place.node_id)
+        for worker_id, place in places.items() if draining else ():
+            nodes = [place.node_id]
             if isinstance(place, placement.BundleSlot) and len(place.bundles) > 1:  # an instance that spans nodes
-                node = node or next((by_address[each] for each, _ in place.bundles if each in by_address), None)
-            if node is not None:
-                found[worker_id] = PreemptionNotice(
-                    reason=f"its node {node.address} is being drained", deadline_s=node.deadline_s
-                )
+                nodes += [address for address, _ in place.bundles]
+            if notice := next((draining[node] for node in nodes if node in draining), None):
+                found[worker_id] = notice
         return found
 
     def why_node_stays(self, place: Placement) -> str:

@@ -19,7 +19,7 @@ from ray._private.state import state
 from ray.core.generated import gcs_pb2
 
 from helmsman.api.plan import Plan
-from helmsman.api.scheduler import Job
+from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._placement.admission import asked_for
 from helmsman.controller._placement.planner import plan_jobs
 from helmsman.controller._placement.resources import ACCELERATORS, Resources, show, total_of
@@ -56,30 +56,17 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Alive"] and node["NodeID"] not in draining]
 
 
-class DrainingNode(msgspec.Struct, frozen=True):
-    """A node that lives and is about to go."""
-
-    node_id: str
-    address: str
-    deadline_s: float | None
-    """Seconds from now until it goes; None where nobody has said."""
-
-
-def draining_nodes() -> list[DrainingNode]:
-    """The nodes of which Ray was told that they go."""
+def draining_nodes() -> dict[str, PreemptionNotice]:
+    """What Ray was told of living nodes that are about to go, by their id and by their address."""
     draining: Mapping[str, int] = state.get_draining_nodes()
-    if not draining:
-        return []
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [
-        DrainingNode(
-            node_id=node["NodeID"],
-            address=node["NodeManagerAddress"],
-            deadline_s=max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None,
-        )
-        for node in nodes
-        if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None
-    ]
+    found: dict[str, PreemptionNotice] = {}
+    for node in ray.nodes() if draining else ():  # type: ignore[no-untyped-call]
+        if node["Alive"] and (deadline_ms := draining.get(node["NodeID"])) is not None:
+            deadline_s = max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else None
+            address = node["NodeManagerAddress"]
+            notice = PreemptionNotice(reason=f"its node {address} is being drained", deadline_s=deadline_s)
+            found[node["NodeID"]] = found[address] = notice
+    return found
 
 
 def snapshot() -> ClusterSnapshot:
@@ -131,7 +118,10 @@ def group_rows() -> list[GroupRow]:
             name=row.name,
             state=_GroupState.PlacementGroupState.Name(row.state),
             job_id=row.creator_job_id.hex(),
-            bundles=[(_node_of(bundle), dict(bundle.unit_resources)) for bundle in _in_order(row.bundles)],
+            bundles=[
+                (bundle.node_id.hex() or dict(bundle.label_selector).get(NODE_ID_LABEL, ""), dict(bundle.unit_resources))
+                for bundle in sorted(row.bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
+            ],
         )
         for row in rows
         if row.state != _GroupState.REMOVED
@@ -199,15 +189,6 @@ def _progress(row: Any) -> GroupProgress:
 def _pause_ms(attempts: int) -> int:
     """Ray's pause after so many attempts that found no room; 0 before the first."""
     return int(min(_LAST_RETRY_MS, _FIRST_RETRY_MS * _RETRY_GROWTH ** (attempts - 1))) if attempts else 0
-
-
-def _node_of(bundle: Any) -> str:
-    node_id: str = bundle.node_id.hex()
-    return node_id or str(dict(bundle.label_selector).get(NODE_ID_LABEL, ""))
-
-
-def _in_order(bundles: Iterable[Any]) -> list[Any]:
-    return sorted(bundles, key=lambda bundle: int(bundle.bundle_id.bundle_index))
 
 
 def actor_state(actor_id: str) -> str:

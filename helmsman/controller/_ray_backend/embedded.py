@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_END_S = 3.0
+_END_S = 4.0
 """How long a lost Ray may take to shut down."""
 _KILL_S = 5.0
 _REAP_S = 1.0
@@ -83,7 +83,7 @@ class EmbeddedRay:
         for call in list(self._calls):
             self._fail(call)
         # At once: until this process is disconnected, its next use of the raylet's object store would end it.
-        self._begin_end(_KILL_S, keep_session=True)
+        self._begin_end(_END_S, keep_session=True)
 
     @property
     def loss(self) -> ClusterLostError | None:

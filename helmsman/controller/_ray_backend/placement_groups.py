@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group as create_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from helmsman.api.errors import ClusterLostError
-from helmsman.api.plan import Plan, PlannedInstance, PlannedRole
+from helmsman.api.plan import Plan, PlannedInstance, PlannedRole, Reservation
 from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import in_thread
@@ -69,6 +69,11 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
     bundles: tuple[tuple[str, int], ...]
     """(address of the node, number of devices) of each bundle of the instance."""
     deferred: bool
+    device_bundles: tuple[int, ...] = ()
+    """Index of the bundle of each device, where every device has a bundle of its own."""
+
+    def as_reservation(self) -> Reservation:
+        return msgspec.structs.replace(super().as_reservation(), bundles=self.device_bundles, placement_group=self.group)
 
     def shares_group_of(self, other: Placement) -> bool:
         """Whether both are bundles of one group."""

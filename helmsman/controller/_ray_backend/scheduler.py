@@ -168,11 +168,11 @@ class RayBackend(Backend):
             time.sleep(min(_NODES_POLL_S, max(deadline.remaining_s, 0.0)))
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
-        job, ranks, places, deadline, resources = start
+        job, places, deadline, resources = start
         self.allocator.require_ray()
         workers: list[RayWorker] = []
         resources.push_async_callback(_kill_all, workers)
-        for place in places:
+        for place in places.values():
             actor = await bounded(self._actor, job, place)  # it asks the head, which may have stopped
             workers.append(RayWorker(actor, place, self._here, self.store, self._ray))
 
@@ -192,11 +192,11 @@ class RayBackend(Backend):
         async def started(rank: int, worker: RayWorker) -> WorkerClient:
             return await adopt(rank, worker, *await greeted(rank, worker))
 
-        if not any(place.num_devices for place in places):  # nobody's rank depends on what others were granted
-            return await await_all(started(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
-        there = await await_all(greeted(rank, worker) for rank, worker in zip(ranks, workers, strict=True))
-        order = in_device_order([job.spec(rank) for rank in ranks], [place for _, place in there])
-        return await await_all(adopt(rank, workers[origin], *there[origin]) for rank, origin in zip(ranks, order, strict=True))
+        if not any(place.num_devices for place in places.values()):  # nobody's rank depends on what others were granted
+            return await await_all(started(rank, worker) for rank, worker in zip(places, workers, strict=True))
+        there = await await_all(greeted(rank, worker) for rank, worker in zip(places, workers, strict=True))
+        order = in_device_order([job.spec(rank) for rank in places], [place for _, place in there])
+        return await await_all(adopt(rank, workers[origin], *there[origin]) for rank, origin in zip(places, order, strict=True))
 
     def _actor(self, job: Job, place: Placement) -> Any:
         options: dict[str, Any]

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import mmap
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,8 @@ _DEATH_S = 3.0
 """Longest wait for Ray to know that an actor which it was told to kill is dead."""
 _REMAINS_S = 1.5
 """Longest wait for a guardian's record of a worker's end. The record takes milliseconds on an idle machine."""
+_RECORDED_S = 0.5
+"""The same for a worker that may live, as it was given up."""
 _READ_REMAINS_S = 5.0
 """Longest wait for a task that reads the record on another node, where Ray may have to start a process for it."""
 _CONNECT_S = 3.0
@@ -97,6 +100,7 @@ class RayWorker:
         self._killed = False
         self._store = store
         self._watch: asyncio.Future[None] | None = None
+        self._killing: asyncio.Future[None] | None = None
         self._page: mmap.mmap | None = None
         """The worker's pulse, where it can be mapped here."""
         self._observer: Callable[[float], Awaitable[bytes]] | None = None
@@ -242,11 +246,11 @@ class RayWorker:
             self._ray.require()
         if self.place.node_id != self._here and (loss := await bounded(cluster_state.loss_of_node, self.place.node_id)):
             return Ending(f"was lost with its node: {loss}")
-        record, num_oom_kills, tail = await self._remains()
+        record, num_oom_kills, tail = await self._remains(_REMAINS_S if not lost_because else _RECORDED_S)
         if self._ray is not None:
             self._ray.require()  # its workers end a moment before it, or after
         if record is None and lost_because:  # it lives
-            await self.kill()
+            self._killing = asyncio.ensure_future(self.kill())
             return Ending(f"was ended by this scheduler: {lost_because}", None, signal.SIGKILL, tail)
         if record is None:
             cause = describe_exit(None, None)
@@ -256,13 +260,13 @@ class RayWorker:
         code, number = record["exit_code"], record["exit_signal"]
         return Ending(describe_exit(code, number, num_oom_kills), code, number, tail)
 
-    async def _remains(self) -> _Remains:
+    async def _remains(self, limit_s: float) -> _Remains:
         """What the worker's guardian recorded, the OOM kills around it and the end of its log, read on the worker's node."""
-        if self.place.node_id == self._here:
-            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start, self._oom)
+        if self.place.node_id == self._here or (self._page is not None and os.path.exists(self.log_path)):  # on this machine
+            return await in_thread(_read_remains, self.log_path, self._pid, self.log_start, self._oom, limit_s)
         reader = ray.remote(num_cpus=0, max_retries=0)(_read_remains)
         there = reader.options(scheduling_strategy=placement.on_node(self.place.node_id))
-        reference = there.remote(self.log_path, self._pid, self.log_start, self._oom)
+        reference = there.remote(self.log_path, self._pid, self.log_start, self._oom, limit_s)
         try:
             async with asyncio.timeout(_READ_REMAINS_S):
                 remains: _Remains = await reference
@@ -292,9 +296,9 @@ def _reason_text(error: BaseException) -> str:
 _Remains = tuple[dict[str, int | None] | None, int, str]
 
 
-def _read_remains(log_path: str, pid: int, log_start: int, before: OomCount | None) -> _Remains:
+def _read_remains(log_path: str, pid: int, log_start: int, before: OomCount | None, limit_s: float) -> _Remains:
     """The record of a worker's end, for which its guardian needs a moment, OOM kills since ``before``, and its log's tail."""
     from helmsman.rpc_server._process.guardian import wait_until
 
-    wait_until(lambda: read_record(log_path, pid) is not None, _REMAINS_S)
+    wait_until(lambda: read_record(log_path, pid) is not None, limit_s)
     return read_record(log_path, pid), oom_kills_since(before), tail_of(log_path, start=log_start)

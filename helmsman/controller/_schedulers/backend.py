@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,16 +46,10 @@ class Launch(NamedTuple):
     """Workers of one job that start together."""
 
     job: Job
-    ranks: Sequence[int]
-    places: Sequence[Placement]
-    """The place of each rank. That of a sibling (``Placement.shared``) has devices that its target holds."""
+    places: Mapping[int, Placement]
+    """By rank. The place of a sibling (``Placement.shared``) has devices that its target holds."""
     deadline: Deadline
     resources: contextlib.AsyncExitStack
-
-    @property
-    def pairs(self) -> Iterator[tuple[int, Placement]]:
-        """Each rank with its place."""
-        return zip(self.ranks, self.places, strict=True)
 
 
 def start_error(worker_id: str, node: str, reason: str, log_path: str = "", log_start: int = 0) -> WorkerStartError:

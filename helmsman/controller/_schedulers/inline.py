@@ -70,7 +70,7 @@ class InlineBackend(Backend):
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
         clients = []
-        for rank, place in start.pairs:
+        for rank, place in start.places.items():
             identity = msgspec.structs.replace(self.run.identity(start.job, rank, place.node), log_path="")
             host = EngineHost(identity, self.store, seeding=False)
             host.engine_thread.start(identity.worker_id)

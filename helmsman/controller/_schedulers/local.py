@@ -86,7 +86,7 @@ class LocalBackend(Backend):
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
         server, run_dir = await self._ensure_server()
-        return await await_all(self._start_worker(start, *pair, server, run_dir) for pair in start.pairs)
+        return await await_all(self._start_worker(start, *pair, server, run_dir) for pair in start.places.items())
 
     async def _ensure_server(self) -> tuple[ForkServer, Path]:
         async with self._starting_server:

@@ -68,11 +68,12 @@ class WorkerScaling:
                 raise not_found(worker_id, role)
             deadline = Deadline(self._run.timeouts.start_s)
             await old.kill("was ended by restart_worker")
-            kept = [each.place for each in role.clients.values() if each is not old]
-            place = await self._backend.allocator.place_again(
-                _single(role.job, rank), worker_id, old.place, kept, deadline, resources
-            )
-            (client,) = await self._starter.launch(Launch(role.job, [rank], [place], deadline, resources))
+            place, allocator = old.place, self._backend.allocator
+            if await allocator.is_lost(place):
+                await allocator.give_back(worker_id, place, [each.place for each in role.clients.values() if each is not old])
+                single = _single(role.job, rank)
+                (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[single.role]
+            (client,) = await self._starter.launch(Launch(role.job, {rank: place}, deadline, resources))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
                     raise not_found(worker_id, role)
@@ -87,9 +88,8 @@ class WorkerScaling:
             deadline = Deadline(self._run.timeouts.start_s)
             old = role.clients
             await _kill_all(role)
-            ranks = [rank_of(worker_id) for worker_id in old]
-            places = [client.place for client in old.values()]
-            clients = await self._starter.launch(Launch(role.job, ranks, places, deadline, resources))
+            places = {rank_of(worker_id): client.place for worker_id, client in old.items()}
+            clients = await self._starter.launch(Launch(role.job, places, deadline, resources))
             with self._roles.changing(role):
                 if role.clients is not old:
                     raise not_found(next(each for each in old if each not in role.clients), role)
@@ -152,7 +152,7 @@ class WorkerScaling:
             stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles.values()}
             places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
             started = await await_all(
-                self._starter.launch(Launch(role.job, [rank], places[single.role], deadline, stacks[single.role]))
+                self._starter.launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
                 for rank, single in singles.items()
             )
             clients = {client.worker_id: client for (client,) in started}

@@ -56,15 +56,14 @@ class RoleStarter:
                 value=job.scheduling_strategy,
                 expected="separation, to hold something",
             )
-        held: list[tuple[Placement, Reservation]] = []
 
         async def hold() -> list[Role]:
             async with contextlib.AsyncExitStack() as resources:
-                held.extend(await self._backend.allocator.hold(job, Deadline(self._run.timeouts.start_s), resources))
-                return [Role(job, {}, resources.pop_all(), reserved=by_id(job, [place for place, _ in held]))]
+                places = await self._backend.allocator.hold(job, Deadline(self._run.timeouts.start_s), resources)
+                return [Role(job, {}, resources.pop_all(), reserved=by_id(job, places))]
 
-        self._publish([job], "reserve", hold)
-        return [reservation for _, reservation in held]
+        (role,) = self._publish([job], "reserve", hold)
+        return [place.as_reservation() for place in role.places.values()]
 
     def delete(self, name: str | None, reverse_order: bool = False) -> None:
         """As Scheduler.delete_workers."""
@@ -87,7 +86,7 @@ class RoleStarter:
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Placement]) -> None:
-            clients = await self.launch(Launch(job, range(job.replicas), places, deadline, stacks[job.role]))
+            clients = await self.launch(Launch(job, dict(enumerate(places)), deadline, stacks[job.role]))
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
@@ -105,7 +104,7 @@ class RoleStarter:
                     await start(job, [Placement.beside(share, targets) for share in shares])
                 else:
                     owners = list(target.clients.values())
-                    clients = by_id(job, [owners[share.targets[0]] for share in shares])
+                    clients = by_id(job, [owners[ranks[0]] for ranks, _ in shares])
                     started[job.role] = Role(job, clients, stacks[job.role], reuses=True)
             for role in started.values():
                 role.resources = stacks[role.name].pop_all()
@@ -114,7 +113,7 @@ class RoleStarter:
     async def launch(self, start: Launch) -> list[WorkerClient]:
         """Start workers and make them ready. Raises: StartError."""
         clients = await self._backend.launch(start)
-        await await_all(self._prepare(start, *pair) for pair in zip(start.ranks, clients, strict=True))
+        await await_all(self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True))
         return clients
 
     async def _prepare(self, start: Launch, rank: int, client: WorkerClient) -> None:

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 class RecoverableTraining:
     """Runs numbered steps, saves checkpoints, and goes on from the last one when a train worker is lost.
 
-    A rank is lost when its process or node ends, or when it is silent for ``policy.dead_s``. Then all ranks are built anew and
+    A rank is lost when its process or node ends, or when it is silent for ``policy.dead_s``. Then all ranks are rebuilt and
     the steps after the last checkpoint are done again; nothing else is touched, so what rollout workers run goes on. Every
-    other error of a step is the caller's. A script that is started anew goes on from the last checkpoint, too.
+    other error of a step is the caller's. A script that is restarted goes on from the last checkpoint, too.
 
     Args:
         trainer: the job, which has been initialized. Its workers are its own, and no other role uses them without a fork.
@@ -60,7 +60,7 @@ class RecoverableTraining:
                 role=trainer.role,
                 field="scheduling_strategy.fork",
                 value=False,
-                expected=f"True, since workers that are {strategy.target!r}'s cannot be started anew without its engines",
+                expected=f"True, since workers that are {strategy.target!r}'s cannot be restarted without its engines",
             )
         self.trainer, self.policy = trainer, policy
         self.checkpoints = Checkpoints(policy.checkpoints, policy.num_kept)
@@ -119,11 +119,11 @@ class RecoverableTraining:
         return self._begin(step + 1)
 
     def _recover(self, first_step: int) -> int:
-        """Build the ranks anew and go on from the last checkpoint; returns the next step."""
+        """Rebuild the ranks and go on from the last checkpoint; returns the next step."""
         self._finish_save()  # the last step may have been lost after it was complete
         self.checkpoints.forget()
         found = self.checkpoints.latest()
-        if found is None and self._is_saved:  # a file system that is away for a while is no reason to begin anew
+        if found is None and self._is_saved:  # a file system that is away for a while is no reason to begin again
             missing = FileNotFoundError(f"{self.checkpoints.folder} has no checkpoint any more, and had one in this run")
             raise _NotRecoveredError from missing
         step, folder = found or (first_step - 1, None)
@@ -134,9 +134,7 @@ class RecoverableTraining:
         except (StartError, RendezvousError, CallError, GroupCallError) as error:
             raise _NotRecoveredError from error
         source = "the weights of the start" if folder is None else folder
-        log.warning(
-            "%s: built anew with %s as weight version %d; step %d is next", self.trainer.role, source, version, step + 1
-        )
+        log.warning("%s: rebuilt with %s as weight version %d; step %d is next", self.trainer.role, source, version, step + 1)
         return self._begin(step + 1)
 
     def _begin(self, step: int) -> int:

@@ -256,13 +256,13 @@ class TrainController(RoleController):
             return
         gone = places - {node.node_id for node in self.scheduler.nodes()}
         if gone:
-            logger.warning("role %s is placed anew: %d of its nodes have gone (%s)", self.role, len(gone), ", ".join(gone))
+            logger.warning("role %s is placed again: %d of its nodes have gone (%s)", self.role, len(gone), ", ".join(gone))
             self.scheduler.restart_workers(self.role, elsewhere=True)
             return
         try:
             self.scheduler.restart_workers(self.role)
         except StartError as error:
-            logger.warning("role %s is placed anew, since it could not be started at its places: %s", self.role, error)
+            logger.warning("role %s is placed again, since it could not be started at its places: %s", self.role, error)
             try:
                 self.scheduler.restart_workers(self.role, elsewhere=True)
             except InvalidSpecError:  # others stand on its workers there

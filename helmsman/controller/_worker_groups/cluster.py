@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
+
 from helmsman.api.dispatch import CustomDispatch, MethodSpec
-from helmsman.api.errors import (
-    DispatchError,
-    WorkerFailedError,
-)
+from helmsman.api.errors import DispatchError, InvalidSpecError, WorkerFailedError
 from helmsman.api.scheduler import (
     EngineSpec,
+    Job,
     ResultHandle,
+    SchedulingSpec,
+    SchedulingStrategy,
     Worker,
     WorkerState,
     WorkerStatus,
@@ -30,10 +32,9 @@ from helmsman.controller._validation.argument_names import require_engine_argume
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
 from helmsman.controller._worker_groups.call_order import CallOrder, compare_coordinates
-from helmsman.controller._worker_groups.cluster_job import job_of, plain_class, world_size_of
 from helmsman.controller._worker_groups.dispatch import Dispatched
 from helmsman.controller._worker_groups.packed_arguments import PackedArguments
-from helmsman.controller._worker_groups.resource_manager import Device, ResourceManager
+from helmsman.controller._worker_groups.resource_manager import Allocation, Device, ResourceManager, parse_device_mapping
 
 W_co = TypeVar("W_co", covariant=True)
 Method: TypeAlias = str | RegisteredMethod[Any, ..., Any, Any]
@@ -96,9 +97,9 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         self.name = name
         self.resource_manager = resource_manager
         self.worker_config = worker_config
-        engine = plain_class(worker_cls)
+        engine = _plain_class(worker_cls)
         require_engine_arguments(name, engine, kwargs or {})
-        world_size = world_size_of(name, worker_config)
+        world_size = _world_size_of(name, worker_config)
         self.topology = worker_config.topology(name, world_size)
         self._allocation = resource_manager.allocate_placement_group(
             world_size, worker_config.device_mapping, holder=name, num_cpus=worker_config.num_cpus
@@ -111,7 +112,7 @@ class Cluster(RoleController, WorkerGroup[W_co]):
         )
         self._restarting = threading.Lock()
         try:
-            job = job_of(name, resource_manager, worker_config, self._allocation)
+            job = _job_of(name, resource_manager, worker_config, self._allocation)
             super().__init__(resource_manager.scheduler, engine, job, args)
             self.initialize()
         except BaseException:
@@ -344,3 +345,54 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 def _deleted(worker: Worker) -> WorkerStatus:
     """Of a worker that the scheduler has no longer."""
     return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
+
+
+# --- from the configuration to the job --------------------------------------------------------------------------------------
+
+
+def _world_size_of(name: str, config: ClusterConfig) -> int:
+    """Number of workers. Raises: InvalidSpecError."""
+
+    def refuse(field: str, expected: str) -> InvalidSpecError:
+        return InvalidSpecError(role=name, field=field, value=getattr(config, field), expected=expected)
+
+    if config.max_concurrency is not None and config.max_concurrency < 1:
+        raise refuse("max_concurrency", "1 or more, or None for no limit")
+    if config.device_mapping is None:
+        if config.world_size is None:
+            raise refuse("world_size", "a number of workers, or a device_mapping that gives it")
+        return config.world_size
+    devices = len(parse_device_mapping(config.device_mapping, name))
+    size, rest = divmod(devices, max(1, config.num_gpus_per_worker))
+    if config.num_gpus_per_worker < 1 or rest:
+        raise refuse("num_gpus_per_worker", f"a divisor of the {devices} devices of device_mapping")
+    if config.world_size not in (None, size):
+        each = config.num_gpus_per_worker
+        raise refuse("world_size", f"{size}, which {devices} devices with {each} for each worker give, or None")
+    return size
+
+
+def _job_of(name: str, resources: ResourceManager, config: ClusterConfig, allocation: Allocation) -> Job:
+    """The workers as the scheduler starts them. Rank 0 has a port, where process groups meet."""
+    spec = SchedulingSpec(cpu=config.num_cpus, env_vars=config.env_vars)
+    if not resources.scheduler.shares_process and config.device_mapping is not None:
+        mapping = [[device.index for device in worker.devices] for worker in allocation.workers]
+        strategy = SchedulingStrategy(type="colocation", target=resources.name, fork=True, device_mapping=mapping)
+        tasks = [spec] * len(allocation.workers)
+    else:
+        strategy = SchedulingStrategy()
+        tasks = [msgspec.structs.replace(spec, mem=config.mem, nodelist=[worker.node_id]) for worker in allocation.workers]
+    tasks[0] = msgspec.structs.replace(tasks[0], port_count=1)
+    return Job(role=name, replicas=len(tasks), tasks=tasks, scheduling_strategy=strategy)
+
+
+def _plain_class(worker_cls: Any) -> str | type[Any]:
+    """The class itself, also of what ``ray.remote`` made of it."""
+    metadata = getattr(worker_cls, "__ray_metadata__", None)
+    if metadata is not None:
+        # Ray's own subclass of it would be sent by value; the user's class is behind it.
+        made: type[Any] = metadata.modified_class
+        return getattr(made, "__ray_actor_class__", made)
+    if not isinstance(worker_cls, (str, type)):
+        raise TypeError(f"worker_cls is a class, a Ray actor class or an import path; got {type(worker_cls).__qualname__}")
+    return worker_cls

@@ -6,7 +6,6 @@ object, which is packed once.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +15,7 @@ import msgspec
 
 from helmsman.api.batch import Batch, Remainder, part_sizes
 from helmsman.api.columns import Ragged, concat_columns, kind_of
-from helmsman.api.dispatch import (
-    AxisSharding,
-    Collect,
-    CustomDispatch,
-    Dispatch,
-    Execute,
-    MethodSpec,
-    Replicate,
-    Shard,
-)
+from helmsman.api.dispatch import AxisSharding, Collect, CustomDispatch, Dispatch, Execute, MethodSpec, Replicate, Shard
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.remote_batch import Piece, RemoteBatch
 from helmsman.api.scheduler import ResultHandle, Scheduler
@@ -174,9 +164,9 @@ def collect(
     spec: MethodSpec,
     cut: Cut | None,
     results: list[Any],
-    join: Callable[[str, Sequence[Any]], Any] | None = None,
+    concat: Callable[[Sequence[Batch]], Batch] = Batch.concat,
 ) -> Any:
-    """One result of those of ``answering_ranks``, in their order. Raises: DispatchError."""
+    """One result of those of ``answering_ranks``, in their order; ``concat`` joins batches. Raises: DispatchError."""
     if spec.execute_mode is Execute.RANK_ZERO and not isinstance(spec.dispatch_mode, CustomDispatch):
         return results[0]
     if spec.dispatch_mode is Dispatch.ONE_TO_ALL_ONE:
@@ -189,11 +179,11 @@ def collect(
         return spec.collect(results)
     if cut is not None and any(cut.padding):
         results = [_unpadded(spec.full_name, *each) for each in zip(results, cut.sizes, cut.padding, strict=True)]
-    return (join or join_rows)(spec.full_name, results)
+    return _join_rows(spec.full_name, results, concat)
 
 
-def join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch] = Batch.concat) -> Any:
-    """All rows, one part after another, batches by ``concat``; None where every part is None. Raises: DispatchError."""
+def _join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Batch]], Batch]) -> Any:
+    """All rows, one part after another; None where every part is None."""
     if all(result is None for result in results):
         return None
     kinds = list(dict.fromkeys(map(_kind_shown, results)))
@@ -215,14 +205,15 @@ def join_rows(method: str, results: Sequence[Any], concat: Callable[[Sequence[Ba
 
 def collect_kept(scheduler: Scheduler, topology: Topology, spec: MethodSpec, cut: Cut | None, handles: list[Any]) -> Any:
     """Join batches that stay in the workers as one whose rows stay; other results as their handles."""
-    if spec.collect is Collect.JOIN and any(map(_is_remote_batch, handles)):
-        batches = [
-            RemoteBatch(scheduler, [Piece(each, 0, each.length or 0)], each.num_padding) if _is_remote_batch(each) else each
-            for each in handles
-        ]
-        join = functools.partial(join_rows, concat=RemoteBatch.join)
-        return collect(topology, spec, cut, batches, join)
-    return collect(topology, spec, None, handles, lambda _, parts: list(parts))
+    if spec.collect is not Collect.JOIN:
+        return collect(topology, spec, cut, handles)
+    if not any(map(_is_remote_batch, handles)):
+        return handles
+    batches = [
+        RemoteBatch(scheduler, [Piece(each, 0, each.length or 0)], each.num_padding) if _is_remote_batch(each) else each
+        for each in handles
+    ]
+    return collect(topology, spec, cut, batches, RemoteBatch.join)
 
 
 def _is_remote_batch(result: Any) -> bool:

@@ -81,7 +81,7 @@ class EpisodeRunner:
         self._feeding: tuple[Iterator[Any], int] | None = None
         """Where items come from, and the size of a batch."""
         self._source_error: Exception | None = None
-        """What the source raised while nobody asked for a batch."""
+        """What the source raised between two requests for a batch."""
         self._ended_source: Iterator[Any] | None = None
         """The source whose end was logged."""
         self._handed_at: int | None = None
@@ -92,7 +92,7 @@ class EpisodeRunner:
         self._given: set[asyncio.Task[Any]] = set()
         """Episodes of rollout_batch."""
         self._workflows: set[asyncio.Task[Any]] = set()
-        """All that has not ended, also where it was cancelled and nobody waits for it any more."""
+        """All that has not ended, also where it was cancelled and is not awaited any more."""
         self._waiting: list[Episode] = []
         self._num_started = self._num_used = self._num_rejected = 0
         self._num_evicted = self._num_stopped = self._num_failed = 0
@@ -197,7 +197,7 @@ class EpisodeRunner:
     # --- flow -------------------------------------------------------------------------------------------------------------
 
     def _turn(self, batch_size: int) -> bool:
-        """Let go of what is of no use any more, and start what may be started; whether the source may have more."""
+        """Drop what is of no use any more, and start what may be started; whether the source may have more."""
         with _no_exit("the sampler"):
             stopped = list(self._sampler.stop(self._waiting, self._pipe(batch_size)))
             old = {each.number for each in self._sampler.evict(self._waiting, self._pipe(batch_size))}
@@ -278,7 +278,7 @@ class EpisodeRunner:
 
     def _abandon(self, work: asyncio.Future[Any]) -> None:
         work.cancel()
-        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen; nobody waits for it any more
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # retrieved, so that asyncio does not log it
 
     async def _episode(self, item: Any, number: int, version: int) -> None:
         try:
@@ -301,7 +301,7 @@ class EpisodeRunner:
         if self._feeding is not None and not self._num_asking and len(self._failures()) <= self._max_failures:
             try:
                 self._turn(self._feeding[1])  # also while the script trains
-            except Exception as error:  # noqa: BLE001 - of the source or the sampler, for whoever asks for the next batch
+            except Exception as error:  # noqa: BLE001 - of the source or the sampler, for the caller that asks for the next batch
                 self._feeding, self._source_error = None, error
 
     def _note(self, error: BaseException | None) -> None:

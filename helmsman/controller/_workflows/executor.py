@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from helmsman.api.closing import Closing
@@ -83,19 +83,11 @@ class WorkflowExecutor(Closing):
 
         Raises: ValueError for a version below the last one.
         """
-
-        async def change() -> None:
-            self._episodes.set_version(version)
-
-        self._run(change())
+        self._run(_call(self._episodes.set_version, version))
 
     def figures(self) -> WorkflowFigures:
         """What has become of the episodes so far."""
-
-        async def read() -> WorkflowFigures:
-            return self._episodes.figures()
-
-        return self._run(read())
+        return self._run(_call(self._episodes.figures))
 
     def close(self) -> None:
         """Cancel what runs, and end the thread. Idempotent."""
@@ -140,3 +132,7 @@ class WorkflowExecutor(Closing):
                 "an episode, a source or a sampler made a blocking call of the WorkflowExecutor that runs it, which would wait "
                 "for itself; make it in the script, or by asyncio.to_thread"
             )
+
+
+async def _call(function: Callable[..., T], *args: Any) -> T:
+    return function(*args)

@@ -42,7 +42,7 @@ class RewardPool(RoleController):
 
     A score goes to the worker that has the fewest, or waits in order while all have as many as they take: one of a ``def``
     function, ``max_in_flight_per_worker`` of an ``async def``. Each is computed once, at most. One that takes too long fails
-    alone: an async function is cancelled, and the worker of a synchronous one is started anew, as one that has died is, while
+    alone: an async function is cancelled, and the worker of a synchronous one is restarted, as one that has died is, while
     the others go on.
 
     Args:
@@ -118,7 +118,7 @@ class RewardPool(RoleController):
     async def ascore(self, *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` on a worker; may be awaited on any event loop, and as ``await pool(...)``.
 
-        When the await is cancelled, a score that waits is withdrawn, and one that runs goes on for nobody.
+        When the await is cancelled, a score that waits is withdrawn, and the result of one that runs is dropped.
 
         Raises: EngineCallError, what the function raised, with its traceback; RewardTimeoutError; RewardLostError (its worker
             died); RewardWorkersSpentError (no worker is left); ArgumentNotSerializableError.
@@ -155,7 +155,7 @@ class RewardPool(RoleController):
         is_again = False
         while True:
             process = await places.acquire(is_again=is_again)
-            # A task of its own: a worker has what it was sent, also when nobody waits for it any more.
+            # A task of its own: a worker has what it was sent, also when its caller waits no longer.
             attempt = asyncio.ensure_future(self._attempt(places, process, call))
             self._attempts.add(attempt)
             attempt.add_done_callback(self._attempts.discard)
@@ -170,8 +170,8 @@ class RewardPool(RoleController):
             await self._require_alive(places, process)
             return self._answer(process, call, await self._sent(process, call))
         except CallTimeoutError as error:
-            places.lose(process, f"a score did not end within {error.elapsed_s:.2f} s, so it is started anew")
-            raise self._overtime(process, call, error.elapsed_s, "The worker is started anew", error.stack) from error
+            places.lose(process, f"a score did not end within {error.elapsed_s:.2f} s, so it is restarted")
+            raise self._overtime(process, call, error.elapsed_s, "The worker is restarted", error.stack) from error
         except WorkerFailedError as error:
             reason = f"process {error.pid} {error.cause}"
             places.lose(process, reason)
@@ -210,7 +210,7 @@ class RewardPool(RoleController):
         if work.done():
             return work.result()
         work.cancel()
-        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # seen, though nobody waits for it
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())  # retrieved, so that asyncio does not log it
         raise self._lost(process, call, process.lost.result())
 
     def _lost(self, process: Process, call: _Call, reason: str) -> HelmsmanError:

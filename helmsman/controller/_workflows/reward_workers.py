@@ -1,4 +1,4 @@
-"""The workers of a RewardPool: who is free, who waits in which order, and what is started anew. Used on one event loop."""
+"""The workers of a RewardPool: who is free, who waits in which order, and what is restarted. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Process:
 
 
 class RewardWorkers:
-    """Gives out places at workers, and starts those anew that are lost.
+    """Gives out places at workers, and restarts those that are lost.
 
     Args:
         role: of the workers, for messages.
         worker_ids: of all of them, which serve.
         capacity: scores that each takes at once.
         max_restarts: of all together, within an hour.
-        rebuild: starts a worker anew, by id; raises when it cannot.
+        rebuild: restarts a worker, by id; raises when it cannot.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class RewardWorkers:
                 await self._rebuild(worker_id)
             except Exception as error:  # noqa: BLE001 - whatever it is, the worker is not there, and the budget decides
                 if self._closed is None:
-                    log.warning("%s could not be started anew: %s", worker_id, error)
-                    self._last_reason = f"it could not be started anew: {error}"
+                    log.warning("%s could not be restarted: %s", worker_id, error)
+                    self._last_reason = f"it could not be restarted: {error}"
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             else:
@@ -165,7 +165,7 @@ class RewardWorkers:
     # --- end --------------------------------------------------------------------------------------------------------------
 
     def close(self, error: HelmsmanError) -> None:
-        """Fail what waits, and let go of what runs."""
+        """Fail what waits, and what runs."""
         self._closed = error
         self._fail_waiting(error)
         for process in self._processes.values():

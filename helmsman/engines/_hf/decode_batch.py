@@ -19,26 +19,20 @@ class DecodeBatch:
     A prompt's last token is not prefilled: it is the input of the sequence's first step, so that every token is drawn in
     the same way.
 
-    Args:
-        model: A ``transformers`` causal language model in evaluation mode.
-        num_slots: Most sequences at a time.
-        max_len: Most tokens of a sequence, prompt and continuation.
-        device: Where the model is.
-
-    Raises:
-        ValueError: The model's attention is of a kind that slots cannot hold.
+    Raises: ValueError where the model's attention is of a kind that slots cannot hold.
     """
 
     def __init__(self, model: nn.Module, *, num_slots: int, max_len: int, device: torch.device) -> None:
-        self.num_rows = 0
+        self.num_rows, self.num_slots = 0, num_slots
         self._model = model
         self._max_len = max_len
         self._device = device
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self._vocab_size = int(config.vocab_size)
+        self.vocab_size = int(config.vocab_size)
         self._window = int(getattr(config, "sliding_window", None) or max_len)
         self._mask_kinds = _mask_kinds(config)
-        self._cache = SlotCache(num_slots, max_len)
+        self.cache = SlotCache(num_slots, max_len)
+        """Keys and values of all slots."""
         self._sampling: list[SamplingParams] = []
         self._positions: list[int] = []
         dtype = next(model.parameters()).dtype
@@ -51,24 +45,9 @@ class DecodeBatch:
         self._rows: SamplingRows | None = None
 
     @property
-    def num_slots(self) -> int:
-        """Most sequences at a time."""
-        return len(self._slots)
-
-    @property
     def num_free(self) -> int:
         """Sequences that can still be added."""
         return self.num_slots - self.num_rows
-
-    @property
-    def cache(self) -> SlotCache:
-        """Keys and values of all slots."""
-        return self._cache
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._vocab_size
 
     def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> int:
         """Prefill prompts together and append them as rows. Equal prompts are computed once.
@@ -91,11 +70,11 @@ class DecodeBatch:
             padded = torch.zeros(len(unique), length, dtype=torch.int64)
             for row, prefix in enumerate(unique):
                 padded[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.int64)
-            cursor = self._cache.cursor
+            cursor = self.cache.cursor
             cursor.prefill, cursor.start, cursor.rows = True, start, torch.tensor(which, device=self._device)
             # Padding on the right needs no mask: no token of a prompt sees what comes after it.
             self._model.base_model(  # type: ignore[operator]
-                input_ids=padded.to(self._device), past_key_values=self._cache, use_cache=True
+                input_ids=padded.to(self._device), past_key_values=self.cache, use_cache=True
             )
         streams = [draw_uniforms(seed, self._max_len) for seed in seeds]
         positions = [len(prompt) - 1 for prompt in prompts]
@@ -113,14 +92,14 @@ class DecodeBatch:
         Returns:
             Tokens and their log-probabilities, by row.
         """
-        num_rows, cursor = self.num_rows, self._cache.cursor
+        num_rows, cursor = self.num_rows, self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
         cursor.prefill, cursor.rows, cursor.columns, cursor.width = False, slots, positions, max(self._positions) + 1
         logits = self._model(
             input_ids=self._inputs[:num_rows, None],
             position_ids=positions[:, None],
             attention_mask=self._make_mask(positions, cursor.width),
-            past_key_values=self._cache,
+            past_key_values=self.cache,
             use_cache=True,
         ).logits[:, -1]
         positions += 1
@@ -135,7 +114,7 @@ class DecodeBatch:
         """Drop a row; the last row takes its place."""
         last = self.num_rows - 1
         if row != last:
-            self._cache.move(last, row, self._positions[last])
+            self.cache.move(last, row, self._positions[last])
             for state in (self._inputs, self._input_positions, self._uniforms):
                 state[row] = state[last]
             self._sampling[row], self._positions[row] = self._sampling[last], self._positions[last]
@@ -167,10 +146,10 @@ class DecodeBatch:
         drawn = [params for params in self._sampling if params.temperature > 0]
         return SamplingRows(
             temperature=column([params.temperature for params in self._sampling], torch.float32),
-            top_k=column([params.top_k or self._vocab_size for params in self._sampling], torch.int64),
+            top_k=column([params.top_k or self.vocab_size for params in self._sampling], torch.int64),
             top_p=column([params.top_p for params in self._sampling], torch.float32),
             all_greedy=not drawn,
-            any_filtered=any(params.top_p < 1 or 0 < params.top_k < self._vocab_size for params in drawn),
+            any_filtered=any(params.top_p < 1 or 0 < params.top_k < self.vocab_size for params in drawn),
         )
 
 

@@ -13,48 +13,37 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from helmsman.api.generation import GenerationRequest, GenerationResult, StopReason
+from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.platforms import current_platform
 from helmsman.api.weight_states import WeightEvent, WeightState
 from helmsman.api.weights import Weights
 from helmsman.engines._hf.decode_batch import DecodeBatch
+from helmsman.engines._serving.generation import Generation, already_in_flight, check_level
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines._weights.host_swap import Parking
+from helmsman.engines._weights.host_swap import HostSwap
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import PartialWeightUpdateError, apply_weights
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-class _Sequence:
-    """A request and what it has generated."""
-
+class _Sequence(Generation):
     def __init__(self, request: GenerationRequest, max_len: int) -> None:
-        params = request.sampling
-        self.request = request
+        super().__init__(request, max_len)
         self.future: Future[GenerationResult] = Future()
-        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
-        self.max_new_tokens = min(params.max_new_tokens, max_len - len(request.prompt_ids))
-        self.stop_tokens = frozenset(params.stop_token_ids)
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        seed = request.sampling.seed
+        self.seed = seed if seed is not None else secrets.randbits(63)
 
-    def resolve(self, stop_reason: StopReason) -> None:
+    def resolve(self) -> None:
         if self.future.set_running_or_notify_cancel():
-            self.future.set_result(
-                GenerationResult(
-                    request_id=self.request.request_id,
-                    token_ids=self.tokens,
-                    logprobs=self.logprobs,
-                    versions=self.versions,
-                    stop_reason=stop_reason,
-                )
-            )
+            self.future.set_result(self.result())
 
     def fail(self, cause: Exception) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -64,26 +53,20 @@ class _Sequence:
 
 
 class DecodeLoop:
-    """Continuous batching in a thread of its own. All public methods may be called from any thread.
-
-    Args:
-        model: The model; only this thread uses it from now on.
-        batch: Slots for it.
-        max_len: Most tokens of a sequence.
-        max_prefill_tokens: Most prompt tokens, padding included, between two decoding steps.
-        version: Weight version of the model.
-    """
+    """Continuous batching in a thread of its own, which alone uses the model from now on. All public methods may be called from
+    any thread. At most ``max_prefill_tokens`` prompt tokens, padding included, are computed between two decoding steps."""
 
     def __init__(self, model: nn.Module, batch: DecodeBatch, *, max_len: int, max_prefill_tokens: int, version: int) -> None:
         self._model = model
         self._batch = batch
         self._max_len = max_len
         self._max_prefill_tokens = max_prefill_tokens
-        self._version = version
+        self.version = version
+        """The weight version that is served."""
         self.state = WeightState.AWAKE
         """Without whole weights nothing is decoded, and requests wait or are aborted."""
-        self._parking = Parking()
-        """Weights of an engine that sleeps."""
+        self._host_swap = HostSwap()
+        """Has the weights of an engine that sleeps."""
         self._weight_group = WeightGroup(next(model.parameters()).device)
         self._num_generated = self._num_prefilled = 0
         self._waiting: deque[list[_Sequence]] = deque()
@@ -96,11 +79,6 @@ class DecodeLoop:
         self._thread = threading.Thread(target=self._run, name="helmsman-decode", daemon=True)
         self._thread.start()
 
-    @property
-    def version(self) -> int:
-        """The weight version that is served."""
-        return self._version
-
     def stats(self) -> dict[str, int]:
         """Counts as of the last step: running, waiting, tokens computed and generated; and the version."""
         return {
@@ -108,34 +86,22 @@ class DecodeLoop:
             "num_waiting": sum(map(len, list(self._waiting))),
             "num_prompt_tokens": self._num_prefilled,
             "num_generated_tokens": self._num_generated,
-            "version": self._version,
+            "version": self.version,
         }
 
-    def submit(self, request: GenerationRequest) -> Future[GenerationResult]:
-        """Queue a request that fits the model.
-
-        Raises:
-            ValueError: Its id is in flight already.
-            RuntimeError: The loop is closed.
-        """
-        return self.submit_together([request])[0]
-
-    def submit_together(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[Future[GenerationResult]]:
         """Queue requests with the same prompt, which join together as soon as there are slots for all; on an error none.
-
-        Raises:
-            ValueError, RuntimeError: As submit.
-        """
+        Raises: ValueError for an id that is in flight already; RuntimeError when the engine is asleep or destroyed."""
         sequences = [_Sequence(request, self._max_len) for request in requests]
         ids: set[str] = set()
         with self._changed:
             self._check_open()
             if not self.state.has_cache:
                 raise RuntimeError("the rollout engine is asleep, and accepts no request; call wake() first")
-            for id_ in (request.request_id for request in requests):
-                if id_ in self._ids or id_ in ids:
-                    raise ValueError(f"the request id {id_!r} is already in flight; ids are unique among those")
-                ids.add(id_)
+            for request in requests:
+                if request.request_id in self._ids or request.request_id in ids:
+                    raise already_in_flight(request.request_id)
+                ids.add(request.request_id)
             self._ids |= ids
             most = self._batch.num_slots
             self._waiting += [sequences[start : start + most] for start in range(0, len(sequences), most)]
@@ -147,25 +113,19 @@ class DecodeLoop:
         return self._command(lambda: self._abort(None if request_ids is None else frozenset(request_ids)))
 
     def update_weights(self, weights: Weights, version: int) -> Future[int]:
-        """Exchange the weights before the next step, which waits until all are there; the future has the version that is served
-        then."""
+        """Exchange the weights before the next step, which waits for them; the future has the version that is served."""
         return self._command(lambda: self._update_weights(weights, version))
 
-    def sleep(self, level: int) -> Future[int]:
-        """Give the cache's memory back, and the weights': at level 1 they wait on the host, at level 2 they are dropped. The
-        future has the level."""
+    def sleep(self, level: int) -> Future[None]:
+        """Give the memory of cache and weights back, which at level 1 wait on the host and at level 2 are dropped."""
         return self._command(lambda: self._sleep(level))
 
-    def wake(self, weights_only: bool) -> Future[int]:
-        """Take the memory of weights and cache again; the future has the version."""
+    def wake(self, weights_only: bool) -> Future[None]:
+        """Take the memory of weights and cache again."""
         return self._command(lambda: self._wake(weights_only))
 
     def close(self, timeout_s: float) -> None:
-        """End all requests as aborted, and the thread. Idempotent.
-
-        Raises:
-            TimeoutError: A step did not end in time.
-        """
+        """End all requests as aborted, and the thread. Idempotent. Raises: TimeoutError when a step did not end in time."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -177,8 +137,8 @@ class DecodeLoop:
         if self._closing:
             raise RuntimeError("the rollout engine was destroyed")
 
-    def _command(self, run: Callable[[], int]) -> Future[int]:
-        future: Future[int] = Future()
+    def _command(self, run: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
 
         def execute() -> None:
             if not future.set_running_or_notify_cancel():
@@ -253,31 +213,30 @@ class DecodeLoop:
             return
         tokens, logprobs = self._batch.step()
         self._num_generated += len(tokens)
-        done: list[tuple[int, StopReason]] = []
-        for row, (sequence, token, logprob) in enumerate(zip(self._running, tokens, logprobs, strict=True)):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self._version)
-            if token in sequence.stop_tokens:
-                done.append((row, "stop"))
-            elif len(sequence.tokens) == sequence.max_new_tokens:
-                done.append((row, "length"))
-            elif sequence.future.cancelled():
-                done.append((row, "abort"))
-        self._remove(done)
+        for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
+            sequence.add((token,), (logprob,), self.version)
+            sequence.settle()
+            if sequence.future.cancelled():
+                sequence.end("abort")
+        self._remove_ended()
 
-    def _remove(self, done: Sequence[tuple[int, StopReason]]) -> None:
-        """Resolve rows, given in rising order. The last row takes a removed one's place, so the highest goes first."""
-        resolved: list[tuple[_Sequence, StopReason]] = []
-        for row, reason in reversed(done):
+    def _remove_ended(self) -> int:
+        """Resolve the running sequences that have ended; returns how many."""
+        rows = [row for row, sequence in enumerate(self._running) if sequence.stop_reason is not None]
+        resolved = [self._running[row] for row in rows]
+        for row in reversed(rows):  # the last row takes a removed one's place, so the highest goes first
             self._batch.remove(row)
-            resolved.append((self._running[row], reason))
             self._running[row] = self._running[-1]
             self._running.pop()
+        if resolved:
+            self._forget(resolved)
+        return len(resolved)
+
+    def _forget(self, sequences: Sequence[_Sequence]) -> None:
         with self._changed:
-            self._ids.difference_update(sequence.request.request_id for sequence, _ in resolved)
-        for sequence, reason in resolved:
-            sequence.resolve(reason)
+            self._ids.difference_update(sequence.request.request_id for sequence in sequences)
+        for sequence in sequences:
+            sequence.resolve()
 
     def _abort(self, request_ids: frozenset[str] | None) -> int:
         def is_meant(sequence: _Sequence) -> bool:
@@ -287,18 +246,13 @@ class DecodeLoop:
             dropped = [sequence for together in self._waiting for sequence in together if is_meant(sequence)]
             left = ([sequence for sequence in together if not is_meant(sequence)] for together in self._waiting)
             self._waiting = deque(together for together in left if together)
-            self._ids.difference_update(sequence.request.request_id for sequence in dropped)
-        for sequence in dropped:
-            sequence.resolve("abort")
-        rows: list[tuple[int, StopReason]] = [
-            (row, "abort") for row, sequence in enumerate(self._running) if is_meant(sequence)
-        ]
-        self._remove(rows)
-        return len(dropped) + len(rows)
+        for sequence in (*dropped, *filter(is_meant, self._running)):
+            sequence.end("abort")
+        self._forget(dropped)
+        return len(dropped) + self._remove_ended()
 
-    def _sleep(self, level: int) -> int:
-        if level not in (1, 2):
-            raise ValueError(f"level is {level}; expected 1, which keeps the weights on the host, or 2, which drops them")
+    def _sleep(self, level: int) -> None:
+        check_level(level)
         with self._changed:
             if self._ids:
                 raise RuntimeError(
@@ -306,15 +260,14 @@ class DecodeLoop:
                 )
             self.state = self.state.after(WeightEvent.SLEPT if level == 1 else WeightEvent.DROPPED)
         if level == 2:
-            self._parking.drop(self._model.parameters())
-        self._parking.park([*self._model.parameters(), *self._model.buffers()])
+            self._host_swap.drop(self._model.parameters())
+        self._host_swap.offload([*self._model.parameters(), *self._model.buffers()])
         self._batch.cache.release()
         current_platform.empty_cache()
-        return level
 
-    def _wake(self, weights_only: bool) -> int:
+    def _wake(self, weights_only: bool) -> None:
         try:
-            self._parking.bring_back()
+            self._host_swap.restore()
             self.state = self.state.after(WeightEvent.WOKE_WEIGHTS)
             if not weights_only:
                 self._batch.cache.allocate()
@@ -322,7 +275,6 @@ class DecodeLoop:
         except BaseException:
             current_platform.empty_cache()
             raise
-        return self._version
 
     def _update_weights(self, weights: Weights, version: int) -> int:
         if not self.state.has_weight_memory:
@@ -333,7 +285,7 @@ class DecodeLoop:
         except PartialWeightUpdateError:
             self.state = self.state.after(WeightEvent.TORN)
             raise
-        self._version, self.state = version, self.state.after(WeightEvent.UPDATED)
+        self.version, self.state = version, self.state.after(WeightEvent.UPDATED)
         return version
 
     def _fail(self, error: Exception) -> None:

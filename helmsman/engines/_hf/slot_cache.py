@@ -102,12 +102,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The slots of all layers; layers appear as the model first uses them.
-
-    Args:
-        num_slots: Sequences that fit.
-        num_columns: Tokens per sequence.
-    """
+    """The slots of all layers, each for a sequence of so many tokens; layers appear as the model first uses them."""
 
     def __init__(self, num_slots: int, num_columns: int) -> None:
         self.cursor = Cursor()

@@ -37,21 +37,16 @@ from helmsman.engines._models.checkpoint_files import (
     read_contents,
     read_saved,
 )
-from helmsman.engines._models.distributed import failing_together, gather_objects
+from helmsman.engines._models.distributed import failing_together, gather_objects, named_tensors
 from helmsman.engines._models.files import replace_folder
 from helmsman.engines._models.heads import check_saved_head, head_of
-from helmsman.engines._models.tensors import named_tensors
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves and loads the state of a training job. Every method but ``close`` is called on all ranks.
-
-    Args:
-        device: Whose random state is part of the state, beside the host's.
-        timeout_s: How long ranks wait for each other's writing.
-    """
+    """Saves and loads the state of a training job, with the random state of ``device`` and the host. Every method but ``close``
+    is called on all ranks, which wait ``timeout_s`` for each other's writing."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s
@@ -151,7 +146,7 @@ class Checkpointer:
             self._writing.join()
             self._writing = None
         if self._failure is not None:
-            logger.error("the last checkpoint was not saved, and nobody has asked: %s", self._failure)
+            logger.error("the last checkpoint was not saved, and no call has raised it: %s", self._failure)
             self._failure = None
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():

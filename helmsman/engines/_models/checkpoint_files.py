@@ -22,7 +22,6 @@ from helmsman.engines._models.heads import plain_config
 
 PROGRESS_FILE = "helmsman.json"
 STATE_FOLDER = "state"
-_OLD_OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -70,11 +69,6 @@ def read_saved(path: str) -> Saved:
     if not os.path.isfile(progress_path):
         raise ValueError(f"{path!r} is not a checkpoint of this engine: it has no {PROGRESS_FILE}")
     if not os.path.isfile(os.path.join(path, STATE_FOLDER, ".metadata")):
-        if os.path.isfile(os.path.join(path, _OLD_OPTIMIZER_FILE)):
-            raise ValueError(
-                f"{path!r} is a checkpoint of an earlier layout ({_OLD_OPTIMIZER_FILE}), which is not read any more; its "
-                "weights can still be given as the engine's model"
-            )
         raise ValueError(f"{path!r} is a part of a checkpoint: it has no {STATE_FOLDER}/.metadata")
     with open(progress_path, "rb") as file, _readable(progress_path):
         return msgspec.json.decode(file.read(), type=Saved)

@@ -1,4 +1,4 @@
-"""The process group of a training job: joining, leaving, and failing together.
+"""The process group of a training job: joining, leaving, and failing together; sharded tensors by name and as a whole.
 
 Several engines of one process (an actor and its reference model, say) share the default group: the first one makes it, the
 last one to leave takes it down, and a group that somebody else made is left alone.
@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from helmsman.api.platforms import current_platform
 
@@ -106,10 +109,7 @@ def gather_objects(value: Any) -> list[Any]:
 def failing_together(what: str) -> Iterator[None]:
     """A block whose failure on one rank is an error on every rank, instead of the others' hang in the next collective.
 
-    The block itself must not communicate. The rank that failed raises its own error.
-
-    Raises:
-        RuntimeError: Another rank failed.
+    The block itself must not communicate. The rank that failed raises its own error, the others RuntimeError.
     """
     error: Exception | None = None
     try:
@@ -123,3 +123,17 @@ def failing_together(what: str) -> Iterator[None]:
     if failed:
         # By these words the controller knows that the cause is elsewhere (helmsman/controller/_roles/call_all.py).
         raise RuntimeError(f"{what} failed on another rank, so this one did not go on. {'; '.join(failed)}")
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, or shards of them; one with several names (tied embeddings) by its first name only."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded, on its device. A collective of the ranks that have a shard."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,16 +1,20 @@
-"""Folders that come and are exchanged as a whole."""
+"""Folders that appear and are replaced as a whole, and files of tensors in them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def check_replaceable(path: str, mark: str) -> None:
@@ -37,14 +41,61 @@ def replace_folder(source: str, path: str) -> None:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Write a safetensors file. Raises: OSError, which safetensors tells by a number in its message."""
+    """Write a safetensors file of tensors on any device. Raises: OSError, which safetensors has as a number in its message."""
+    seen: set[int] = set()
+    alone = {}
+    for name, tensor in tensors.items():
+        whole = tensor.cpu().contiguous()
+        # safetensors refuses tensors that share bytes.
+        alone[name] = whole.clone() if whole.nbytes and whole.data_ptr() in seen else whole
+        seen.add(whole.data_ptr())
     try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        save_file(alone, path, metadata={"format": "pt"})
     except SafetensorError as error:
         if found := re.search(r"os error (\d+)", str(error)):
             number = int(found[1])
             raise OSError(number, os.strerror(number), path) from error
         raise
+
+
+class FolderWriter:
+    """Writes tensors into a folder as Hugging Face has them: files of safetensors, and an index in the end."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._files: list[list[str]] = []
+        """Names of the tensors in each file."""
+        self.num_bytes = 0
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a file. Raises: OSError."""
+        self._files.append(list(tensors))
+        save_tensors(tensors, self._path(f"{len(self._files)}.unnamed"))
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self, metadata: Mapping[str, Any] | None = None, *, indexes_one: bool = True) -> None:
+        """Name the files and write their index.
+
+        Args:
+            metadata: Entries of the index's metadata beside the size.
+            indexes_one: Whether one file alone has an index, too, and not the name model.safetensors.
+        """
+        count = len(self._files)
+        if count == 1 and not indexes_one:
+            os.rename(self._path("1.unnamed"), self._path("model.safetensors"))
+            return
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate(names, 1):
+            os.rename(self._path(f"{number}.unnamed"), self._path(name))
+        index = {
+            "metadata": {"total_size": self.num_bytes, **(metadata or {})},
+            "weight_map": {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors},
+        }
+        with open(self._path(INDEX_FILE), "w") as file:
+            json.dump(index, file, indent=2)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
 
 
 _TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")

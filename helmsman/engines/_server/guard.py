@@ -1,7 +1,7 @@
 """The parent of an inference server: it ends all that the server has started when the server ends, or its worker does.
 
 A server's children may have changed their group, their session and, by a title of their own, the environment that others can
-read, so that nobody finds them once their parent is gone. This process adopts them (PR_SET_CHILD_SUBREAPER).
+read, so that no one finds them once their parent is gone. This process adopts them (PR_SET_CHILD_SUBREAPER).
 
 Standard library only: this file runs as a script of its own, ``guard.py REPORT_FD LIMIT_S FOLDER -- COMMAND``. A byte
 on its standard input asks for the server's end in order, within LIMIT_S seconds; the end of its input for the end at
@@ -62,8 +62,8 @@ def _report(report_fd: int, number: int) -> None:
 
 
 def _wake_at_childs_end() -> int:
-    """A descriptor that can be read from when a child has ended. Signals for the worker's group end nobody here: the server is
-    asked by its engine, or goes with the worker. Handlers, since what is ignored stays so in the server."""
+    """A descriptor that becomes readable when a child has ended. Signals for the worker's group end no process here: the engine
+    asks the server to end, or it goes with the worker. They have handlers, as the server would inherit ignored ones."""
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

@@ -7,9 +7,10 @@ goes wrong is an error, since the server may have worked on it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -24,20 +25,14 @@ _IDLE_S = 2.0
 """How long an unused connection is kept: less than servers do (uvicorn 5 s), or a request could meet the connection's end."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
 _HEALTH_S = 5.0
-_MOURNING_S = 2.0
-"""How long a broken connection waits for news of the process that it led to."""
+_NEWS_S = 2.0
+"""How long a broken connection waits for the end of the server's process to be noticed."""
 
 
 class ServerClient:
-    """Sends requests to one server, from one event loop.
+    """Sends requests to one server ('host:port'), from one event loop.
 
-    Args:
-        address: 'host:port'.
-        key: of its API.
-        health_route: answers 200 while it can serve.
-        retry_s: how long a request that cannot have begun is sent again.
-        has_ended: whether the server's process has ended.
-        lost: makes the error of a connection that broke, from what happened to it.
+    ``retry_s`` limits how long a request that cannot have begun is sent again; ``lost`` makes the error of a broken connection.
     """
 
     def __init__(
@@ -61,50 +56,46 @@ class ServerClient:
     async def call(
         self, method: str, route: str, *, body: Any = None, params: Mapping[str, str] | None = None, limit_s: float
     ) -> bytes:
-        """Send a request and return the answer.
-
-        Raises:
-            ServerRequestError: Its status is not 200.
-            ServerLostError: The connection broke.
-            TimeoutError: There was no answer within ``limit_s`` seconds.
-        """
+        """Send a request and return the answer. Raises: ServerRequestError for another status than 200, ServerLostError for a
+        connection that broke, TimeoutError when there was no answer within ``limit_s`` seconds."""
         try:
-            async with asyncio.timeout(limit_s), await self._send(method, route, body, params) as response:
+            async with (
+                asyncio.timeout(limit_s),
+                self._broken_is_lost(route),
+                await self._send(method, route, body, params) as response,
+            ):
                 answer: bytes = await response.read()
+                return answer
         except TimeoutError as error:
             raise TimeoutError(
                 f"the inference server at {self._address} did not answer {route} within {limit_s:g} s; it may still do it. "
                 "Raise ServerConfig.control_timeout_s if this takes long by its nature"
             ) from error
+
+    async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
+        """Post a request and give the data of the events (text/event-stream) that answer it; leaving early closes the
+        connection. Raises: as call, without a limit."""
+        async with self._broken_is_lost(route), await self._send("POST", route, body, None) as response:
+            buffer = b""
+            async for chunk in response.content.iter_any():
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        yield data
+
+    @contextlib.asynccontextmanager
+    async def _broken_is_lost(self, route: str) -> AsyncIterator[None]:
+        try:
+            yield
         except ServerLostError:
             raise  # it is an OSError itself
         except (self._library.ClientError, OSError) as error:
-            await self._mourn(route, error)
-        return answer
-
-    async def events(self, route: str, body: Any) -> AsyncGenerator[bytes, None]:
-        """Post a request and give the data of the events (text/event-stream) that answer it. Who leaves early closes the
-        connection, by which the server knows.
-
-        Raises: as call, without a limit.
-        """
-        try:
-            async with await self._send("POST", route, body, None) as response:
-                buffer = b""
-                async for chunk in response.content.iter_any():
-                    *lines, buffer = (buffer + chunk).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                            yield data
-        except ServerLostError:
-            raise
-        except (self._library.ClientError, OSError) as error:
-            await self._mourn(route, error)
+            await self._raise_lost(route, error)
 
     async def refuse(self, route: str, status: int, answer: str, expected: str) -> NoReturn:
         """Raise the error of an answer that is none: ServerLostError where it is the server's last."""
         if self._has_ended() or not await self._is_healthy():
-            await self._mourn(route, self._refused(route, status, answer, expected))
+            await self._raise_lost(route, self._refused(route, status, answer, expected))
         raise self._refused(route, status, answer, expected)
 
     async def _is_healthy(self) -> bool:
@@ -149,7 +140,7 @@ class ServerClient:
                 response = await self._connected().request(method, f"http://{self._address}{route}", data=data, params=params)
             except self._library.ClientConnectorError as error:
                 if is_late or self._has_ended():
-                    await self._mourn(route, error)
+                    await self._raise_lost(route, error)
             else:
                 if response.status == 200:
                     return response
@@ -173,9 +164,9 @@ class ServerClient:
             )
         return self._session
 
-    async def _mourn(self, route: str, error: Exception) -> NoReturn:
-        """Say what a broken connection means, once it is known whether the process has ended."""
-        deadline = time.monotonic() + _MOURNING_S
+    async def _raise_lost(self, route: str, error: Exception) -> NoReturn:
+        """Raise the error of a broken connection, once it is known whether the process has ended."""
+        deadline = time.monotonic() + _NEWS_S
         while not self._has_ended() and time.monotonic() < deadline:  # noqa: ASYNC110 - it is a thread that learns of it
             await asyncio.sleep(0.02)
         raise self._lost(f"{route}: {type(error).__name__}: {error}") from error

@@ -32,13 +32,8 @@ class ServerProcess:
     It is the child of a guard (guard.py), which ends all that it has started with it, and it with the worker, however
     that ends. Its output goes to the worker's; the last of it is kept.
 
-    Args:
-        command: the program and its arguments.
-        environment: beside the worker's own.
-        stop_timeout_s: how long it has to end in order.
-        folder: removed with it, even if the worker is killed; "" for none.
-        secret: not to be shown in the command line.
-        on_end: called once when nothing of it is left, on a thread of its own.
+    ``environment`` is added to the worker's own. ``folder`` is removed with the server, even if the worker is killed;
+    ``secret`` is not shown in the command line; ``on_end`` is called once when nothing is left, on a thread of its own.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class ServerProcess:
         self.pid = 0
         """Of the server, which leads a process group; 0 until it is known."""
         self.exit_code: int | None = None
-        """Negative for a signal; None while it runs, and when nobody could tell."""
+        """Negative for a signal; None while it runs, and when it is unknown."""
         self._stop_timeout_s = stop_timeout_s
         self._on_end = on_end
         self._tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_CHUNKS)
@@ -113,11 +108,8 @@ class ServerProcess:
         return b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace")
 
     def wait_ready(self, address: str, route: str, headers: Mapping[str, str], limit_s: float) -> None:
-        """Wait until the server answers a GET of this route with 200.
-
-        Raises:
-            ServerStartError: It ended before, or did not within ``limit_s`` seconds. It is still running in the second case.
-        """
+        """Wait until the server answers a GET of this route with 200. Raises: ServerStartError when it ended before, or did not
+        within ``limit_s`` seconds; it is still running in the second case."""
         started = time.monotonic()
         observed, pause_s = "nothing was asked yet", _LEAST_PAUSE_S
 
@@ -186,7 +178,7 @@ class ServerProcess:
         if status:
             self.exit_code = os.waitstatus_to_exitcode(int(status))
         elif self.pid:
-            with contextlib.suppress(ProcessLookupError):  # the guard was killed, and whom it guarded has nobody else
+            with contextlib.suppress(ProcessLookupError):  # the guard was killed, and no other process ends the server
                 os.killpg(self.pid, signal.SIGKILL)
         self._guard.wait()
         self._ended.set()

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from helmsman.api.generation import SamplingParams
 from helmsman.api.suggestions import Suggesting
+from helmsman.engines._serving.requests import Attempt
 
 _OURS = {
     "--model": "set ServerConfig.model",
@@ -95,18 +95,6 @@ class Stats(NamedTuple):
     kv_cache_usage: str
 
 
-class Asked(NamedTuple):
-    """Samples of one sequence to generate; ``max_new_tokens`` and ``seed`` count, not ``sampling``'s."""
-
-    model: str
-    request_id: str
-    token_ids: Sequence[int]
-    sampling: SamplingParams
-    max_new_tokens: int
-    seed: int | None
-    num_samples: int
-
-
 class Dialect(Protocol):
     """How one kind of server is started and spoken to. It keeps no state."""
 
@@ -122,8 +110,8 @@ class Dialect(Protocol):
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
         """Variables that it needs."""
 
-    def generation(self, asked: Asked) -> Call:
-        """A request that is answered by a stream of events."""
+    def generation(self, model: str, attempt: Attempt) -> Call:
+        """The request for an attempt, which is answered by a stream of events."""
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
         """What an event says. ``num_tokens``: of each sample, how many this answer has brought before.

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from helmsman.engines._server.protocol import Asked, Call, Chunk, ServerConfig, Stats, require_logprobs
+from helmsman.engines._server.protocol import Call, Chunk, ServerConfig, Stats, require_logprobs
+from helmsman.engines._serving.requests import Attempt
 
 
 class _Finish(msgspec.Struct, frozen=True):
@@ -45,7 +46,6 @@ class SGLangDialect:
     stats = Stats("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
 
     def command(self, config: ServerConfig, host: str, port: int, key: str) -> list[str]:
-        """See Dialect."""
         return [
             *(config.command or (sys.executable, "-m", "sglang.launch_server")),
             *("--model-path", config.model, "--host", host, "--port", str(port), "--api-key", key, "--dtype", config.dtype),
@@ -57,27 +57,26 @@ class SGLangDialect:
         ]
 
     def environment(self, config: ServerConfig, key: str) -> dict[str, str]:
-        """See Dialect."""
         return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}  # at temperature 1; else they are those of what is drawn from
 
-    def generation(self, asked: Asked) -> Call:
-        """See Dialect."""
-        assert asked.num_samples == 1
+    def generation(self, model: str, attempt: Attempt) -> Call:
+        (generation,) = attempt.generations
+        sampling = generation.request.sampling
         params: dict[str, Any] = {
-            "max_new_tokens": asked.max_new_tokens,
-            "temperature": asked.sampling.temperature,
-            "top_p": asked.sampling.top_p,
+            "max_new_tokens": generation.num_left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "ignore_eos": True,  # only stop_token_ids end a sequence
         }
-        if asked.sampling.top_k:
-            params["top_k"] = asked.sampling.top_k
-        if asked.sampling.stop_token_ids:
-            params["stop_token_ids"] = asked.sampling.stop_token_ids
-        if asked.seed is not None:
-            params["sampling_seed"] = asked.seed
+        if sampling.top_k:
+            params["top_k"] = sampling.top_k
+        if sampling.stop_token_ids:
+            params["stop_token_ids"] = sampling.stop_token_ids
+        if generation.attempt_seed is not None:
+            params["sampling_seed"] = generation.attempt_seed
         body = {
-            "rid": asked.request_id,
-            "input_ids": asked.token_ids,
+            "rid": attempt.request_id,
+            "input_ids": generation.token_ids,
             "sampling_params": params,
             "return_logprob": True,
             "stream": True,
@@ -85,7 +84,7 @@ class SGLangDialect:
         return Call("/generate", body)
 
     def chunks(self, event: bytes, num_tokens: Sequence[int]) -> list[Chunk]:
-        """See Dialect. An event has all tokens so far, or with the server's ``--incremental-streaming-output`` the new ones."""
+        # An event has all tokens so far, or with the server's --incremental-streaming-output the new ones.
         decoded = msgspec.json.decode(event, type=_Event)
         if decoded.error is not None:
             raise ValueError(str(decoded.error))
@@ -106,26 +105,20 @@ class SGLangDialect:
         return [Chunk(0, token_ids, logprobs, finish.type if finish is not None else None)]  # type: ignore[arg-type]
 
     def abort(self, request_id: str) -> Call | None:
-        """See Dialect."""
         return Call("/abort_request", {"rid": request_id})
 
     def pause(self) -> list[Call]:
-        """See Dialect."""
         return [Call("/pause_generation", {"mode": "abort"})]
 
     def resume(self) -> list[Call]:
-        """See Dialect."""
         return [Call("/continue_generation", {})]
 
     def load(self, path: str) -> list[Call]:
-        """See Dialect."""
         return [Call("/update_weights_from_disk", {"model_path": path, "flush_cache": True})]
 
     def sleep(self, level: int) -> list[Call]:
-        """See Dialect."""
         return [Call("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})]
 
     def wake(self, *, weights: bool, cache: bool) -> list[Call]:
-        """See Dialect."""
         tags = [tag for tag, wanted in (("weights", weights), ("kv_cache", cache)) if wanted]
         return [Call("/resume_memory_occupation", {"tags": tags})] if tags else []

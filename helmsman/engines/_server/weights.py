@@ -10,30 +10,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from helmsman.api.weights import Weights, WeightsOnDisk
-from helmsman.engines._models.files import save_tensors
-from helmsman.engines._vllm.fit import Expected, expected_of, require_fit
+from helmsman.engines._models.files import INDEX_FILE, FolderWriter
+from helmsman.engines._weights.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 
 log = logging.getLogger(__name__)
-
-_INDEX_FILE = "model.safetensors.index.json"
-
-
-def vocab_size_of(folder: str) -> int | None:
-    """How many tokens a folder's model knows; None where its configuration does not say."""
-    try:
-        with open(os.path.join(folder, "config.json")) as file:
-            config: dict[str, Any] = json.load(file)
-    except FileNotFoundError:
-        return None
-    size: int | None = config.get("text_config", config).get("vocab_size")
-    return size
 
 
 def forms_of(folder: str) -> list[Expected]:
@@ -100,37 +86,21 @@ def as_folder(weights: Weights, group: WeightGroup, forms: Sequence[Expected], e
 
 
 def _has_checksums(path: str) -> bool:
-    with open(os.path.join(path, _INDEX_FILE), "rb") as file:
+    with open(os.path.join(path, INDEX_FILE), "rb") as file:
         return bool(json.load(file)["metadata"].get("crc32"))
 
 
 def write_folder(buckets: Iterable[Mapping[str, torch.Tensor]], path: str) -> None:
     """Write tensors by name as files with an index, as Hugging Face has them. Raises: OSError where there is no room."""
-    files: dict[str, str] = {}
-    num_bytes = 0
-    for number, bucket in enumerate(buckets):
-        name = f"model-{number:05d}.safetensors"
-        tensors = {key: tensor.cpu().contiguous() for key, tensor in bucket.items()}
+    writer = FolderWriter(path)
+    for bucket in buckets:
         try:
-            save_tensors(_each_alone(tensors), os.path.join(path, name))
+            writer.write(bucket)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"no room for {sum(tensor.nbytes for tensor in tensors.values())} bytes of weights more, after {num_bytes}, in "
-                f"{path}: {error}. Free some, or set ServerConfig.exchange_folder to a folder with room for all of them",
+                f"no room for {sum(tensor.nbytes for tensor in bucket.values())} bytes of weights more, after "
+                f"{writer.num_bytes}, in {path}: {error}. Free some, or set ServerConfig.exchange_folder to a folder with room "
+                "for all of them",
             ) from error
-        files.update(dict.fromkeys(tensors, name))
-        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    with open(os.path.join(path, _INDEX_FILE), "w") as file:
-        json.dump({"metadata": {"total_size": num_bytes}, "weight_map": files}, file)
-
-
-def _each_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that share no bytes: safetensors writes no two of the same."""
-    seen: set[int] = set()
-    alone = {}
-    for name, tensor in tensors.items():
-        is_alone = tensor.nbytes == 0 or tensor.data_ptr() not in seen
-        seen.add(tensor.data_ptr())
-        alone[name] = tensor if is_alone else tensor.clone()
-    return alone
+    writer.finish()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -33,10 +34,8 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 class RowShape:
     """What attention has to know of the rows; goes as a keyword argument of the model to each of its layers.
 
-    Args:
-        segments: lengths of the sequences that lie end to end in the one row; None where each row is one sequence.
-        group: the ranks that share the rows; None for one.
-        device: where the model is.
+    ``segments`` are the lengths of the sequences that lie end to end in the one row, or None where each row is one sequence;
+    ``group`` are the ranks that share the rows, or None.
     """
 
     def __init__(self, segments: tuple[int, ...] | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -112,28 +111,17 @@ def row_attention(
         size = dist.get_world_size(group)
         key, value = (_repeat_heads(each, query.shape[1], size) for each in (key, value))
         query, key, value = (_heads_for_tokens(each, group) for each in (query, key, value))
-    mixed = _mix(query, key, value, helmsman_rows, dropout, scaling, sliding_window)
+    if helmsman_rows.segments is None:
+        mixed = _one_sequence(query, key, value, dropout, scaling, sliding_window)
+    elif not dropout and _has_flash(query):
+        mixed = _flash(query, key, value, helmsman_rows, scaling, sliding_window)
+    else:
+        queries, keys, values = (each.split(list(helmsman_rows.segments), dim=2) for each in (query, key, value))
+        pieces = zip(queries, keys, values, strict=True)
+        mixed = torch.cat([_one_sequence(q, k, v, dropout, scaling, sliding_window) for q, k, v in pieces], dim=2)
     if group is not None:
         mixed = _tokens_for_heads(mixed, group)
     return mixed.transpose(1, 2).contiguous(), None
-
-
-def _mix(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: RowShape,
-    dropout: float,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    if rows.segments is None:
-        return _one_sequence(query, key, value, dropout, scaling, window)
-    if not dropout and _has_flash(query):
-        return _flash(query, key, value, rows, scaling, window)
-    queries, keys, values = (each.split(list(rows.segments), dim=2) for each in (query, key, value))
-    pieces = zip(queries, keys, values, strict=True)
-    return torch.cat([_one_sequence(q, k, v, dropout, scaling, window) for q, k, v in pieces], dim=2)
 
 
 def _one_sequence(
@@ -206,26 +194,9 @@ def _repeat_heads(states: torch.Tensor, num_query_heads: int, size: int) -> torc
     return states.repeat_interleave(enough if groups % enough == 0 else groups, dim=1) if enough > 1 else states
 
 
-class _Exchange(torch.autograd.Function):
-    """(P, ...) to each rank of a group its part, and from each one part; its own inverse, and so its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        received = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, grad.contiguous(), group=ctx.group)
-        return received, None
-
-
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    exchanged: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    """(P, ...) to each rank of a group its part, and from each one part. Differentiable."""
+    exchanged: torch.Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
     return exchanged
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from helmsman.api.platforms import current_platform
-from helmsman.engines._models.tensors import full_tensor
+from helmsman.engines._models.distributed import full_tensor
 from helmsman.engines._train.parallel import reshard
-from helmsman.engines._weights.host_swap import Parking, storage_of
+from helmsman.engines._weights.host_swap import HostSwap, storage_of
 from helmsman.engines.train_config import Offload
 
 
@@ -43,8 +43,8 @@ class HostMemory:
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
-        self._between_steps = Parking()
-        self._asleep = Parking()
+        self._between_steps = HostSwap()
+        self._asleep = HostSwap()
         self.is_asleep = False
 
     def sleep(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -53,7 +53,7 @@ class HostMemory:
             return
         model.zero_grad(set_to_none=True)
         reshard(model)  # what the last forward pass has gathered is no shard, and would stay
-        self._asleep.park(
+        self._asleep.offload(
             _on_device([*model.parameters(), *model.buffers(), *([] if optimizer is None else _state_tensors(optimizer))])
         )
         self.is_asleep = True
@@ -62,7 +62,7 @@ class HostMemory:
     def wake(self) -> None:
         """Bring all of it back that was there before. Idempotent. Raises: torch.OutOfMemoryError, and it sleeps on."""
         try:
-            self._asleep.bring_back()
+            self._asleep.restore()
         except BaseException:
             current_platform.empty_cache()
             raise
@@ -79,14 +79,14 @@ class HostMemory:
     @contextlib.contextmanager
     def optimizer_present(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """While the block lasts the optimizer's state is where its parameters are."""
-        self._between_steps.bring_back()
+        self._between_steps.restore()
         try:
             yield
         finally:
             if self._offload == "optimizer":
-                self._between_steps.park(_on_device(_state_tensors(optimizer)))
+                self._between_steps.offload(_on_device(_state_tensors(optimizer)))
 
-    def park_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def offload_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Have another optimizer's state where it is between steps; the last one's is forgotten."""
         self._between_steps.clear()
         with self.optimizer_present(optimizer):

@@ -1,11 +1,12 @@
 """Token rows: how the samples of a micro-batch lie in what the model gets, and the way back.
 
 A causal model needs no attention mask for padding on the right: no real token sees it. Packed, the samples lie end to end in
-one row; positions begin anew at each, and attention is told where they end (helmsman/engines/_train/attention.py).
+one row; positions begin again at each, and attention is told where they end (helmsman/engines/_train/attention.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -66,9 +67,7 @@ def pack(samples: Sequence[torch.Tensor], multiple: int = 1) -> TokenRows:
     padding = -sum(lengths) % multiple
     segments = (*lengths, padding) if padding else tuple(lengths)
     input_ids = torch.nn.functional.pad(torch.cat(list(samples)), (0, padding))[None]
-    starts = [0]
-    for length in lengths[:-1]:
-        starts.append(starts[-1] + length)
+    starts = list(itertools.accumulate(lengths[:-1], initial=0))
     return TokenRows(
         input_ids=input_ids,
         position_ids=torch.cat([torch.arange(length) for length in segments])[None],

@@ -11,7 +11,8 @@ Parameters are sharded over the data-parallel and the context-parallel ranks ali
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import msgspec
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from helmsman.api.errors import ParallelLayoutError
 from helmsman.engines._models.model import decoder_layers
@@ -27,7 +29,10 @@ from helmsman.engines._train.parallel_plan import TensorPlan
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's coordinates; plain numbers, which are known before the ranks have met."""
+    """One rank's coordinates; plain numbers, which are known before the ranks have met.
+
+    Raises: ParallelLayoutError where the sizes do not make up the world.
+    """
 
     rank: int
     world_size: int
@@ -35,33 +40,25 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     context_size: int
     num_replicas: int
 
-    @classmethod
-    def of(cls, *, rank: int, world_size: int, tensor_size: int, context_size: int, num_replicas: int) -> Layout:
-        """The coordinates of a rank.
-
-        Raises: ParallelLayoutError where the sizes do not make up the world.
-        """
+    def __post_init__(self) -> None:
         sizes = {
-            "tensor_parallel_size": tensor_size,
-            "context_parallel_size": context_size,
-            "data_parallel_replicas": num_replicas,
+            "tensor_parallel_size": self.tensor_size,
+            "context_parallel_size": self.context_size,
+            "data_parallel_replicas": self.num_replicas,
         }
         for name, size in sizes.items():
             if size < 1:
                 raise ParallelLayoutError(
                     what=name, requested=size, observed="a number of ranks", step=f"Set {name} to 1 or more"
                 )
-        product = tensor_size * context_size * num_replicas
-        if world_size % product:
+        product = math.prod(sizes.values())
+        if self.world_size % product:
             raise ParallelLayoutError(
                 what=" x ".join(f"{name} {size}" for name, size in sizes.items()),
                 requested=product,
-                observed=f"a world of {world_size} ranks",
-                step=f"Start a multiple of {product} ranks, or choose sizes whose product divides {world_size}",
+                observed=f"a world of {self.world_size} ranks",
+                step=f"Start a multiple of {product} ranks, or choose sizes whose product divides {self.world_size}",
             )
-        return cls(
-            rank=rank, world_size=world_size, tensor_size=tensor_size, context_size=context_size, num_replicas=num_replicas
-        )
 
     @property
     def model_size(self) -> int:
@@ -83,18 +80,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks over which a copy of the parameters is sharded, tensor parallelism aside."""
         return self.world_size // self.tensor_size // self.num_replicas
 
-    @property
-    def is_head(self) -> bool:
-        """Whether this rank is the first of those that share its samples, and speaks for them."""
-        return self.rank % self.model_size == 0
-
 
 class ParallelMesh:
     """The process groups of a layout. Made by all ranks together, once the default group is there.
 
-    Args:
-        timeout_s: How long a collective of these groups waits for the slowest rank; torch gives them not that of the default
-            group, but its own.
+    Their collectives wait ``timeout_s`` for the slowest rank; torch would not give them the limit of the default group.
     """
 
     def __init__(self, layout: Layout, device_type: str, timeout_s: float) -> None:
@@ -179,7 +169,7 @@ def whole_pass(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         model.zero_grad(set_to_none=True)  # of what is gathered, too, which FSDP would add to the next ones
-        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built anew
+        if hasattr(model, "reset_iter_state"):  # of torch 2.13; one that lacks it needs the engine to be built again
             model.reset_iter_state()  # type: ignore[operator]
         raise
 
@@ -189,3 +179,36 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float | None) -> float:
+    """Scale gradients down so that their global 2-norm is at most ``limit`` (None: any); the same factor on every rank.
+
+    A collective. torch's own clip_grad_norm_ does not take gradients on different meshes; those of tensor-parallel and other
+    layers are. Returns the norm before clipping; inf or nan where a gradient is not finite, and then nothing was scaled.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    total = torch.zeros((), dtype=torch.float64)
+    if shards:
+        norms = torch.stack(torch._foreach_norm(shards)).double().cpu()
+        weights = torch.tensor([1.0 / _num_copies(grad) for grad in grads], dtype=torch.float64)
+        total = (norms.square() * weights).sum()
+    dist.all_reduce(total)
+    norm = math.sqrt(total) if total >= 0 else math.nan
+    if shards and limit is not None and math.isfinite(norm):
+        # As torch's clip_grad_norm_ has it.
+        torch._foreach_mul_(shards, min(1.0, limit / (norm + 1e-6)))
+    return norm
+
+
+def _num_copies(grad: torch.Tensor) -> float:
+    """How many ranks of the world hold each entry of a gradient."""
+    num_parts = 1
+    if isinstance(grad, DTensor):
+        for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+            if placement.is_partial():
+                raise AssertionError(f"a gradient that is not reduced: {grad.placements}")
+            num_parts *= 1 if placement.is_replicate() else size
+    return dist.get_world_size() / num_parts

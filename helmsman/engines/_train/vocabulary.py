@@ -1,4 +1,8 @@
-"""Log-probabilities from logits of which each tensor-parallel rank has its own part of the vocabulary."""
+"""Log-probabilities and entropies from logits, in float32 without a float32 copy of all logits, forward or backward.
+
+With a group, its ranks have equal parts of the vocabulary. They all compute the same loss, so that each has the whole gradient
+of its own logits.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +11,105 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_CHUNK_NUMEL = 1 << 24
+"""Logits that are turned to float32 at once, 64 MiB of them; bounds the extra memory."""
 
-class _ShardedGatherLogSoftmax(torch.autograd.Function):
-    """As the function of model.py for whole logits; what the ranks exchange is two numbers per token, forward only.
 
-    The loss is computed alike by all ranks of the group, so that each has the whole gradient of its own logits.
+def target_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
+) -> torch.Tensor:
+    """Log-probability of a target under each row of logits. With a group a collective.
+
+    Args:
+        logits: (..., V) of any floating-point type, or (..., V / ranks) with a group.
+        targets: (...) int64, ids of the whole vocabulary; the same on all ranks of a group.
+        group: The ranks that have the parts of the vocabulary; None where this one has all of it.
+        chunk_numel: Logits that are turned to float32 at once.
+
+    Returns:
+        (...) float32, differentiable in ``logits``; with a group the same on all its ranks, as its gradient must be.
     """
+    flat = logits.reshape(-1, logits.shape[-1])
+    picked: torch.Tensor = _TargetLogprobs.apply(flat, targets.reshape(-1), group, chunk_numel)  # type: ignore[no-untyped-call]
+    return picked.view(targets.shape)
 
+
+def distribution_entropies(
+    logits: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
+) -> torch.Tensor:
+    """Entropy in nats, (...), of the distribution that each row of logits makes; arguments as target_logprobs."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    entropies: torch.Tensor = _Entropies.apply(flat, group, chunk_numel)  # type: ignore[no-untyped-call]
+    return entropies.view(logits.shape[:-1])
+
+
+def _normalizer(logits: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)])
+
+
+def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part, group=group)
+    return torch.stack(parts)
+
+
+class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, chunk_numel: int
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None, chunk_numel: int
     ) -> torch.Tensor:
         size = logits.shape[-1]
-        own = targets - dist.get_rank(group) * size
-        is_own = (own >= 0) & (own < size)
-        own = own.where(is_own, 0)
         ctx.rows = rows = max(1, chunk_numel // size)
-        local = torch.stack(
-            [
-                torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(rows)]),
-                logits.gather(-1, own[:, None])[:, 0].float().where(is_own, 0.0),
-            ]
-        )
-        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, local, group=group)
-        parts = torch.stack(gathered)
-        normalizer = parts[:, 0].logsumexp(0)
-        ctx.save_for_backward(logits, own, is_own, normalizer)
-        return parts[:, 1].sum(0) - normalizer
+        is_own = []
+        if group is not None:
+            targets = targets - dist.get_rank(group) * size
+            is_own = [(targets >= 0) & (targets < size)]
+            targets = targets.where(is_own[0], 0)
+        normalizer = _normalizer(logits, rows)
+        picked = logits.gather(-1, targets[:, None])[:, 0].float()
+        if group is not None:
+            parts = _gather(torch.stack([normalizer, picked.where(is_own[0], 0.0)]), group)
+            normalizer, picked = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        ctx.save_for_backward(logits, targets, normalizer, *is_own)
+        return picked - normalizer
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits, own, is_own, normalizer = ctx.saved_tensors
+        logits, targets, normalizer, *is_own = ctx.saved_tensors
         (grad,) = grads
+        own_grad = grad * is_own[0] if is_own else grad
         grad_logits = torch.empty_like(logits)
-        columns = (logits, own, grad * is_own, normalizer, grad, grad_logits)
-        for chunk, target, own_grad, norm, all_grad, out in zip(*(each.split(ctx.rows) for each in columns), strict=True):
-            softmax = (chunk.float() - norm[:, None]).exp_().mul_(-all_grad[:, None])
-            out.copy_(softmax.scatter_add_(-1, target[:, None], own_grad[:, None]))
+        columns = (logits, targets, own_grad, normalizer, grad, grad_logits)
+        for chunk, target, own_chunk, norm, all_chunk, out in zip(*(each.split(ctx.rows) for each in columns), strict=True):
+            softmax = (chunk.float() - norm[:, None]).exp_().mul_(-all_chunk[:, None])
+            out.copy_(softmax.scatter_add_(-1, target[:, None], own_chunk[:, None]))
         return grad_logits, None, None, None
 
 
-def sharded_target_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup, chunk_numel: int = 1 << 24
-) -> torch.Tensor:
-    """As target_logprobs, of logits whose last axis is cut in equal parts over the ranks of a group. A collective.
+class _Entropies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, group: dist.ProcessGroup | None, chunk_numel: int) -> torch.Tensor:
+        ctx.rows = rows = max(1, chunk_numel // logits.shape[-1])
+        normalizer = _normalizer(logits, rows)
+        if group is not None:
+            normalizer = _gather(normalizer, group).logsumexp(0)
+        pieces = zip(logits.split(rows), normalizer.split(rows), strict=True)
+        # entr(p) = -p log p is 0 at p = 0, so that a logit of -inf counts for nothing.
+        entropies = torch.cat([torch.special.entr((chunk.float() - norm[:, None]).exp()).sum(-1) for chunk, norm in pieces])
+        if group is not None:
+            dist.all_reduce(entropies, group=group)
+        ctx.save_for_backward(logits, normalizer, entropies)
+        return entropies
 
-    Args:
-        logits: (..., V / ranks) of any floating-point type.
-        targets: (...) int64, ids of the whole vocabulary; the same on all ranks of the group.
-        group: The ranks that have the parts.
-        chunk_numel: As target_logprobs.
-
-    Returns:
-        (...) float32, the same on all ranks; its gradient must be so too.
-    """
-    flat = logits.reshape(-1, logits.shape[-1])
-    picked: torch.Tensor = _ShardedGatherLogSoftmax.apply(flat, targets.reshape(-1), group, chunk_numel)  # type: ignore[no-untyped-call]
-    return picked.view(targets.shape)
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, normalizer, entropies = ctx.saved_tensors
+        (grad,) = grads
+        grad_logits = torch.empty_like(logits)
+        columns = (logits, normalizer, entropies, grad, grad_logits)
+        for chunk, norm, entropy, grad_chunk, out in zip(*(each.split(ctx.rows) for each in columns), strict=True):
+            # dH / dz = -p (log p + H)
+            probabilities = (chunk.float() - norm[:, None]).exp_()
+            slope = torch.special.entr(probabilities).sub_(probabilities.mul_(entropy[:, None]))
+            out.copy_(slope.mul_(grad_chunk[:, None]))
+        return grad_logits, None, None

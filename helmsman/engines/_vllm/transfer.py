@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,14 +14,16 @@ import torch
 
 from helmsman.api.errors import EngineDeadError
 from helmsman.api.weights import ByCollective, Weights, WeightsOnDisk
-from helmsman.engines._vllm.buckets import SharedBucket, device_message, split
-from helmsman.engines._vllm.fit import Expected, expected_of, require_fit
+from helmsman.engines._weights.fit import Expected, expected_of, require_fit
 from helmsman.engines._weights.group import WeightGroup
+from helmsman.engines._weights.sending import as_bytes
 from helmsman.engines.weight_transfer import Incoming, incoming
-from helmsman.engines.weights import PartialWeightUpdateError
+from helmsman.engines.weights import partial_update
 
 Call = Callable[..., Awaitable[list[dict[str, Any]]]]
 """``call(method, *args)``: a method of VLLMWorkerExtension on all ranks; the Outcome of each."""
+
+_ALIGNMENT = 64
 
 _TYPES: dict[str, type[Exception]] = {
     each.__name__: each for each in (ConnectionError, FileNotFoundError, MemoryError, OSError, PermissionError, ValueError)
@@ -31,8 +34,8 @@ class VLLMTransfer:
     """Brings weights to all ranks of an instance, which decode nothing meanwhile.
 
     Args:
-        model: the folder, for what weights must look like.
-        bucket_bytes: of what goes through shared memory at once.
+        model: The folder, for the names and shapes that weights must have.
+        bucket_bytes: Weights that go through shared memory at once.
     """
 
     def __init__(self, model: str, bucket_bytes: int) -> None:
@@ -63,51 +66,82 @@ class VLLMTransfer:
             return arriving
 
     async def _hand_over(self, arriving: Incoming, call: Call) -> None:
-        with contextlib.closing(SharedBucket({})) as nothing:
-            try:
-                _require_done(await call("helmsman_probe", nothing.message["path"]))
-            except EngineDeadError:
-                raise
-            except OSError as error:
-                raise OSError(
-                    f"a process of vLLM cannot open the memory of its parent ({error}): weights reach only instances on one "
-                    "node this way. Use ViaDisk or ViaCollective."
-                ) from error
+        has_begun = False
         try:
-            _require_done(await call("helmsman_begin"))
+            with shared({}) as nothing:
+                _require_done(await call("helmsman_begin", nothing))
+            has_begun = True
             for bucket in arriving:
                 for part in split(bucket, self._bucket_bytes):
-                    await self._load(part, call)
+                    with contextlib.ExitStack() as stack:
+                        message = await asyncio.to_thread(stack.enter_context, shared(part))
+                        _require_done(await call("helmsman_load", message))
             _require_done(await call("helmsman_end"))
         except EngineDeadError:
             raise
         except Exception as error:
-            with contextlib.suppress(Exception):  # whatever it says, the weights are torn
-                await call("helmsman_give_up")
-            raise PartialWeightUpdateError(
-                f"the weights were exchanged in part: {type(error).__name__}: {error}. Nothing is decoded by them until an "
-                "update is completed."
-            ) from error
+            with contextlib.suppress(Exception):  # the first error counts
+                await call("helmsman_end")
+            if isinstance(error, OSError) and not has_begun:
+                raise OSError(
+                    f"a process of vLLM cannot open the memory of its parent ({error}): weights reach only instances on one "
+                    "node this way. Use ViaDisk or ViaCollective."
+                ) from error
+            raise partial_update(error) from error
 
-    async def _load(self, tensors: Mapping[str, torch.Tensor], call: Call) -> None:
-        on_device = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
-        on_host = {name: tensor for name, tensor in tensors.items() if name not in on_device}
-        if on_device:
-            _require_done(await call("helmsman_load", device_message(on_device)))
-        if on_host:
-            with contextlib.closing(await asyncio.to_thread(SharedBucket, on_host)) as bucket:
-                _require_done(await call("helmsman_load", bucket.message))
+
+@contextlib.contextmanager
+def shared(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+    """Copy tensors to memory for processes of this user on this machine; returns what they need, of plain types.
+
+    It is an anonymous file of the kernel's, opened by its owner's entry in /proc: it has no name that could be left behind.
+    """
+    entries: dict[str, list[Any]] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        entries[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end]
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    descriptor = os.memfd_create("helmsman-weights", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, max(end, 1))
+        memory = torch.frombuffer(mmap.mmap(descriptor, max(end, 1)), dtype=torch.uint8)
+        for name, tensor in tensors.items():
+            start = entries[name][2]
+            memory[start : start + tensor.nbytes].copy_(as_bytes(tensor))
+        yield {"path": f"/proc/{os.getpid()}/fd/{descriptor}", "entries": entries}
+    finally:
+        os.close(descriptor)
+
+
+def read_shared(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, in the shared memory, which stays as long as they do; what is written to them stays in this process."""
+    with open(message["path"], "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {}
+    for name, (dtype, shape, start) in message["entries"].items():
+        kind, count = getattr(torch, dtype), torch.Size(shape).numel()
+        flat = torch.frombuffer(memory, dtype=kind, count=count, offset=start) if count else torch.empty(0, dtype=kind)
+        tensors[name] = flat.view(shape)
+    return tensors
+
+
+def split(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Parts of at most so many bytes, or of one tensor."""
+    part: dict[str, torch.Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if part and num_bytes + tensor.nbytes > bucket_bytes:
+            yield part
+            part, num_bytes = {}, 0
+        part[name] = tensor
+        num_bytes += tensor.nbytes
+    if part:
+        yield part
 
 
 def _require_done(outcomes: list[dict[str, Any]]) -> None:
-    """Raise what the ranks say, the first that is no mere consequence first."""
+    """Raise the error of the first rank that has one: those of the others may be its consequences."""
     failed = [outcome for outcome in outcomes if outcome]
-    if not failed:
-        return
-    worst = next((outcome for outcome in failed if outcome["error"][0] != "ConnectionError"), failed[0])
-    name, text = worst["error"]
-    if any(outcome["torn"] for outcome in failed):
-        raise PartialWeightUpdateError(
-            f"the weights were exchanged in part: {text}. Nothing is decoded by them until an update is completed."
-        )
-    raise _TYPES.get(name, RuntimeError)(text)
+    if failed:
+        name, text = failed[0]["error"]
+        raise partial_update(text) if any(each["torn"] for each in failed) else _TYPES.get(name, RuntimeError)(text)

@@ -1,4 +1,4 @@
-"""What vLLM's own workers do for us: they take weights, each rank its part of every full tensor.
+"""The part of a weight update that runs in vLLM's own workers: each rank takes its part of every full tensor.
 
 vLLM mixes VLLMWorkerExtension into its worker class by name (``worker_extension_cls``) and calls it by ``collective_rpc``, on
 all ranks at once, between two steps. Arguments and results are of plain types, since vLLM lets no others through.
@@ -6,9 +6,7 @@ all ranks at once, between two steps. Arguments and results are of plain types, 
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from helmsman.api.weights import ByCollective, WeightsOnDisk
-from helmsman.engines._vllm import versions
-from helmsman.engines._vllm.buckets import read_message
-from helmsman.engines._vllm.fit import Expected, require_fit
+from helmsman.engines._vllm import internals
+from helmsman.engines._vllm.transfer import read_shared
+from helmsman.engines._weights.fit import Expected, require_fit
 from helmsman.engines._weights.group import WeightGroup
-from helmsman.engines.weight_transfer import incoming
+from helmsman.engines._weights.sending import Bucket
+from helmsman.engines.weight_transfer import GroupSink, incoming
 from helmsman.engines.weights import PartialWeightUpdateError
 
 Outcome = dict[str, Any]
@@ -36,25 +35,22 @@ class VLLMWorkerExtension:
     model_config: Any
     get_model: Callable[[], Any]
 
-    def helmsman_probe(self, path: str) -> Outcome:
-        """Whether the memory of the process that sends weights can be opened here."""
-        return _outcome(lambda: os.close(os.open(path, os.O_RDONLY)))
+    def helmsman_begin(self, message: Mapping[str, Any]) -> Outcome:
+        """Begin an update, whose tensors follow in messages like this one."""
 
-    def helmsman_begin(self) -> Outcome:
-        """Begin an update; its tensors follow."""
-        return _outcome(lambda: _loading_of(self).begin())
+        def begin() -> None:
+            read_shared(message)
+            _loading_of(self).begin()
+
+        return _outcome(begin)
 
     def helmsman_load(self, message: Mapping[str, Any]) -> Outcome:
-        """Take a bucket."""
-        return _outcome(lambda: _loading_of(self).load(read_message(message).items()))
+        """Take tensors."""
+        return _outcome(lambda: _loading_of(self).load(read_shared(message).items()))
 
     def helmsman_end(self) -> Outcome:
-        """Every tensor has come: use them."""
+        """Every tensor has come, or no more do: use them, and be ready for another update."""
         return _outcome(lambda: _loading_of(self).end())
-
-    def helmsman_give_up(self) -> Outcome:
-        """No more tensors come: be ready for another update."""
-        return _outcome(lambda: _loading_of(self).give_up())
 
     def helmsman_load_files(self, path: str) -> Outcome:
         """Take all weights from a folder; each rank reads it."""
@@ -65,8 +61,8 @@ class VLLMWorkerExtension:
         others of this instance.
 
         Args:
-            place: a ByCollective, as plain types.
-            forms: of Expected, as plain types.
+            place: A ByCollective, as plain types.
+            forms: Of Expected, as plain types.
         """
         found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
@@ -82,140 +78,111 @@ class _Loading:
 
     @torch.no_grad()
     def begin(self) -> None:
-        if self._is_begun:
-            self.give_up()
-        with versions.within(self._worker.vllm_config):
-            versions.begin_reload(self._worker.get_model())
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.end()
+        with set_current_vllm_config(self._worker.vllm_config):
+            initialize_layerwise_reload(self._worker.get_model())
         self._is_begun = True
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with versions.within(self._worker.vllm_config):
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._worker.vllm_config):
             self._worker.get_model().load_weights(tensors)
 
     @torch.no_grad()
     def end(self) -> None:
-        self._is_begun = False
-        with versions.within(self._worker.vllm_config):
-            versions.end_reload(self._worker.get_model(), self._worker.model_config)
+        """Also of an update that ended half-way: a layer that waits for its rest must not take it from the next one."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    def give_up(self) -> None:
-        if self._is_begun:
-            self.end()  # layers that wait for the rest of their weights must not take it from the next update
+        if not self._is_begun:
+            return
+        self._is_begun = False
+        with set_current_vllm_config(self._worker.vllm_config):
+            finalize_layerwise_reload(self._worker.get_model(), self._worker.model_config)
+            if internals.is_on_host():
+                internals.pack_tied_heads(self._worker.get_model())
 
     def read(self, weights: WeightsOnDisk) -> None:
         with incoming(weights, WeightGroup(self._worker.device)) as arriving:
             self._take(arriving)
 
     def receive(self, place: ByCollective, forms: Sequence[Expected]) -> None:
-        world = versions.world_group()
+        from vllm.distributed.parallel_state import get_world_group
+
+        world = get_world_group()
+        within = _InstanceGroup(world, self._worker.device)
         if world.rank_in_group > 0:
-            _told(world)  # that they fit, or why nothing comes
-            with contextlib.closing(_passed_on(world, self._worker.device)) as buckets:
-                self._take(buckets)
+            with incoming(place, within) as arriving:
+                self._take(arriving)
             return
         self._group = group = self._group or WeightGroup(self._worker.device)
-        sender = _Sender(world)
+        sink = GroupSink(place, within) if world.world_size > 1 else None
         try:
             with incoming(place, group) as arriving:
                 require_fit(forms, arriving.shapes)
-                sender.begin()
-                self._take(sender.passing_on(arriving))
+                if sink is not None:
+                    sink.announce(arriving.shapes)
+                self._take(_passed_on(arriving, sink))
         except Exception as error:
-            sender.give_up(error)
+            if sink is not None:
+                sink.give_up(RuntimeError(f"{type(error).__name__}: {error}"))  # not this group is broken
             raise
 
     def _take(self, buckets: Iterable[Mapping[str, torch.Tensor]]) -> None:
         try:
             self.begin()
             for bucket in buckets:
-                # The buffer is the next bucket's soon, and vLLM keeps what comes of a layer until all of it is there.
+                # The buffer is the next bucket's soon, and vLLM keeps tensors of a layer until all of it is there.
                 self.load((name, tensor.clone()) for name, tensor in bucket.items())
             self.end()
         except Exception as error:
-            self._try_to_give_up()
+            try:
+                self.end()
+            except Exception:  # noqa: BLE001 - the first error counts; the weights are torn in either case
+                self._is_begun = False
             raise PartialWeightUpdateError(f"{type(error).__name__}: {error}") from error
 
-    def _try_to_give_up(self) -> None:
-        try:
-            self.give_up()
-        except Exception:  # noqa: BLE001 - the first error counts; the weights are torn in either case
-            self._is_begun = False
 
+class _InstanceGroup(WeightGroup):
+    """The ranks of one vLLM instance as a group for weights: vLLM's own groups, which exist already."""
 
-class _Sender:
-    """The first rank's side of passing tensors on within the instance. The others take part until it says that it is over."""
-
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, device: torch.device) -> None:
+        super().__init__(device)
         self._world = world
-        self._is_over = world.world_size == 1
 
-    def begin(self) -> None:
-        """Say that tensors will come."""
-        if not self._is_over:
-            self._tell({"begins": True})
+    def join(self, place: ByCollective) -> None:
+        return
 
-    def passing_on(self, buckets: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The same buckets, each once the others have it, too."""
-        for bucket in buckets:
-            if not self._is_over:
-                self._tell({"tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in bucket.items()}})
-                for tensor in bucket.values():
-                    dist.broadcast(tensor.contiguous(), _first(self._world.device_group), group=self._world.device_group)
-            yield bucket
-        if not self._is_over:
-            self._is_over = True
-            self._tell({})
+    def leave(self) -> None:
+        return
 
-    def give_up(self, error: Exception) -> None:
-        """Say why no more comes, unless it has been said that it is over."""
-        if not self._is_over:
-            self._is_over = True
-            self._tell({"error": f"{type(error).__name__}: {error}"})
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, dist.get_global_rank(self._world.device_group, 0), group=self._world.device_group)
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        dist.broadcast_object_list([message], _first(self._world.cpu_group), group=self._world.cpu_group)
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        sent: list[Any] = [data]
+        dist.broadcast_object_list(sent, dist.get_global_rank(self._world.cpu_group, 0), group=self._world.cpu_group)
+        received: bytes = sent[0]
+        return received
 
 
-def _passed_on(world: Any, device: torch.device) -> Generator[Mapping[str, torch.Tensor], None, None]:
-    """What the first rank passes on; read to its end also where its reader fails, as the first rank does not know of that."""
-    is_over = False
-    try:
-        while not is_over:
-            is_over = True  # unless it says otherwise
-            if message := _told(world):
-                tensors = _broadcast_into(message, world, device)
-                is_over = False
-                yield tensors
-    finally:
-        with contextlib.suppress(ConnectionError):
-            while not is_over and (message := _told(world)):
-                _broadcast_into(message, world, device)
-
-
-def _told(world: Any) -> Mapping[str, Any]:
-    """What the first rank says. Raises: ConnectionError when it has given up."""
-    messages: list[Any] = [None]
-    dist.broadcast_object_list(messages, _first(world.cpu_group), group=world.cpu_group)
-    message: Mapping[str, Any] = messages[0]
-    if "error" in message:
-        raise ConnectionError(f"the first rank of this instance gave up: {message['error']}")
-    return message
-
-
-def _broadcast_into(message: Mapping[str, Any], world: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in message["tensors"].items()}
-    for tensor in tensors.values():
-        dist.broadcast(tensor, _first(world.device_group), group=world.device_group)
-    return tensors
-
-
-def _first(group: Any) -> int:
-    return dist.get_global_rank(group, 0)
+def _passed_on(buckets: Iterable[Mapping[str, torch.Tensor]], sink: GroupSink | None) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The same buckets, each once the other ranks have it too."""
+    for bucket in buckets:
+        if sink is not None:
+            sink.put(Bucket(bucket, {}))
+        yield bucket
+    if sink is not None:
+        sink.finish()
 
 
 def _outcome(work: Callable[[], None]) -> Outcome:
-    """An exception would reach our side as text, whose type only vLLM's log has."""
+    """An exception would reach the engine as text, and its type only vLLM's log."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - the process boundary

@@ -15,70 +15,70 @@ from torch.distributed.tensor import DTensor
 from helmsman.api.platforms import current_platform
 
 
-class Parking:
+class HostSwap:
     """A place for tensors on the host; pinned memory where they come from a device."""
 
     def __init__(self) -> None:
-        self._parked: dict[int, _Parked] = {}
+        self._swapped: dict[int, _Swapped] = {}
         """By the storage's address in this process."""
 
-    def park(self, tensors: Iterable[torch.Tensor]) -> None:
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
         """Bring tensors here and give their memory back. What is here already stays, and so does memory that cannot be given
         back, such as a mapped file's."""
-        new: dict[int, _Parked] = {}
+        new: dict[int, _Swapped] = {}
         for storage in map(storage_of, tensors):
             key = storage._cdata
-            if key not in self._parked and key not in new and storage.nbytes() and storage.resizable():
-                new[key] = _Parked(storage)
+            if key not in self._swapped and key not in new and storage.nbytes() and storage.resizable():
+                new[key] = _Swapped(storage)
         current_platform.synchronize()
         for each in new.values():
             each.storage.resize_(0)
-        self._parked.update(new)
+        self._swapped.update(new)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give the memory of tensors back, whose contents nobody needs any more; bring_back gives them memory again."""
+        """Give the memory of tensors back, whose contents nobody needs any more; restore gives them memory again."""
         for storage in map(storage_of, tensors):
-            if (parked := self._parked.get(storage._cdata)) is not None:
-                parked.host = None
+            if (swapped := self._swapped.get(storage._cdata)) is not None:
+                swapped.host = None
             elif storage.nbytes() and storage.resizable():
-                self._parked[storage._cdata] = _Parked(storage, keep=False)
+                self._swapped[storage._cdata] = _Swapped(storage, keep=False)
                 storage.resize_(0)
 
-    def bring_back(self) -> None:
+    def restore(self) -> None:
         """Give all tensors their memory and contents again. When there is no room all of them stay here.
 
         Raises: torch.OutOfMemoryError.
         """
         try:
-            for each in self._parked.values():
+            for each in self._swapped.values():
                 each.bring()
             current_platform.synchronize()
         except BaseException:
-            for each in self._parked.values():
+            for each in self._swapped.values():
                 each.storage.resize_(0)
             raise
-        self._parked = {}
+        self._swapped = {}
 
     @contextlib.contextmanager
     def present(self, tensor: torch.Tensor) -> Iterator[None]:
         """While the block lasts this one tensor can be read, wherever it is."""
-        parked = self._parked.get(storage_of(tensor)._cdata)
-        if parked is None:
+        swapped = self._swapped.get(storage_of(tensor)._cdata)
+        if swapped is None:
             yield
             return
         try:
-            parked.bring()
+            swapped.bring()
             yield
         finally:
             current_platform.synchronize()
-            parked.storage.resize_(0)
+            swapped.storage.resize_(0)
 
     def clear(self) -> None:
         """Forget what is here."""
-        self._parked = {}
+        self._swapped = {}
 
 
-class _Parked:
+class _Swapped:
     """A storage and its bytes."""
 
     def __init__(self, storage: torch.UntypedStorage, *, keep: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Reading a batch's columns so that nothing outside of the loss mask reaches a loss or its gradient."""
+"""What losses share: columns of which nothing outside of the loss mask reaches a loss or its gradient, KL estimates."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
+
+from helmsman.api.reward_shaping import KlEstimator
 
 Columns: TypeAlias = Mapping[str, torch.Tensor]
 LossResult: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -45,3 +47,27 @@ def weighted_sum(per_token: torch.Tensor, batch: Columns) -> torch.Tensor:
 def masked_sum(per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The sum over the masked tokens of something finite, for statistics."""
     return (per_token.detach() * mask).sum()
+
+
+def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator = "k3") -> torch.Tensor:
+    """Estimate of KL(p || q) from tokens that p has drawn (J. Schulman, http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        log_ratio: log p - log q of each token.
+        estimator: ``k1``, log p/q: unbiased, of high variance, often negative; its gradient as a loss is 0 on average, so it
+            belongs in the reward. ``k2``, half its square: biased, but its gradient is that of the divergence. ``k3``,
+            q/p - 1 - log q/p: unbiased and never negative; the one of GRPO (arXiv:2402.03300, eq. 4).
+
+    Returns:
+        Of the shape of ``log_ratio``.
+
+    Raises:
+        ValueError: There is no such estimator.
+    """
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"there is no KL estimator {estimator!r}; expected 'k1', 'k2' or 'k3'")

@@ -13,8 +13,7 @@ import torch
 
 from helmsman.api.engines import loss_traits
 from helmsman.api.reward_shaping import KlEstimator
-from helmsman.engines.losses.columns import Columns, LossResult, masked, masked_sum, require
-from helmsman.engines.losses.regularizers import add_regularizers, kl_estimate
+from helmsman.engines.losses.columns import Columns, LossResult, kl_estimate, masked, masked_sum, require, weighted_sum
 
 ImportanceMode: TypeAlias = Literal["truncate", "mask"]
 
@@ -61,9 +60,7 @@ def grpo_loss(
     mask = batch["loss_mask"]
     log_ratio = masked(logprobs, mask) - masked(batch["logprobs"], mask)
     objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, dual_clip)
-    return add_regularizers(
-        "grpo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
-    )
+    return _regularized("grpo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -90,15 +87,11 @@ def decoupled_ppo_loss(
     Args:
         logprobs: (B, T) float32 under the current weights.
         batch: As grpo_loss, and ``prox_logprobs`` (B, T), those of the proximal policy; ``logprobs`` are the rollout engine's.
-        clip_low: As grpo_loss, of the ratio of current to proximal policy.
-        clip_high: As grpo_loss.
-        dual_clip: As grpo_loss.
+        clip_low, clip_high, dual_clip: As grpo_loss, of the ratio of current to proximal policy.
         importance_cap: Most that the weight, proximal over behaviour probability, may be; None: anything.
         importance_mode: What becomes of a token whose weight is above the cap: ``mask`` leaves it out (as AReaL does, whose
             cap is 5), ``truncate`` gives it the cap.
-        kl_coef: As grpo_loss. The importance weight does not apply to it.
-        kl_estimator: As grpo_loss.
-        entropy_coef: As grpo_loss. The importance weight does not apply to it.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss. The importance weight does not apply to them.
 
     Returns:
         As grpo_loss, where ``ratio``, ``clip_fraction`` and ``policy_kl`` are against the proximal policy; and the sums of
@@ -121,16 +114,8 @@ def decoupled_ppo_loss(
         stats["importance_capped"] = masked_sum(above, mask)
         weight = weight.masked_fill(above, importance_cap if importance_mode == "truncate" else 0.0)
     stats["importance_weight"] = masked_sum(weight, mask)
-    return add_regularizers(
-        "decoupled_ppo_loss",
-        objective * weight,
-        stats,
-        logprobs,
-        batch,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        entropy_coef=entropy_coef,
-    )
+    objective = objective * weight
+    return _regularized("decoupled_ppo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -153,9 +138,7 @@ def gspo_loss(
         batch: As grpo_loss; ``advantages`` are one per sequence.
         clip_low: The ratio counts down to 1 - clip_low.
         clip_high: The ratio counts up to 1 + clip_high.
-        kl_coef: As grpo_loss.
-        kl_estimator: As grpo_loss.
-        entropy_coef: As grpo_loss.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss.
 
     Returns:
         As grpo_loss; ``ratio`` and ``policy_kl`` are those of sequences, counted once for each of their tokens.
@@ -169,9 +152,7 @@ def gspo_loss(
     log_ratio = token_log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     log_ratio = log_ratio.expand_as(token_log_ratio)
     objective, stats = _clipped(log_ratio, masked(batch["advantages"], mask), mask, clip_low, clip_high, None)
-    return add_regularizers(
-        "gspo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
-    )
+    return _regularized("gspo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 @loss_traits(head="lm", needs_entropy="entropy_coef")
@@ -192,9 +173,7 @@ def cispo_loss(
         logprobs: (B, T) float32 under the current weights.
         batch: As grpo_loss.
         ratio_cap: Most that the probability ratio, of which no gradient is taken, counts.
-        kl_coef: As grpo_loss.
-        kl_estimator: As grpo_loss.
-        entropy_coef: As grpo_loss.
+        kl_coef, kl_estimator, entropy_coef: As grpo_loss.
 
     Returns:
         As grpo_loss; ``clip_fraction`` counts tokens whose ratio is above the cap.
@@ -209,9 +188,7 @@ def cispo_loss(
     ratio = log_ratio.exp()
     objective = -ratio.clamp(max=ratio_cap) * masked(batch["advantages"], mask) * current
     stats = _ratio_stats(log_ratio, ratio > ratio_cap, mask)
-    return add_regularizers(
-        "cispo_loss", objective, stats, logprobs, batch, kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef
-    )
+    return _regularized("cispo_loss", objective, stats, logprobs, batch, kl_coef, kl_estimator, entropy_coef)
 
 
 def _clipped(
@@ -241,3 +218,27 @@ def _ratio_stats(log_ratio: torch.Tensor, is_clipped: torch.Tensor, mask: torch.
             "clip_fraction": masked_sum(is_clipped, mask).float(),
             "policy_kl": masked_sum(kl_estimate(-log_ratio), mask),
         }
+
+
+def _regularized(
+    loss: str,
+    objective: torch.Tensor,
+    stats: dict[str, torch.Tensor],
+    logprobs: torch.Tensor,
+    batch: Columns,
+    kl_coef: float,
+    kl_estimator: KlEstimator,
+    entropy_coef: float,
+) -> LossResult:
+    """The sum over tokens of a policy's loss (B, T), of the divergence to the reference policy, and of entropy with a minus."""
+    mask = batch["loss_mask"]
+    if kl_coef:
+        ref_kl = kl_estimate(masked(logprobs, mask) - masked(batch["ref_logprobs"], mask), kl_estimator)
+        objective = objective + kl_coef * ref_kl
+        stats["ref_kl"] = masked_sum(ref_kl, mask)
+    if entropy_coef:
+        require(loss, batch, ("entropy",))
+        entropy = masked(batch["entropy"], mask)
+        objective = objective - entropy_coef * entropy
+        stats["entropy"] = masked_sum(entropy, mask)
+    return weighted_sum(objective, batch), stats

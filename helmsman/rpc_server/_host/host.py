@@ -21,7 +21,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
-from helmsman.api.worker_context import WorkerContext, within
+from helmsman.api.workers import WorkerContext, within
 from helmsman.rpc_server._host import connectivity, inspection
 from helmsman.rpc_server._host.engine_calls import broadcast_arguments, construct, import_engine, needs_broadcast
 from helmsman.rpc_server._host.faults import Faults, Prepared

@@ -195,6 +195,13 @@ class Nodes:
         """All of them, the head first."""
         return [self.start(rank) for rank in range(self.count)]
 
+    def start_running(self, port: int = 0) -> list[Node]:
+        """All of them, once the script runs; those above rank 0 reach the head at a port of their own, if that is given."""
+        changes = {"control_port": port} if port else {}
+        nodes = [self.start(rank, **(changes if rank else {})) for rank in range(self.count)]
+        self.wait_running()
+        return nodes
+
     # --- the script -------------------------------------------------------------------------------------------------------
 
     def waiting_script(self, how: str = "0") -> list[str]:

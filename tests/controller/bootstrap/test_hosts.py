@@ -59,10 +59,10 @@ def _nothing_left(hosts: Hosts) -> None:
 def test_up_nodes_come_again_and_leave(make_hosts: Make) -> None:
     """A node that is killed and comes again, as a pod does, one whose raylet dies, and one that is told to stop.
 
-    Ray learns late of the first end, and the script would send work to it.
+    Ray learns late of the first end, here after seconds instead of half a minute, and the script would send work to it.
     """
     hosts = make_hosts(3)
-    head, first = _up(hosts, 0, "busy"), _up(hosts, 1, "busy")
+    head, first = _up(hosts, 0, "busy", "--env=RAY_health_check_period_ms=1000"), _up(hosts, 1, "busy")
     first.said("joined the cluster")
     first.signal(signal.SIGSTOP)  # so that it does not report the end of its raylet
     os.kill(hosts[1].pid_of("raylet"), signal.SIGKILL)  # which, ended in order, would take leave of Ray's head

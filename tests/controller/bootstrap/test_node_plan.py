@@ -13,20 +13,17 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import PreflightError
+from helmsman.controller._bootstrap.connection import proof_key
 from helmsman.controller._bootstrap.node_plan import node_environ, ray_start, ray_token, worker_ports
 from helmsman.controller._bootstrap.settings import Setting
 from helmsman.rpc_server.ports import RANGE_VARIABLE, PortLeases
 from tests.controller.bootstrap.nodes import make_plan
 
 AGENTS = {
-    "--node-manager-port",
-    "--object-manager-port",
-    "--runtime-env-agent-port",
-    "--dashboard-agent-listen-port",
-    "--dashboard-agent-grpc-port",
-    "--metrics-export-port",
+    *("--node-manager-port", "--object-manager-port", "--runtime-env-agent-port", "--dashboard-agent-listen-port"),
+    *("--dashboard-agent-grpc-port", "--metrics-export-port"),
 }
-"""What Ray would otherwise take from the ephemeral range, or from where another node of this machine has it."""
+"""Ports that Ray would otherwise take from the ephemeral range, or where another node of this machine has them."""
 
 
 @pytest.fixture
@@ -209,3 +206,4 @@ def test_tokens_and_jobs_by_secret(tmp_path: Path) -> None:
     plans = [make_plan(tmp_path, count=count, secret=secret) for count in (2, 3) for secret in ("", "a")]
     assert plans[0].job != plans[2].job
     assert plans[1].job == plans[3].job, "so that the head can say that the number of nodes differs"
+    assert len({proof_key(secret, job) for secret in ("", "a", "b") for job in ("", "2 6380", "3 6380")}) == 9

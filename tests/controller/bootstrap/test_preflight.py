@@ -31,8 +31,7 @@ listener = socket.create_server(("", 0))
 print(listener.getsockname()[1], flush=True)
 """
 WAITS = LISTENS + "listener.accept()[0].recv(1)\nsys.stdin.read()"
-SPEAKS_HTTP2 = LISTENS + "peer = listener.accept()[0]\npeer.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))\nsys.stdin.read()"
-SPEAKS_HTTP1 = LISTENS + "peer = listener.accept()[0]\npeer.sendall(b'HTTP/1.1 400 Bad Request')\nsys.stdin.read()"
+ANSWERS = LISTENS + "listener.accept()[0].sendall({})\nsys.stdin.read()"
 
 AS_NOBODY = """
 import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
@@ -53,19 +52,18 @@ except ValueError as error:
     print(error)
 """
 
+Listen = Callable[..., tuple[int, int]]
+
 
 @pytest.fixture
-def listen() -> Iterator[Callable[..., tuple[int, int]]]:
+def listen() -> Iterator[Listen]:
     """Start a program that listens; returns its port and its pid."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(source: str, *arguments: str) -> tuple[int, int]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", source, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        return int(process.stdout.readline()), process.pid
+    def start(source: str, *arguments: str, program: str = sys.executable) -> tuple[int, int]:
+        command = [program, "-I", "-S", "-c", source, *arguments]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return int(started[-1].stdout.readline()), started[-1].pid
 
     yield start
     for process in started:
@@ -92,36 +90,17 @@ def test_require_port_of_what_is_none(port: int) -> None:
         require_port(port, *WHAT, listens=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "who"),
-    [
-        ((), "a foreign program"),
-        (("helmsman", "up", "--port", "6379"), "another run of helmsman up"),
-    ],
-)
-def test_who_holds_a_port_is_told(listen: Callable[..., tuple[int, int]], arguments: tuple[str, ...], who: str) -> None:
-    port, pid = listen(f"'{who}'\n{WAITS}", *arguments)
+@pytest.mark.parametrize("who", ["a foreign program", "another run of helmsman up", "another Ray cluster"])
+def test_require_port_names_its_holder(listen: Listen, tmp_path: Path, who: str) -> None:
+    """A Ray cluster is known by the program of its head, of which the process table has the name."""
+    gcs = tmp_path / "gcs_server"
+    gcs.symlink_to(sys.executable)
+    arguments = ("helmsman", "up", "--port", "6379") if "helmsman" in who else ()
+    port, pid = listen(f"'{who}'\n{WAITS}", *arguments, program=str(gcs) if "Ray" in who else sys.executable)
     with pytest.raises(PreflightError) as caught:
         require_port(port, *WHAT, listens=True)
     for fact in (f"port {port}, of the head's Ray", f"held by {who} (pid {pid}: ", "by --port, the same on all nodes"):
         assert fact in str(caught.value)
-
-
-def test_another_ray_on_a_port_is_told(listen: Callable[..., tuple[int, int]], tmp_path: Path) -> None:
-    """Its head is known by its program, of which the process table has the name."""
-    gcs = tmp_path / "gcs_server"
-    gcs.symlink_to(sys.executable)
-    process = subprocess.Popen([gcs, "-I", "-S", "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with pytest.raises(
-            PreflightError, match=f"port {port}.*held by another Ray cluster \\(pid {process.pid}: .*gcs_server"
-        ):
-            require_port(port, *WHAT, listens=True)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.root
@@ -129,13 +108,16 @@ def test_another_ray_on_a_port_is_told(listen: Callable[..., tuple[int, int]], t
 @pytest.mark.parametrize(
     ("source", "who"),
     [
-        (SPEAKS_HTTP2, "a program that speaks gRPC, most likely the head of another Ray cluster, of another user or container"),
-        (SPEAKS_HTTP1, "held by a program, of another user or container"),
+        (
+            ANSWERS.format(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])),
+            "a program that speaks gRPC, most likely the head of another Ray cluster, of another user or container",
+        ),
+        (ANSWERS.format(b"HTTP/1.1 400 Bad Request"), "held by a program, of another user or container"),
         (WAITS, "held by a program, of another user or container"),
     ],
     ids=["HTTP/2", "HTTP/1", "says nothing"],
 )
-def test_the_holder_of_a_port_is_another_user(listen: Callable[..., tuple[int, int]], source: str, who: str) -> None:
+def test_require_port_held_by_another_user(listen: Listen, source: str, who: str) -> None:
     port, pid = listen(source)
     told = subprocess.run(
         [sys.executable, "-c", AS_NOBODY, str(port)],

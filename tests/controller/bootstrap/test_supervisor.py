@@ -33,7 +33,6 @@ def test_run_ends_with_the_exit_code_of_the_script(make_nodes: MakeNodes, source
             "joined the cluster at 127.0.0.1:6379",
             f"the run has ended: the script has ended with exit code {code}; this node has left",
         )
-    nodes.wait_nothing_left()
 
 
 def test_run_of_one_node(make_nodes: MakeNodes) -> None:
@@ -103,7 +102,6 @@ def test_rank_that_never_comes(make_nodes: MakeNodes) -> None:
         "--timeout",
     )
     member.ends(91, "NOT_JOINED: the run did not begin: 1 of 3 nodes are missing: rank 2, never heard of")
-    nodes.wait_nothing_left()
 
 
 def test_many_ranks_that_never_come(make_nodes: MakeNodes) -> None:
@@ -177,7 +175,6 @@ def test_node_leaves_before_the_run_began(make_nodes: MakeNodes) -> None:
     leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
     head.ends(91, "NOT_JOINED: rank 1 (", "left before the run began: this node was told to stop by SIGTERM")
     staying.ends(91, "NOT_JOINED: the run did not begin: rank 1 (")
-    nodes.wait_nothing_left()
 
 
 def test_node_is_killed_and_comes_again_before_the_run_begins(make_nodes: MakeNodes) -> None:

@@ -51,33 +51,28 @@ def test_ray_that_is_up_and_does_not_answer(make_nodes: MakeNodes) -> None:
 
 def test_ray_dies_on_a_node_and_the_run_goes_on(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
-    head, member = nodes.start_all()
-    nodes.wait_running()
+    head, member = nodes.start_running()
     os.kill(member.ray["pid"], KILL)
     member.ends(93, "RAY_DIED: Ray has died on this node: ray start was ended by SIGKILL")
     head.said("leaves: Ray has died on this node: ray start was ended by SIGKILL")
     nodes.release()
     head.ends(0)
-    nodes.wait_nothing_left()
 
 
 def test_ray_dies_on_the_head_and_the_run_ends(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
     nodes.behaviour(0, "raylet")
-    head, member = nodes.start_all()
-    nodes.wait_running()
+    head, member = nodes.start_running()
     os.kill(head.ray["raylet"], KILL)
     head.ends(93, "RAY_DIED: Ray has died on the head: raylet has ended")
     assert nodes.script_was_told(TERM)
     member.ends(0, "the run has ended: Ray has died on the head: ")
-    nodes.wait_nothing_left()
 
 
 def test_ray_that_ignores_being_told_to_end_is_killed(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(1, command=script("pass"))
     nodes.behaviour(0, "raylet", "stubborn")
     nodes.start(0).ends(0)
-    nodes.wait_nothing_left()
 
 
 # --- being told to stop -------------------------------------------------------------------------------------------------
@@ -85,13 +80,11 @@ def test_ray_that_ignores_being_told_to_end_is_killed(make_nodes: MakeNodes) -> 
 
 def test_head_is_told_to_stop(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2)
-    head, member = nodes.start_all()
-    nodes.wait_running()
+    head, member = nodes.start_running()
     head.signal(INT)
     head.ends(130, "this node was told to stop by SIGINT; the run ends")
     assert nodes.script_was_told(INT)
     member.ends(0, "the run has ended: this node was told to stop by SIGINT")
-    nodes.wait_nothing_left()
 
 
 def test_head_is_told_to_stop_while_it_waits(make_nodes: MakeNodes) -> None:
@@ -101,25 +94,21 @@ def test_head_is_told_to_stop_while_it_waits(make_nodes: MakeNodes) -> None:
     head.signal(TERM)
     head.ends(143, "told to stop by SIGTERM")
     member.ends(91, "NOT_JOINED: the run did not begin: this node was told to stop by SIGTERM")
-    nodes.wait_nothing_left()
 
 
 def test_node_is_told_to_stop_and_the_run_ends(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
-    head, leaving, staying = nodes.start_all()
-    nodes.wait_running()
+    head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
     leaving.ends(143, "this node was told to stop by SIGTERM; it leaves")
     head.ends(143, "rank 1 (", "was told to stop by SIGTERM; the run ends")
     assert nodes.script_was_told(TERM)
     staying.ends(0, "the run has ended: rank 1 (")
-    nodes.wait_nothing_left()
 
 
 def test_node_of_an_elastic_run_is_told_to_stop(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3, elastic=True, grace_s=60.0)  # which nobody needs whose node is drained
-    head, leaving, staying = nodes.start_all()
-    nodes.wait_running()
+    head, leaving, staying = nodes.start_running()
     leaving.signal(TERM)
     leaving.ends(143)
     head.said("leaves: this node was told to stop by SIGTERM")
@@ -132,13 +121,11 @@ def test_node_of_an_elastic_run_is_told_to_stop(make_nodes: MakeNodes) -> None:
 def test_node_of_an_elastic_run_leaves_after_the_grace(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(2, elastic=True, grace_s=0.5)
     nodes.behaviour(1, "busy")
-    head, leaving = nodes.start_all()
-    nodes.wait_running()
+    head, leaving = nodes.start_running()
     leaving.signal(TERM)
     leaving.ends(143)
     nodes.release()
     head.ends(0)
-    nodes.wait_nothing_left()
 
 
 def test_node_is_told_to_stop_before_there_is_a_head(make_nodes: MakeNodes) -> None:
@@ -154,7 +141,6 @@ def test_script_that_ignores_a_signal_is_killed(make_nodes: MakeNodes) -> None:
     nodes.wait_running()
     head.signal(TERM)
     head.ends(143)
-    nodes.wait_nothing_left()
 
 
 def test_head_is_told_to_stop_and_the_code_of_the_script_does_not_count(make_nodes: MakeNodes) -> None:
@@ -173,9 +159,7 @@ def test_connection_is_made_again(make_nodes: MakeNodes, make_cable: MakeCable) 
     """When it is cut, and when only the node knows that it is lost."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
-    head = nodes.start(0)
-    member = nodes.start(1, control_port=cable.port)
-    nodes.wait_running()
+    head, member = nodes.start_running(cable.port)
     cable.cut()
     member.said("the connection to the head was lost, and is back")
     before = head.said("is back")
@@ -192,9 +176,7 @@ def test_head_that_cannot_be_reached(make_nodes: MakeNodes, make_cable: MakeCabl
     """What answers is a kernel that takes connections for a head that does nothing: nobody knows how the run ends."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
-    head = nodes.start(0)
-    member = nodes.start(1, control_port=cable.port)
-    nodes.wait_running()
+    head, member = nodes.start_running(cable.port)
     cable.cut_and_swallow()
     member.ends(94, "HEAD_LOST: the head at 127.0.0.1:", "cannot be reached", "whether the run goes on there is not known")
     head.said("is lost: the connection was closed; the run goes on without it")
@@ -204,13 +186,11 @@ def test_head_that_cannot_be_reached(make_nodes: MakeNodes, make_cable: MakeCabl
 
 def test_head_that_is_killed(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(3)
-    head, *members = nodes.start_all()
-    nodes.wait_running()
+    head, *members = nodes.start_running()
     head.signal(KILL)
     assert head.wait() == 137
     for member in members:
         member.ends(0, "the run has ended: its head is gone; this node has left")
-    nodes.wait_nothing_left()
 
 
 @pytest.mark.parametrize("secret", ["a token of this test", "another"])
@@ -218,9 +198,7 @@ def test_head_of_another_run_has_the_port(make_nodes: MakeNodes, make_cable: Mak
     """A head that was started anew, or one of another job: the node does not belong to it."""
     nodes = make_nodes(2)
     cable = make_cable(nodes.port)
-    head = nodes.start(0)
-    member = nodes.start(1, control_port=cable.port)
-    nodes.wait_running()
+    head, member = nodes.start_running(cable.port)
     with_other_port = make_nodes(2)
     other = with_other_port.start(0, secret=secret)
     other.said("never heard of")
@@ -236,8 +214,7 @@ def test_head_of_another_run_has_the_port(make_nodes: MakeNodes, make_cable: Mak
 def test_node_whose_ray_dies_with_a_silent_head_can_be_told_to_stop(make_nodes: MakeNodes) -> None:
     """It waits to learn whether its head has gone, which is why Ray would end by itself; but not when it is told to stop."""
     nodes = make_nodes(2, grace_s=0.1)
-    head, member = nodes.start_all()
-    nodes.wait_running()
+    head, member = nodes.start_running()
     head.signal(signal.SIGSTOP)
     ray = member.ray["pid"]
     os.kill(ray, KILL)
@@ -249,8 +226,7 @@ def test_node_whose_ray_dies_with_a_silent_head_can_be_told_to_stop(make_nodes: 
 def test_node_is_killed_and_comes_again_too_late(make_nodes: MakeNodes) -> None:
     """It takes its Ray along, and the run goes on; the new one is not told that the run has not begun."""
     nodes = make_nodes(2)
-    head, member = nodes.start_all()
-    nodes.wait_running()
+    head, member = nodes.start_running()
     ray = member.ray["pid"]
     member.signal(KILL)
     head.said("is lost: the connection was closed; the run goes on without it")

@@ -94,18 +94,6 @@ async def test_what_hangs_holds_a_recall_up_until_it_is_dead_or_nobody_waits() -
 
 
 @virtually
-async def test_aborted_on_the_way_it_ends_with_what_it_has() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = await put(scheduler, [make_request("r")])
-    scheduler.suspend()
-    recalled = await waits(scheduler.take_back())
-    await scheduler.abort()
-    backend.last("r").give_back([7])
-    await recalled
-    assert ticket.state is S.PARTIAL
-
-
-@virtually
 async def test_resumed_meanwhile_a_recall_waits_for_what_ran_and_for_nothing_else() -> None:
     backend, scheduler = make_scheduler([2])
     await put(scheduler, make_requests(2))
@@ -182,15 +170,3 @@ async def test_idle_is_nothing_in_flight_and_nothing_that_waits() -> None:
     await scheduler.abort()
     await settle()
     assert idle.done(), "also when what waited was withdrawn"
-
-
-@virtually
-async def test_suspended_idle_is_nothing_in_flight() -> None:
-    backend = HeldBackend()
-    scheduler = GenerateScheduler(backend)
-    scheduler.put([make_request("a")])
-    idle = await waits(scheduler.wait_idle())
-    scheduler.suspend()
-    await settle()
-    assert idle.done()
-    assert scheduler.num_queued == 1

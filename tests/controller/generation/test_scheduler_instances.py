@@ -127,25 +127,6 @@ async def test_drain_with_migrate_takes_the_tokens_along() -> None:
 
 
 @virtually
-async def test_a_request_moves_as_often_as_it_must() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = scheduler.put([make_request("r", max_new_tokens=5)])
-    for turn in range(4):
-        await settle()
-        scheduler.add(f"i{turn + 1}", 1)
-        drained = asyncio.ensure_future(scheduler.drain(f"i{turn}", migrate=True))
-        await settle()
-        backend.last("r").give_back([turn], version=turn)
-        await drained
-        scheduler.remove(f"i{turn}")
-    await settle()
-    assert backend.last("r").request.sampling.max_new_tokens == 1
-    await backend.end("r", [4], version=4, stop_reason="length")
-    assert ticket.future.result().token_ids == ticket.future.result().versions == [0, 1, 2, 3, 4]
-    assert ticket.num_attempts == 5
-
-
-@virtually
 async def test_a_sample_does_not_go_back_to_older_weights_and_holds_nobody_up() -> None:
     backend, scheduler = make_scheduler([1, 1, 1])
     moves, *_ = await put(scheduler, make_requests(3))
@@ -259,25 +240,3 @@ async def test_a_drain_ends_with_the_death_of_its_instance(migrate: bool) -> Non
     await settle()
     await backend.end_all("i1")
     assert set(states(tickets)) == {S.DONE}
-
-
-@virtually
-async def test_one_instance_after_the_other_is_replaced_under_load() -> None:
-    """Shrink during routing: nothing is lost, and everything is sent to somebody who is there."""
-    backend, scheduler = make_scheduler([2] * 4)
-    tickets = scheduler.put(make_requests(100))
-    for turn in range(4):
-        await settle()
-        drained = asyncio.ensure_future(scheduler.drain(f"i{turn}", migrate=turn % 2 == 0))
-        await settle()
-        for call in backend.open(f"i{turn}"):
-            call.give_back([1]) if turn % 2 == 0 else call.end()
-        await drained
-        scheduler.remove(f"i{turn}")
-        scheduler.add(f"new{turn}", 2)
-    await settle()
-    assert {call.instance_id for call in backend.open()} == {"new0", "new1", "new2", "new3"}
-    while backend.open():
-        await backend.end_all()
-    assert set(states(tickets)) == {S.DONE}
-    assert_empty(scheduler)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from helmsman.api.errors import WorkerFailedError
-from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.api.scheduler import PreemptionNotice, WorkerHealth
 from helmsman.api.supervision import Monitor
 from helmsman.controller._generation.health import Health, SupervisionPolicy
@@ -15,7 +15,7 @@ from helmsman.controller._generation.request import RequestState
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor
 from tests.controller.fakes import make_death
-from tests.controller.generation.backends import virtually
+from tests.controller.generation.backends import make_requests, make_result, virtually
 
 POLICY = SupervisionPolicy(probe_every_s=1.0, suspect_s=5.0, dead_s=10.0, max_restarts=1)
 
@@ -40,13 +40,7 @@ class Cluster:
         while len(tokens) < request.sampling.max_new_tokens and not event.is_set():
             await asyncio.sleep(1.0)
             tokens.append(len(request.prompt_ids) + len(tokens))
-        return GenerationResult(
-            request_id=request.request_id,
-            token_ids=tokens,
-            logprobs=[0.0] * len(tokens),
-            versions=[0] * len(tokens),
-            stop_reason="abort" if event.is_set() else "length",
-        )
+        return make_result(request.request_id, tokens, stop_reason="abort" if event.is_set() else "length")
 
     async def abort(self, instance_id: str, request_ids: list[str]) -> None:
         """End these requests at their next token."""
@@ -83,16 +77,11 @@ def _supervised(cluster: Cluster, policy: SupervisionPolicy = POLICY) -> tuple[G
     return requests, supervisor
 
 
-def _requests(count: int) -> list[GenerationRequest]:
-    sampling = SamplingParams(max_new_tokens=20)
-    return [GenerationRequest(request_id=f"r{index}", prompt_ids=[1, 2], sampling=sampling) for index in range(count)]
-
-
 @virtually
 async def test_each_notice_is_heeded_once_and_costs_no_restart_of_the_budget() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
-    tickets = requests.put(_requests(4))
+    tickets = requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
     await asyncio.sleep(5.5)
     for number in range(3):
         cluster.leaving = {"a": f"notice {number}"}
@@ -132,7 +121,7 @@ async def test_where_there_is_no_room_the_budget_ends_the_attempts() -> None:
     await asyncio.sleep(60.0)
     assert len(cluster.rebuilt) == 2, "the one in time, and the one of the budget"
     assert requests.instances["a"].health is Health.DEAD
-    (ticket,) = requests.put(_requests(1))
+    (ticket,) = requests.put(make_requests(1))
     await requests.wait_idle()
     assert ticket.sent_to == "b"
     supervisor.stop()
@@ -142,7 +131,7 @@ async def test_where_there_is_no_room_the_budget_ends_the_attempts() -> None:
 async def test_one_that_is_removed_while_it_is_left_is_gone() -> None:
     cluster = Cluster()
     requests, supervisor = _supervised(cluster)
-    requests.put(_requests(4))
+    requests.put(make_requests(4, prompt=[1, 2], max_new_tokens=20))
     await asyncio.sleep(0.5)
     cluster.leaving = {"a": "its node is being drained"}
     await requests.drain("a", migrate=True)

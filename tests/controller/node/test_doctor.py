@@ -19,7 +19,6 @@ from helmsman.controller.cli import NO, OK
 from tests.contract.helpers import ROOT
 
 WELL = Observed(
-    hostname="gpu-0",
     address="10.0.0.1",
     launcher="Slurm: node 0 of 2",
     versions={"helmsman": "0.1.0", "ray": "2.60.0", "torch": "2.13.0"},

@@ -35,15 +35,15 @@ def _job(replicas: int, fork: bool = True, **spec: Any) -> Job:
 
 def test_tile_servers_over_more_trainers() -> None:
     shares = tile(_job(16, gpu=4), _target(64, 1, per_node=8))
-    assert [share.targets for share in shares] == [tuple(range(4 * index, 4 * index + 4)) for index in range(16)]
-    assert [share.devices for share in shares[:3]] == [("0", "1", "2", "3"), ("4", "5", "6", "7"), ("0", "1", "2", "3")]
-    assert [share.node_id for share in shares[::2]] == [f"n{index}" for index in range(8)]
+    assert [ranks for ranks, _ in shares] == [tuple(range(4 * index, 4 * index + 4)) for index in range(16)]
+    assert [share.devices for _, share in shares[:3]] == [("0", "1", "2", "3"), ("4", "5", "6", "7"), ("0", "1", "2", "3")]
+    assert [share.node_id for _, share in shares[::2]] == [f"n{index}" for index in range(8)]
 
 
 def test_tile_trainers_over_fewer_servers() -> None:
     shares = tile(_job(64, gpu=1), _target(16, 4, per_node=2))
-    assert [share.devices for share in shares[:8]] == [(str(index),) for index in range(8)]
-    assert [share.targets for share in shares[:8]] == [(0,)] * 4 + [(1,)] * 4
+    assert [share.devices for _, share in shares[:8]] == [(str(index),) for index in range(8)]
+    assert [ranks for ranks, _ in shares[:8]] == [(0,)] * 4 + [(1,)] * 4
 
 
 @given(st.integers(1, 16), st.integers(1, 48), st.integers(0, 8), st.booleans())
@@ -55,16 +55,16 @@ def test_tile_shares_every_device_equally(targets: int, replicas: int, gpu: int,
         return
     shares = tile(_job(replicas, fork), target)
     assert len(shares) == replicas
-    for share in shares:
+    for ranks, share in shares:
         assert share.num_devices == len(share.devices)
-        assert {target[rank].node_id for rank in share.targets} == {share.node_id}
+        assert {target[rank].node_id for rank in ranks} == {share.node_id}
     if fork:
-        assert sorted(int(device) for share in shares for device in share.devices) == list(range(targets * gpu))
+        assert sorted(int(device) for _, share in shares for device in share.devices) == list(range(targets * gpu))
 
 
 def test_tile_counts_unknown_devices() -> None:
     target = [PlannedWorker(worker_id=f"target/{index}", node_id="n", node="n", num_devices=2) for index in range(2)]
-    (share,) = tile(_job(1), target)
+    ((_, share),) = tile(_job(1), target)
     assert (share.num_devices, share.devices) == (4, ())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 import pickle
@@ -78,15 +79,20 @@ class Group:
         return task
 
 
-def on_loop(test: Callable[[], Any]) -> Callable[[], Any]:
+def on_loop(test: Callable[..., Any]) -> Callable[..., Any]:
     """Run a test's coroutine on the background loop, where the schedulers live."""
 
-    async def wrapped() -> None:
-        await run_async(test())
+    @functools.wraps(test)
+    async def wrapped(**fixtures: Any) -> None:
+        await run_async(test(**fixtures))
 
-    wrapped.__name__ = test.__name__
-    wrapped.__doc__ = test.__doc__
     return wrapped
+
+
+async def arrive() -> None:
+    """Let what has happened reach everyone on the loop."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:26789")
@@ -145,31 +151,15 @@ async def test_group_error_earliest_of_equals() -> None:
     task = await group.begin()
     for index in (2, 0, 1):
         group.rank(index).ended.set_exception(ValueError(f"from {index}"))
-        for _ in range(5):  # let it arrive
-            await asyncio.sleep(0)
+        await arrive()
     with pytest.raises(GroupCallError) as caught:
         await task
     assert list(caught.value.errors) == ["train/2", "train/0", "train/1"]
 
 
-class Records(logging.Handler):
-    """Log records that can be awaited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: asyncio.Queue[logging.LogRecord] = asyncio.Queue()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.put_nowait(record)
-
-
 @on_loop
-async def test_call_all_observes_calls_left_alone() -> None:
+async def test_call_all_observes_calls_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     group = await Group.of(3)
-    logger = logging.getLogger("helmsman.api.fan_out")
-    level, handler = logger.level, Records()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     unhandled: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     try:
@@ -179,16 +169,16 @@ async def test_call_all_observes_calls_left_alone() -> None:
             await task
         assert list(caught.value.errors) == ["train/0"]
         gc.collect()  # the tasks live on only because somebody still watches them
-        group.rank(1).ended.set_result(None)
-        first = await handler.records.get()
-        group.rank(2).ended.set_exception(GLOO)
-        second = await handler.records.get()
+        with caplog.at_level(logging.INFO, "helmsman.api.fan_out"):
+            group.rank(1).ended.set_result(None)
+            await arrive()
+            group.rank(2).ended.set_exception(GLOO)
+            await arrive()
         gc.collect()
-        await asyncio.sleep(0)
+        await arrive()
     finally:
         asyncio.get_running_loop().set_exception_handler(None)
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    first, second = [record for record in caplog.records if record.name == "helmsman.api.fan_out"]
     assert (first.levelno, first.getMessage()) == (logging.INFO, "train/1: step (left alone after another rank failed): ended")
     assert second.levelno == logging.WARNING
     assert "train/2: step" in second.getMessage()
@@ -201,8 +191,7 @@ async def test_call_all_waits_for_independent_workers() -> None:
     group = await Group.of(2)
     task = await group.begin(grace_s=None)
     group.rank(0).ended.set_exception(ValueError("out of memory"))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await arrive()
     assert not task.done()
     group.rank(1).ended.set_exception(ValueError("out of memory too"))
     with pytest.raises(GroupCallError) as caught:

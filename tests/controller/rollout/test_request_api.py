@@ -284,22 +284,6 @@ def give_back(scheduler: FakeScheduler, index: int) -> None:
     background_loop().call_soon_threadsafe(answer, "abort")  # set by this thread, it would not wake the loop
 
 
-def test_what_is_recalled_from_a_worker_that_dies_goes_by_the_retry_policy(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, Deaf, retries=RetryGeneration()) as rollout:
-        futures = submit_all(rollout, [[1]] * 2)
-        paused = asyncio.run_coroutine_threadsafe(rollout.apause("recall"), background_loop())
-        settle()
-        scheduler.kill("rollout/0")
-        give_back(scheduler, 1)
-        paused.result(LIMIT_S)
-        assert rollout.load().num_queued == 1
-        assert futures[1].result(LIMIT_S).token_ids == [2], "its one token is its end"
-        rollout.resume()
-        settle()
-        finish(scheduler, 1)
-        assert futures[0].result(LIMIT_S).token_ids == [2]
-
-
 def test_to_be_rid_of_all_pause_abort_and_wait(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1]] * 10)

@@ -100,42 +100,6 @@ def test_a_request_goes_to_the_worker_with_the_fewest_outstanding_tokens(schedul
             finish(scheduler, i)
 
 
-def test_what_is_beyond_the_bound_of_a_worker_waits_here_in_order(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
-        futures = submit_all(rollout, [[1]] * 7)
-        load = rollout.load()
-        assert load.num_queued == 3
-        assert [i.num_in_flight for i in load.instances.values()] == [2, 2]
-        assert finish(scheduler, 1, 1) == ["rollout-1"]
-        assert list(engine(scheduler, 1).running) == ["rollout-3", "rollout-4"]
-        while rollout.load().num_queued or any(not f.done() for f in futures):
-            finish(scheduler, 0)
-            finish(scheduler, 1)
-        assert [f.result().request_id for f in futures] == [f"rollout-{i}" for i in range(7)]
-        assert max(engine(scheduler, i).most_at_once for i in range(2)) == 2
-
-
-def test_submit_holds_its_caller_back_when_the_queue_is_full(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, max_in_flight_per_worker=1, max_queue=2) as rollout:
-        futures = submit_all(rollout, [[1]] * 3)  # one in flight, two wait
-        blocked = asyncio.run_coroutine_threadsafe(rollout.asubmit([1]), background_loop())
-        settle()
-        assert not blocked.done()
-        assert rollout.load().num_queued == 2
-        finish(scheduler, 0)
-        futures.append(blocked.result(LIMIT_S))
-        assert rollout.load().num_queued == 2
-        assert futures[1].cancel() is False  # in flight by now
-        assert futures[2].cancel() is True  # waits still, and gives its place back
-        settle()
-        assert rollout.load().num_queued == 1
-        submit_all(rollout, [[1]])
-        while any(not f.done() for f in futures):
-            finish(scheduler, 0)
-        assert "rollout-2" not in engine(scheduler, 0).served
-        finish(scheduler, 0)
-
-
 def test_requests_can_be_awaited_from_any_loop(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, CountingRollout) as rollout:
 
@@ -187,17 +151,6 @@ def test_bounds_below_one_are_refused(scheduler: FakeScheduler) -> None:
 
 
 # --- abort, pause, cancel -------------------------------------------------------------------------------------------------
-
-
-def test_abort_ends_what_runs_and_what_waits(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
-        futures = submit_all(rollout, [[1]] * 5)
-        assert rollout.abort() == 5
-        assert [future.result(LIMIT_S).stop_reason for future in futures] == ["abort"] * 5
-        assert [len(engine(scheduler, i).served) for i in range(2)] == [1, 1]
-        assert scheduler.methods("rollout/0").count("abort") == 1
-        assert rollout.load().num_queued == 0
-        assert rollout.abort() == 0
 
 
 def test_a_cancelled_await_withdraws_its_request(scheduler: FakeScheduler) -> None:

@@ -55,7 +55,7 @@ class MinimalBackend(Backend):
 
     async def launch(self, start: Launch) -> list[WorkerClient]:
         clients = []
-        for rank, place in start.pairs:
+        for rank, place in start.places.items():
             identity = self.run.identity(start.job, rank, place.node)
             host = EngineHost(identity, self.store, seeding=False)
             host.engine_thread.start(identity.worker_id)

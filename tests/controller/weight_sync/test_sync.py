@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from helmsman.api.weights import WeightFormat, WeightsOnDisk
 from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL, STOP
-from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, way_of
+from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, going_on, way_of
 from tests.engines.preload import PRELOAD
 
 
@@ -40,16 +38,14 @@ def scheduler() -> Iterator[Scheduler]:
 
 @pytest.fixture(scope="module")
 def pair(scheduler: Scheduler) -> Iterator[World]:
-    world = World(scheduler, 2, 2)
-    yield world
-    world.close()
+    with World(scheduler, 2, 2) as world:
+        yield world
 
 
 @pytest.fixture(scope="module")
 def supervised(scheduler: Scheduler) -> Iterator[World]:
-    world = World(scheduler, 1, 4, "-supervised", supervision=SUPERVISED)
-    yield world
-    world.close()
+    with World(scheduler, 1, 4, "-supervised", supervision=SUPERVISED) as world:
+        yield world
 
 
 @pytest.mark.parametrize("world", ["pair", "supervised"])
@@ -60,7 +56,7 @@ def test_every_instance_serves_the_trainers_weights_after_one_call(
     """From two ranks that have a half of each parameter, and from one."""
     it: World = request.getfixturevalue(world)
     form = WeightFormat(bucket_bytes=4000, checksum=True)
-    sync = WeightSync(it.trainer, it.rollout, way_of(way, tmp_path), form=form)
+    sync = it.sync(way_of(way, tmp_path), form=form)
     num_bytes = sum(tensor.nbytes for tensor in it.expected().values())
     for _ in range(2):
         version = it.step()
@@ -76,7 +72,7 @@ def test_every_instance_serves_the_trainers_weights_after_one_call(
 
 def test_in_memory_the_bytes_lie_once_on_a_node_and_all_instances_read_them_there(supervised: World) -> None:
     supervised.step()
-    WeightSync(supervised.trainer, supervised.rollout).push()
+    supervised.sync().push()
     places = {supervised.scheduler.call_engine(id_, "memory") for id_ in supervised.ids}
     assert len(places) == 1
     ((_, inode),) = places
@@ -85,19 +81,13 @@ def test_in_memory_the_bytes_lie_once_on_a_node_and_all_instances_read_them_ther
 
 @pytest.mark.slow
 def test_on_ray_it_is_the_same() -> None:
-    with make_scheduler("ray", address="local", num_cpus=8) as cluster:
-        world = World(cluster, 2, 2)
-        try:
-            for way in (ViaMemory(), ViaCollective()):
-                world.step()
-                assert (
-                    WeightSync(world.trainer, world.rollout, way, form=WeightFormat(checksum=True)).push().updated == world.ids
-                )
-                assert not any(world.differing().values())
-            places = {cluster.call_engine(id_, "memory") for id_ in world.ids}
-            assert len(places) == 1
-        finally:
-            world.close()
+    with make_scheduler("ray", address="local", num_cpus=8) as cluster, World(cluster, 2, 2) as world:
+        for way in (ViaMemory(), ViaCollective()):
+            world.step()
+            assert world.sync(way, form=WeightFormat(checksum=True)).push().updated == world.ids
+            assert not any(world.differing().values())
+        places = {cluster.call_engine(id_, "memory") for id_ in world.ids}
+        assert len(places) == 1
 
 
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
@@ -113,9 +103,9 @@ def test_a_form_that_makes_no_sense_is_the_trainers_error_and_changes_nobody(
 ) -> None:
     pair.step()
     with pytest.raises(HelmsmanError, match=message):
-        WeightSync(pair.trainer, pair.rollout, way_of(way, tmp_path), form=form).push()
+        pair.sync(way_of(way, tmp_path), form=form).push()
     assert all(pair.differing().values())
-    assert WeightSync(pair.trainer, pair.rollout).push().updated == pair.ids
+    assert pair.sync().push().updated == pair.ids
 
 
 @pytest.mark.parametrize("way", ["memory", "disk", "collective"])
@@ -126,10 +116,10 @@ def test_weights_of_another_model_are_refused_by_each_instance_and_the_next_upda
     wrong = WeightFormat(names=(("embed_tokens", "embedding"),))
     carrier = way_of(way, tmp_path)
     with pytest.raises(HelmsmanError, match="left as it is. 1 missing: model.embed_tokens.weight; 1 unexpected"):
-        WeightSync(pair.trainer, pair.rollout, carrier, form=wrong).push()
+        pair.sync(carrier, form=wrong).push()
     assert all(pair.differing().values())
     assert pair.health() == [Health.STALE, Health.STALE]
-    assert WeightSync(pair.trainer, pair.rollout, carrier).push().updated == pair.ids
+    assert pair.sync(carrier).push().updated == pair.ids
     assert not any(pair.differing().values())
     assert len(pair.rollout.generate([PROMPT])[0].token_ids) > 0
 
@@ -138,7 +128,7 @@ def test_names_are_mapped_and_types_cast_before_anything_is_sent(pair: World, tm
     form = WeightFormat(dtype="bfloat16", names=(("^", "policy."), (r"\.weight$", ".w")))
     version = pair.step()
     with pytest.raises(HelmsmanError, match="do not fit the rollout model"):
-        WeightSync(pair.trainer, pair.rollout, ViaDisk(str(tmp_path)), form=form).push()
+        pair.sync(ViaDisk(str(tmp_path)), form=form).push()
     (file,) = tmp_path.glob(f"version-{version:010d}/*.safetensors")
     with safe_open(file, framework="pt") as written:
         found = {name: written.get_tensor(name) for name in written.keys()}  # noqa: SIM118 - it is no mapping
@@ -147,14 +137,14 @@ def test_names_are_mapped_and_types_cast_before_anything_is_sent(pair: World, tm
     for name, tensor in expected.items():
         assert torch.equal(found["policy." + re.sub(r"\.weight$", ".w", name)], tensor.bfloat16())
     cast = WeightFormat(dtype="bfloat16")
-    report = WeightSync(pair.trainer, pair.rollout, form=cast).push()
+    report = pair.sync(form=cast).push()
     assert 2 * report.num_bytes < 1.5 * sum(tensor.nbytes for tensor in expected.values())
     served = pair.scheduler.call_engine(pair.ids[1], "parameters")
     assert all(torch.equal(served[name], tensor.bfloat16().float()) for name, tensor in expected.items())
 
 
 def test_versions_of_weights_on_disk_appear_whole_and_old_ones_go(pair: World, tmp_path: Path) -> None:
-    sync = WeightSync(pair.trainer, pair.rollout, ViaDisk(str(tmp_path), num_kept=2))
+    sync = pair.sync(ViaDisk(str(tmp_path), num_kept=2))
     for _ in range(3):
         version = pair.step()
         sync.push()
@@ -166,14 +156,14 @@ def test_versions_of_weights_on_disk_appear_whole_and_old_ones_go(pair: World, t
 
 def test_a_folder_that_cannot_be_written_is_the_trainers_error_and_its_ranks_go_on(pair: World) -> None:
     with pytest.raises(HelmsmanError, match="/proc/nowhere"):
-        WeightSync(pair.trainer, pair.rollout, ViaDisk("/proc/nowhere")).push()
+        pair.sync(ViaDisk("/proc/nowhere")).push()
     version = pair.step()
-    assert WeightSync(pair.trainer, pair.rollout).push().version == version
+    assert pair.sync().push().version == version
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "finish", "recall"])
 def test_what_is_in_flight_goes_on_as_it_was_chosen(in_flight: Any, pair: World) -> None:
-    sync = WeightSync(pair.trainer, pair.rollout, in_flight=in_flight)
+    sync = pair.sync(in_flight=in_flight)
     before = sync.push().version
     after = pair.step()
     sampling = SamplingParams(max_new_tokens=110, temperature=0.0)
@@ -190,7 +180,7 @@ def test_what_is_in_flight_goes_on_as_it_was_chosen(in_flight: Any, pair: World)
 
 
 def test_versions_only_grow(pair: World) -> None:
-    sync = WeightSync(pair.trainer, pair.rollout)
+    sync = pair.sync()
     last = sync.push().version
     pair.trainer.set_version(last - 1)
     with pytest.raises(ValueError, match=f"weight version {last - 1} after {last}: versions only grow"):
@@ -203,7 +193,7 @@ def test_versions_only_grow(pair: World) -> None:
 def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(in_flight: Any, supervised: World, tmp_path: Path) -> None:
     """What it has waits meanwhile, and goes on by whole weights."""
     form = WeightFormat(bucket_bytes=4000, checksum=True)
-    sync = WeightSync(supervised.trainer, supervised.rollout, ViaDisk(str(tmp_path)), form=form, in_flight=in_flight)
+    sync = supervised.sync(ViaDisk(str(tmp_path)), form=form, in_flight=in_flight)
     version = supervised.step()
     sync.push()
     (folder,) = tmp_path.iterdir()
@@ -227,7 +217,7 @@ def test_a_file_that_is_damaged_stales_its_reader_until_it_is_healed(in_flight: 
 def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_from_it(supervised: World) -> None:
     """One dies and, in a later sync, one stands still."""
     first, killed, stopped, last = supervised.ids
-    sync = WeightSync(supervised.trainer, supervised.rollout, ViaCollective(timeout_s=5.0))
+    sync = supervised.sync(ViaCollective(timeout_s=5.0))
     supervised.step()
     assert sync.push().updated == supervised.ids
     supervised.step()
@@ -235,30 +225,25 @@ def test_members_that_fail_in_the_middle_of_a_collective_do_not_keep_the_others_
     assert sync.push().updated == (first, stopped, last)
     assert not any(supervised.differing([first, stopped, last]).values())
 
-    pid = next(status.pid for status in supervised.scheduler.status() if status.worker_id == stopped)
     supervised.step()
     supervised.scheduler.call_engine(stopped, "fail_in_next_update", None, STOP)
-    try:
+    with going_on(supervised.pid(stopped)):
         assert sync.push().updated == (first, last)
         assert not any(supervised.differing([first, last]).values())
         assert supervised.health()[1] is Health.DEAD
         assert supervised.health()[2] is not Health.HEALTHY
         assert len(supervised.rollout.generate([PROMPT] * 4)) == 4
-    finally:
-        os.kill(pid, signal.SIGCONT)  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_sent(pair: World) -> None:
-    with make_scheduler("inline") as other:
-        alone = World(other, 1, 1)
+    with make_scheduler("inline") as other, World(other, 1, 1) as alone:
         with pytest.raises(ValueError, match="run on two schedulers"):
             WeightSync(pair.trainer, alone.rollout)
         with pytest.raises(ValueError, match="InlineScheduler has not; use ViaMemory"):
-            WeightSync(alone.trainer, alone.rollout, ViaCollective())
+            alone.sync(ViaCollective())
         alone.step()
-        assert WeightSync(alone.trainer, alone.rollout).push().updated == ("rollout/0",)
+        assert alone.sync().push().updated == ("rollout/0",)
         assert alone.differing() == {"rollout/0": []}
-        alone.close()
     with pytest.raises(ValueError, match="num_kept is 0; expected 1 or more"):
         ViaDisk("/tmp", num_kept=0)
     with pytest.raises(ValueError, match="bucket_bytes is 0; expected 1 or more"):

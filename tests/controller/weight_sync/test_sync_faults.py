@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, ViaDisk, WeightSync
 from tests.contract.helpers import stop
 from tests.controller.sync_engines import KILL, STOP
-from tests.controller.sync_world import PROMPT, SUPERVISED, World, way_of
+from tests.controller.sync_world import PROMPT, SUPERVISED, World, going_on, way_of
 from tests.engines.preload import PRELOAD
 
 WAYS = ["memory", "disk", "collective"]
@@ -38,9 +37,8 @@ def scheduler() -> Iterator[Scheduler]:
 
 @pytest.fixture(scope="module")
 def world(scheduler: Scheduler) -> Iterator[World]:
-    world = World(scheduler, 2, 2, supervision=SUPERVISED)
-    yield world
-    world.close()
+    with World(scheduler, 2, 2, supervision=SUPERVISED) as world:
+        yield world
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -60,20 +58,20 @@ def test_what_rank_0_cannot_cast_keeps_neither_its_peers_nor_the_instances(way: 
     world.step()
     form = WeightFormat(dtype="float4_e2m1fn_x2")  # a type of torch that nothing is cast to
     with pytest.raises(HelmsmanError, match="(?i)float4"):
-        WeightSync(world.trainer, world.rollout, way_of(way, tmp_path), form=form).push(timeout=60)
+        world.sync(way_of(way, tmp_path), form=form).push(timeout=60)
     assert all(world.differing().values())
-    assert WeightSync(world.trainer, world.rollout, way_of(way, tmp_path)).push(timeout=60).updated == world.ids
+    assert world.sync(way_of(way, tmp_path)).push(timeout=60).updated == world.ids
     assert not any(world.differing().values())
 
 
 @pytest.mark.parametrize("way", [*WAYS, "update_rollout"])
 def test_weights_that_have_gone_on_are_not_served_as_the_version_that_was_told(way: str, world: World, tmp_path: Path) -> None:
     """A step of another thread comes between the two."""
-    before = WeightSync(world.trainer, world.rollout).push().version
+    before = world.sync().push().version
     version = world.step()
     for worker in world.trainer.workers:
         world.scheduler.call_engine(worker.id, "step_after_next_version")
-    sync = WeightSync(world.trainer, world.rollout, way_of(way, tmp_path)) if way in WAYS else None
+    sync = world.sync(way_of(way, tmp_path)) if way in WAYS else None
     push: Callable[[], Any] = sync.push if sync is not None else lambda: world.trainer.update_rollout(world.rollout)
     with pytest.raises(HelmsmanError, match=f"weight version {version + 1}.*{version}"):
         push()
@@ -92,7 +90,7 @@ def test_a_form_that_cannot_be_is_refused_where_it_is_written() -> None:
 
 def test_an_instance_that_cannot_take_part_costs_the_others_nothing_but_time(world: World) -> None:
     able, unable = world.ids
-    sync = WeightSync(world.trainer, world.rollout, ViaCollective(timeout_s=5.0))
+    sync = world.sync(ViaCollective(timeout_s=5.0))
     world.step()
     world.scheduler.call_engine(unable, "refuse_updates", None, True)
     try:
@@ -108,18 +106,16 @@ def test_an_instance_that_cannot_take_part_costs_the_others_nothing_but_time(wor
 def test_a_time_out_in_the_middle_of_a_broadcast_costs_the_next_sync_nothing(world: World) -> None:
     """The trainer is free again soon, and nobody is met whom an earlier group had left behind."""
     last = world.ids[1]
-    sync = WeightSync(world.trainer, world.rollout, ViaCollective(timeout_s=300.0))
+    sync = world.sync(ViaCollective(timeout_s=300.0))
     world.step()
     sync.push()
     world.step()
     world.scheduler.call_engine(last, "fail_in_next_update", None, STOP)
-    try:
+    with going_on(world.pid(last)):
         with pytest.raises(HelmsmanError):
             sync.push(timeout=5)
         for worker in world.trainer.workers:
             world.scheduler.call_engine(worker.id, "get_version", timeout=100)
-    finally:
-        os.kill(world.pid(last), signal.SIGCONT)
     num_updates = world.updates()
     assert sync.push(timeout=100).updated == world.ids
     assert world.updates() == [num + 1 for num in num_updates]
@@ -128,24 +124,21 @@ def test_a_time_out_in_the_middle_of_a_broadcast_costs_the_next_sync_nothing(wor
 
 def test_collectives_of_one_trainer_take_turns_without_waiting_for_each_other(world: World) -> None:
     """Its rank 0 is in one group at a time, and so is an instance."""
-    other = World(world.scheduler, 1, 1, "-other", supervision=SUPERVISED)
-    try:
-        syncs = [WeightSync(world.trainer, world.rollout, ViaCollective(timeout_s=10.0)) for _ in range(2)]
+    with World(world.scheduler, 1, 1, "-other", supervision=SUPERVISED) as other:
+        syncs = [world.sync(ViaCollective(timeout_s=10.0)) for _ in range(2)]
         syncs.append(WeightSync(world.trainer, other.rollout, ViaCollective(timeout_s=10.0)))
-        syncs.append(WeightSync(other.trainer, other.rollout, ViaCollective(timeout_s=10.0)))
+        syncs.append(other.sync(ViaCollective(timeout_s=10.0)))
         for _ in range(3):
             for sync, (rollout, trainer) in zip(syncs, [(world, world)] * 2 + [(other, world), (other, other)], strict=True):
                 trainer.trainer.set_version(1 + max(world.trainer.get_version(), other.trainer.get_version()))
                 num_updates = rollout.updates()
                 assert sync.push().updated == rollout.ids
                 assert rollout.updates() == [num + 1 for num in num_updates]
-    finally:
-        other.close()
 
 
 def test_a_sync_that_is_given_up_leaves_no_memory_behind(world: World) -> None:
     """Whatever became of it: the copies are those of the version that is served, and of none before."""
-    sync = WeightSync(world.trainer, world.rollout)
+    sync = world.sync()
     world.step()
     sync.push()
     found: list[int] = []
@@ -173,20 +166,18 @@ async def _cancelled_push(world: World, sync: WeightSync) -> None:
     version = world.step()
     world.scheduler.call_engine(last, "fail_in_next_update", None, STOP)
     pushing = asyncio.ensure_future(sync.apush())
-    try:
+    with going_on(pid):
         await asyncio.to_thread(until, lambda: is_stopped(pid))
         await asyncio.to_thread(until, lambda: world.scheduler.call_engine(first, "get_version") == version)
         pushing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pushing
-    finally:
-        os.kill(pid, signal.SIGCONT)
     await asyncio.to_thread(world.rollout.versions)  # it has answered: what it had to do with that update is over
 
 
 def test_what_an_instance_has_whose_sync_was_interrupted_goes_on_elsewhere(world: World) -> None:
     last = world.ids[1]
-    sync = WeightSync(world.trainer, world.rollout)
+    sync = world.sync()
     sync.push()
     num_aborts = world.scheduler.call_engine(last, "aborts")
     sampling = SamplingParams(max_new_tokens=LONG)
@@ -202,25 +193,23 @@ def test_requests_that_do_not_end_in_time_are_told_and_nothing_is_held_up_by_it(
     last = world.ids[1]
     pid = world.pid(last)
     stop(pid)
-    try:
+    with going_on(pid):
         futures = [world.rollout.submit(PROMPT, SamplingParams(max_new_tokens=LONG)) for _ in range(8)]
-        assert set(WeightSync(world.trainer, world.rollout).push(timeout=1.0).failed) == {last}
+        assert set(world.sync().push(timeout=1.0).failed) == {last}
         until(lambda: not world.rollout.load().instances[world.ids[0]].num_in_flight)
         for in_flight in ("finish", "recall"):
-            sync = WeightSync(world.trainer, world.rollout, in_flight=in_flight)  # type: ignore[arg-type]
+            sync = world.sync(in_flight=in_flight)  # type: ignore[arg-type]
             told = rf"an update of the weights with in_flight='{in_flight}' has waited 0.5 s .*: {last} has \d. \d wait"
             with pytest.raises(RequestsInFlightError, match=told):
                 sync.push(timeout=0.5)
             assert not world.rollout.load().paused
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert [len(future.result(120).token_ids) for future in futures] == [LONG] * 8
-    assert WeightSync(world.trainer, world.rollout).push().updated == world.ids
+    assert world.sync().push().updated == world.ids
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pushes_of_several_threads_come_one_after_another(way: str, world: World, tmp_path: Path) -> None:
-    sync = WeightSync(world.trainer, world.rollout, way_of(way, tmp_path))
+    sync = world.sync(way_of(way, tmp_path))
     barrier = threading.Barrier(3)
 
     def push(_: int) -> SyncReport:
@@ -240,9 +229,8 @@ def test_pushes_of_several_threads_come_one_after_another(way: str, world: World
 def test_an_instance_whose_weights_on_disk_are_gone_waits_for_the_next_update(scheduler: Scheduler, tmp_path: Path) -> None:
     """It is built anew once, not until its budget is spent."""
     policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=1, restart_pause_s=0.1)
-    world = World(scheduler, 1, 2, "-folder", supervision=policy)
-    try:
-        sync = WeightSync(world.trainer, world.rollout, ViaDisk(str(tmp_path / "weights")))
+    with World(scheduler, 1, 2, "-folder", supervision=policy) as world:
+        sync = world.sync(ViaDisk(str(tmp_path / "weights")))
         world.step()
         sync.push()
         shutil.rmtree(tmp_path / "weights")
@@ -252,47 +240,38 @@ def test_an_instance_whose_weights_on_disk_are_gone_waits_for_the_next_update(sc
         report = sync.push()
         assert (report.updated, report.failed) == (world.ids, {})
         assert not any(world.differing().values())
-    finally:
-        world.close()
 
 
 def test_a_rollout_ends_also_when_the_trainer_whose_weights_it_keeps_hangs(scheduler: Scheduler) -> None:
-    world = World(scheduler, 1, 1, "-hanging", supervision=SUPERVISED)
-    WeightSync(world.trainer, world.rollout).push()
-    pid = world.pid(world.trainer.workers[0].id)
-    stop(pid)
-    try:
-        world.rollout.close()
-        assert world.rollout.role not in {status.worker_id.partition("/")[0] for status in scheduler.status()}
-    finally:
-        os.kill(pid, signal.SIGCONT)
-        world.close()
+    with World(scheduler, 1, 1, "-hanging", supervision=SUPERVISED) as world:
+        world.sync().push()
+        pid = world.pid(world.trainer.workers[0].id)
+        stop(pid)
+        with going_on(pid):
+            world.rollout.close()
+            assert world.rollout.role not in {status.worker_id.partition("/")[0] for status in scheduler.status()}
 
 
 def test_what_has_died_and_what_was_left_out_is_told(scheduler: Scheduler) -> None:
     """Also where a later attempt has reached all others."""
-    world = World(scheduler, 1, 3, "-dying", supervision=SUPERVISED)
-    try:
+    with World(scheduler, 1, 3, "-dying", supervision=SUPERVISED) as world:
         first, killed, last = world.ids
         world.step()
         world.scheduler.call_engine(killed, "fail_in_next_update", None, KILL)
-        report = WeightSync(world.trainer, world.rollout, ViaCollective(timeout_s=10.0)).push()
+        report = world.sync(ViaCollective(timeout_s=10.0)).push()
         assert report.updated == (first, last)
         assert set(report.failed) == {killed}
         assert "SIGKILL" in report.failed[killed]
-        again = WeightSync(world.trainer, world.rollout).push()
+        again = world.sync().push()
         assert (again.updated, set(again.failed)) == ((first, last), {killed})
         results: list[Any] = world.rollout.generate([PROMPT] * 4)
         assert len(results) == 4
-    finally:
-        world.close()
 
 
 def test_a_trainer_rank_that_dies_in_the_middle_ends_the_wait_of_the_instances(scheduler: Scheduler) -> None:
     """Which know it from rank 0, long before their own time-out."""
-    world = World(scheduler, 2, 1, "-orphaned", supervision=SUPERVISED)
-    try:
-        sync = WeightSync(world.trainer, world.rollout, ViaCollective(timeout_s=300.0))
+    with World(scheduler, 2, 1, "-orphaned", supervision=SUPERVISED) as world:
+        sync = world.sync(ViaCollective(timeout_s=300.0))
         world.step()
         sync.push()
         os.kill(world.pid(world.trainer.workers[1].id), KILL)
@@ -302,5 +281,3 @@ def test_a_trainer_rank_that_dies_in_the_middle_ends_the_wait_of_the_instances(s
         world.trainer.recover()
         assert sync.push(timeout=100).updated == world.ids
         assert not any(world.differing().values())
-    finally:
-        world.close()

@@ -28,9 +28,12 @@ def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
     """While instances are killed and built anew, come and go, and weights are brought in all ways."""
     policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1)
     draw = random.Random(7)
-    with make_scheduler("local", preload=PRELOAD) as scheduler, concurrent.futures.ThreadPoolExecutor(2) as threads:
-        options: dict[str, Any] = {"model": LLAMA, "trainer": "Marked", "retries": RetryGeneration()}
-        world = World(scheduler, 2, 3, supervision=policy, **options)
+    options: dict[str, Any] = {"model": LLAMA, "trainer": "Marked", "retries": RetryGeneration(), "supervision": policy}
+    with (
+        make_scheduler("local", preload=PRELOAD) as scheduler,
+        concurrent.futures.ThreadPoolExecutor(2) as threads,
+        World(scheduler, 2, 3, **options) as world,
+    ):
         ways = [ViaMemory(), ViaDisk(str(tmp_path)), ViaCollective(timeout_s=20.0)]
         results: list[Future[GenerationResult]] = []
         faults: list[Future[None]] = []
@@ -38,7 +41,7 @@ def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
             mark(threads, world, version)
             way, in_flight = draw.choice(ways), draw.choice(["continue", "finish", "recall"])
             form = WeightFormat(bucket_bytes=draw.choice([1, 5000, 1 << 30]), checksum=draw.random() < 0.5)
-            sync = WeightSync(world.trainer, world.rollout, way, form=form, in_flight=in_flight)  # type: ignore[arg-type]
+            sync = world.sync(way, form=form, in_flight=in_flight)  # type: ignore[arg-type]
             if version > 1:
                 results += [world.rollout.submit(PROMPT, SAMPLING) for _ in range(8)]
                 fault = draw.choice(["none", "none", "kill", "scale", "interrupt"])
@@ -52,14 +55,13 @@ def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
             assert until_pushed(sync).version == version
         for each in faults:
             each.result(120)
-        WeightSync(world.trainer, world.rollout).push()
+        world.sync().push()
         results += [world.rollout.submit(PROMPT, SAMPLING) for _ in range(8)]
         for result in [future.result(120) for future in results]:
             assert len(result.token_ids) == 110
             assert result.versions == sorted(result.versions)
             assert result.token_ids == [version % VOCAB for version in result.versions]
         assert set(result.versions) == {NUM_PUSHES}
-        world.close()
 
 
 def mark(threads: concurrent.futures.Executor, world: World, version: int) -> None:

@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 
 from helmsman.api.batch import Batch
 from helmsman.api.columns import Ragged, same
-from helmsman.api.dispatch import (
-    AxisSharding,
-    Collect,
-    CustomDispatch,
-    Dispatch,
-    Execute,
-    MethodSpec,
-    Replicate,
-    Shard,
-)
+from helmsman.api.dispatch import AxisSharding, Collect, CustomDispatch, Dispatch, Execute, MethodSpec, Replicate, Shard
 from helmsman.api.errors import DispatchError, UnevenBatchError
 from helmsman.api.register import register
 from helmsman.api.topology import AXES, Axis, RankInfo, Topology

@@ -202,8 +202,13 @@ async def test_a_sampler_that_chooses_what_is_not_there_is_told_so(answers: dict
 
 @virtually
 async def test_closing_ends_who_waits_and_what_runs() -> None:
+    ended: list[int] = []
+
     async def workflow(item: int) -> int:
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(item)
         return item
 
     runner = EpisodeRunner(workflow)
@@ -212,6 +217,7 @@ async def test_closing_ends_who_waits_and_what_runs() -> None:
     for each in asked:
         with pytest.raises(HelmsmanError, match="closed; make a new one"):
             await each
+    assert sorted(ended) == [0, 1, 1]
     await runner.close()
 
 

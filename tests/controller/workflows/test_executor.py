@@ -23,29 +23,6 @@ from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
 
 
-class Held:
-    """A workflow whose episodes end when the test says so."""
-
-    def __init__(self) -> None:
-        self.started: list[int] = []
-        self._gates: dict[int, asyncio.Event] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def __call__(self, item: int) -> int:
-        self._loop = asyncio.get_running_loop()
-        gate = self._gates[item] = asyncio.Event()
-        self.started.append(item)
-        await gate.wait()
-        return item * 10
-
-    def end(self, *items: int) -> None:
-        """Let these end; they are started, or will be at once."""
-        wait_until(lambda: all(item in self._gates for item in items), f"{items} are started")
-        assert self._loop is not None
-        for item in items:
-            self._loop.call_soon_threadsafe(self._gates[item].set)
-
-
 async def _ten_times(item: int) -> int:
     await asyncio.sleep(0)
     return item * 10
@@ -84,51 +61,6 @@ def test_an_error_in_a_batch_of_given_items_is_raised_once_all_have_ended() -> N
     with WorkflowExecutor(workflow) as executor, pytest.raises(KeyError, match="answer"):
         executor.rollout_batch(range(3))
     assert ended == [1, 2]
-
-
-def test_without_staleness_nothing_is_begun_before_the_weights_are_there() -> None:
-    started = []
-
-    async def workflow(item: int) -> int:
-        started.append(item)
-        return item
-
-    with WorkflowExecutor(workflow) as executor:
-        source = itertools.count()
-        for version in range(3):
-            batch = executor.prepare_batch(source, 4)
-            assert _items(batch) == list(range(4 * version, 4 * version + 4))
-            assert {episode.version for episode in batch} == {version}
-            assert len(started) == 4 * (version + 1)
-            executor.set_version(version + 1)
-
-
-@pytest.mark.parametrize(("staleness", "num_begun"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.25, 13)])
-def test_so_much_of_the_next_batches_is_begun_early(staleness: float, num_begun: int) -> None:
-    held = Held()
-    with WorkflowExecutor(held, sampler=BoundedStaleness(staleness)) as executor:
-        threading.Thread(target=lambda: held.end(*range(4))).start()
-        batch = executor.prepare_batch(itertools.count(), 4)
-        assert _items(batch) == [0, 1, 2, 3]
-        wait_until(lambda: len(held.started) == num_begun, "what may be begun is begun")
-        assert executor.figures().num_running == num_begun - 4
-
-
-def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for(pool: concurrent.futures.ThreadPoolExecutor) -> None:
-    held = Held()
-    with WorkflowExecutor(held, sampler=BoundedStaleness(1)) as executor:
-        source = itertools.count()
-        asked = pool.submit(executor.prepare_batch, source, 2)
-        held.end(1, 2, 3)
-        assert _items(asked.result(10)) == [1, 2], "item 0 may come a version later"
-        executor.set_version(1)
-        asked = pool.submit(executor.prepare_batch, source, 2)
-        held.end(4)
-        wait_until(lambda: executor.figures().num_waiting == 2, "there are enough others")
-        with pytest.raises(concurrent.futures.TimeoutError):
-            asked.result(0.2)
-        held.end(0)
-        assert _items(asked.result(10)) == [0, 3], "and now is the last time"
 
 
 def test_failures_are_counted_and_too_many_end_the_batch() -> None:
@@ -271,26 +203,6 @@ def test_closing_in_many_threads_while_others_ask() -> None:
         with concurrent.futures.ThreadPoolExecutor(6) as threads:
             for future in [threads.submit(work) for work in (ask, close) * 3]:
                 future.result(30)
-
-
-def test_closing_ends_what_runs() -> None:
-    ended = threading.Event()
-
-    async def workflow(item: int) -> int:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-        return item
-
-    executor = WorkflowExecutor(workflow, sampler=BoundedStaleness(1))
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(executor.prepare_batch, itertools.count(), 2)
-        wait_until(lambda: executor.figures().num_running == 4, "they run")
-        executor.close()
-        assert ended.wait(5)
-        with pytest.raises(HelmsmanError, match="closed; make a new one"):
-            asked.result(10)
 
 
 def test_the_requests_of_an_episode_that_takes_too_long_are_aborted_at_their_instance() -> None:

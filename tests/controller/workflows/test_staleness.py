@@ -179,6 +179,23 @@ def test_taking_the_first_favours_short_ones_and_the_order_of_starts_does_not(st
 # --- age ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("staleness", "num_begun"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.25, 13)])
+@virtually
+async def test_so_much_of_the_next_batches_is_begun_early(staleness: float, num_begun: int) -> None:
+    runner = EpisodeRunner(lasting(*[1.0] * 4, *[100.0] * 20), sampler=BoundedStaleness(staleness))
+    assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
+    assert runner.figures().num_started == num_begun
+
+
+@virtually
+async def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for() -> None:
+    runner, source = EpisodeRunner(lasting(100.0), sampler=BoundedStaleness(1)), itertools.count()
+    assert numbers(await runner.prepare_batch(source, 2)) == [1, 2], "item 0 may come a version later"
+    runner.set_version(1)
+    assert numbers(await runner.prepare_batch(source, 2)) == [0, 3], "and now is the last time"
+    assert now() == pytest.approx(100.0, abs=1e-3)
+
+
 @virtually
 async def test_a_run_that_begins_at_a_later_version_begins_no_more_than_another() -> None:
     runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))

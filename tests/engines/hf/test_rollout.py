@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -31,37 +31,33 @@ ENDLESS = SamplingParams(max_new_tokens=1000)
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 3, 8, 15, 8, 2)]
 
 
-@pytest.fixture(autouse=True)
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
+Make = Callable[..., HFRolloutEngine]
 
 
 @pytest.fixture
-def engines() -> Iterator[list[HFRolloutEngine]]:
+def make(on_the_host: None) -> Iterator[Make]:
     made: list[HFRolloutEngine] = []
-    yield made
+
+    def build(**fields: Any) -> HFRolloutEngine:
+        engine = HFRolloutEngine(**{"model": QWEN2, "max_model_len": 64, "max_concurrency": 4, **fields})
+        made.append(engine)
+        engine.initialize()
+        return engine
+
+    yield build
     for engine in made:
         engine.destroy()
 
 
-def make(engines: list[HFRolloutEngine], **fields: Any) -> HFRolloutEngine:
-    engine = HFRolloutEngine(**{"model": QWEN2, "max_model_len": 64, "max_concurrency": 4, **fields})
-    engines.append(engine)
-    engine.initialize()
-    return engine
+@pytest.fixture
+def engine(make: Make) -> HFRolloutEngine:
+    return make()
 
 
 @pytest.fixture
-def engine(engines: list[HFRolloutEngine]) -> HFRolloutEngine:
-    return make(engines)
-
-
-@pytest.fixture
-def long_engine(engines: list[HFRolloutEngine]) -> HFRolloutEngine:
+def long_engine(make: Make) -> HFRolloutEngine:
     """An engine whose sequences last long enough to be interrupted."""
-    return make(engines, max_model_len=4096, max_concurrency=2)
+    return make(max_model_len=4096, max_concurrency=2)
 
 
 def request(name: str, prompt: list[int], sampling: SamplingParams = GREEDY) -> GenerationRequest:
@@ -94,9 +90,9 @@ def reference_tokens(config: dict[str, Any], prompt: list[int], num_tokens: int)
 
 
 @pytest.mark.parametrize("config", [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED], ids=lambda config: config["model_type"])
-async def test_greedy_tokens_are_those_of_whole_forward_passes(engines: list[HFRolloutEngine], config: dict[str, Any]) -> None:
+async def test_greedy_tokens_are_those_of_whole_forward_passes(make: Make, config: dict[str, Any]) -> None:
     # Six requests on four slots: some wait, and rows move when others end.
-    results = await generate(make(engines, model=config), PROMPTS, GREEDY)
+    results = await generate(make(model=config), PROMPTS, GREEDY)
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.token_ids == reference_tokens(config, prompt, 12)
         assert result.stop_reason == "length"
@@ -104,9 +100,9 @@ async def test_greedy_tokens_are_those_of_whole_forward_passes(engines: list[HFR
 
 
 @pytest.mark.parametrize("config", [{**QWEN2, "max_position_embeddings": 20}, {**GPT2, "n_positions": 20}])
-async def test_agenerate_at_the_models_last_position(engines: list[HFRolloutEngine], config: dict[str, Any]) -> None:
+async def test_agenerate_at_the_models_last_position(make: Make, config: dict[str, Any]) -> None:
     """The model's own limit counts where it is below max_model_len, also for learned positions, which end there."""
-    engine = make(engines, model=config)
+    engine = make(model=config)
     results = await generate(engine, [random_tokens(length, seed=length) for length in (1, 12, 19)], ENDLESS)
     assert [(len(result.token_ids), result.stop_reason) for result in results] == [(19, "length"), (8, "length"), (1, "length")]
     message = "a prompt of 20 tokens, which leaves no room for a continuation within max_position_embeddings of the model=20"
@@ -114,17 +110,8 @@ async def test_agenerate_at_the_models_last_position(engines: list[HFRolloutEngi
         await engine.agenerate(request("long", random_tokens(20, seed=0)))
 
 
-async def test_greedy_tokens_are_those_of_hugging_face_generate(engine: HFRolloutEngine) -> None:
-    model = build_model(QWEN2, seed=0, dtype=torch.float32)
-    for prompt, result in zip(PROMPTS, await generate(engine, PROMPTS, GREEDY), strict=True):
-        output = model.generate(  # type: ignore[operator]
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=12, do_sample=False
-        )
-        assert result.token_ids == output[0, len(prompt) :].tolist()
-
-
-async def test_a_seed_decides_the_tokens_in_any_company_and_at_any_time(engines: list[HFRolloutEngine]) -> None:
-    engine = make(engines, max_concurrency=3)
+async def test_a_seed_decides_the_tokens_in_any_company_and_at_any_time(make: Make) -> None:
+    engine = make(max_concurrency=3)
     params = [SamplingParams(max_new_tokens=5 + 4 * seed, top_p=0.9, seed=seed) for seed in range(6)]
     requests = [
         request(str(index), prompt, sampling) for index, (prompt, sampling) in enumerate(zip(PROMPTS, params, strict=True))
@@ -146,19 +133,19 @@ async def test_a_continuation_with_the_same_seed_goes_on_as_if_it_had_not_been_c
     assert first.token_ids + rest.token_ids == whole.token_ids
 
 
-async def test_requests_without_a_seed_differ(engines: list[HFRolloutEngine]) -> None:
-    results = await generate(make(engines, max_concurrency=16), [PROMPTS[0]] * 16, SamplingParams(max_new_tokens=10))
+async def test_requests_without_a_seed_differ(make: Make) -> None:
+    results = await generate(make(max_concurrency=16), [PROMPTS[0]] * 16, SamplingParams(max_new_tokens=10))
     assert len({tuple(result.token_ids) for result in results}) > 8
 
 
-async def test_first_tokens_follow_the_distribution_of_the_model(engines: list[HFRolloutEngine]) -> None:
+async def test_first_tokens_follow_the_distribution_of_the_model(make: Make) -> None:
     config = {**QWEN2, "initializer_range": 0.1}
     num, prompt = 4000, PROMPTS[2]
     logits = build_model(config, seed=0, dtype=torch.float32)(input_ids=torch.tensor([prompt])).logits[0, -1].detach()
     expected = (logits / 0.7).softmax(-1)
     expected[expected.argsort()[:-5]] = 0
     expected /= expected.sum()
-    engine = make(engines, model=config, max_concurrency=256)
+    engine = make(model=config, max_concurrency=256)
     params = [SamplingParams(max_new_tokens=1, temperature=0.7, top_k=5, seed=seed) for seed in range(num)]
     results = await asyncio.gather(*(engine.agenerate(request(str(each.seed), prompt, each)) for each in params))
     counts = torch.tensor([result.token_ids[0] for result in results]).bincount(minlength=VOCAB)
@@ -176,9 +163,9 @@ async def test_log_probabilities_are_those_of_the_train_engine(engine: HFRollout
     trainer.destroy()
 
 
-async def test_bfloat16_is_close_to_float32(engines: list[HFRolloutEngine]) -> None:
+async def test_bfloat16_is_close_to_float32(make: Make) -> None:
     model = {**QWEN2, "initializer_range": 0.1}
-    exact, rounded = make(engines, model=model), make(engines, model=model, dtype="bfloat16")
+    exact, rounded = make(model=model), make(model=model, dtype="bfloat16")
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     for one, two in zip(await generate(exact, PROMPTS, sampling), await generate(rounded, PROMPTS, sampling), strict=True):
         assert one.token_ids == two.token_ids
@@ -203,8 +190,8 @@ async def test_a_sequence_ends_at_the_longest_that_the_engine_holds(engine: HFRo
     assert len(almost_full.token_ids) == 1
 
 
-async def test_long_prompts_are_prefilled_within_the_budget(engines: list[HFRolloutEngine]) -> None:
-    small, large = make(engines, max_prefill_tokens=1), make(engines)
+async def test_long_prompts_are_prefilled_within_the_budget(make: Make) -> None:
+    small, large = make(max_prefill_tokens=1), make()
     alone, together = await generate(small, PROMPTS, GREEDY), await generate(large, PROMPTS, GREEDY)
     assert [result.token_ids for result in alone] == [result.token_ids for result in together]
 
@@ -336,21 +323,6 @@ async def test_weights_change_between_two_tokens(long_engine: HFRolloutEngine) -
     versions = (await task).versions
     assert versions == sorted(versions)
     assert set(versions) == {0, 3, 4}
-
-
-async def test_new_weights_are_served(engine: HFRolloutEngine) -> None:
-    trainer = FSDPTrainEngine(model=QWEN2, lr=0.05)
-    trainer.initialize()
-    sample = {"input_ids": [7, *random_tokens(10, seed=1)]}
-    for _ in range(20):
-        trainer.train_batch([sample], "sft")
-    weights = trainer.export_weights()
-    assert weights is not None
-    assert await engine.update_weights(weights, trainer.get_version()) == 20
-    result = await engine.agenerate(request("a", [7], SamplingParams(max_new_tokens=10, temperature=0)))
-    assert result.token_ids == sample["input_ids"][1:]
-    assert result.versions == [20] * 10
-    trainer.destroy()
 
 
 async def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(engine: HFRolloutEngine) -> None:

@@ -43,34 +43,40 @@ def test_sft_sums_the_negative_log_likelihood_of_the_masked_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "clip_low", "clip_high", "loss", "is_clipped", "gradient"),
+    ("ratio", "advantage", "kwargs", "loss", "is_clipped", "gradient"),
     [
-        (1.0, 2.0, 0.2, 0.2, -2.0, 0, -2.0),
-        (1.0, -2.0, 0.2, 0.2, 2.0, 0, 2.0),
-        (1.5, 1.0, 0.2, 0.2, -1.2, 1, 0.0),
-        (0.5, -1.0, 0.2, 0.2, 0.8, 1, 0.0),
+        (1.0, 2.0, {}, -2.0, 0, -2.0),
+        (1.0, -2.0, {}, 2.0, 0, 2.0),
+        (1.5, 1.0, {}, -1.2, 1, 0.0),
+        (0.5, -1.0, {}, 0.8, 1, 0.0),
         # The pessimistic bound: moves in the wrong direction are not clipped.
-        (0.5, 1.0, 0.2, 0.2, -0.5, 0, -0.5),
-        (1.5, -1.0, 0.2, 0.2, 1.5, 0, 1.5),
+        (0.5, 1.0, {}, -0.5, 0, -0.5),
+        (1.5, -1.0, {}, 1.5, 0, 1.5),
         # Clip-higher of DAPO.
-        (1.25, 1.0, 0.2, 0.28, -1.25, 0, -1.25),
-        (1.5, 1.0, 0.2, 0.28, -1.28, 1, 0.0),
-        (0.85, -1.0, 0.1, 0.28, 0.9, 1, 0.0),
+        (1.25, 1.0, {"clip_high": 0.28}, -1.25, 0, -1.25),
+        (1.5, 1.0, {"clip_high": 0.28}, -1.28, 1, 0.0),
+        (0.85, -1.0, {"clip_low": 0.1, "clip_high": 0.28}, 0.9, 1, 0.0),
+        # Above the third clip, c = 3, a token of negative advantage counts c * A and has no gradient.
+        (4.0, -1.0, {"dual_clip": 3.0}, 3.0, 1, 0.0),
+        (2.5, -1.0, {"dual_clip": 3.0}, 2.5, 0, 2.5),
+        (4.0, 1.0, {"dual_clip": 3.0}, -1.2, 1, 0.0),
     ],
 )
 def test_grpo_clips_as_ppo(
-    ratio: float, advantage: float, clip_low: float, clip_high: float, loss: float, is_clipped: int, gradient: float
+    ratio: float, advantage: float, kwargs: dict[str, float], loss: float, is_clipped: int, gradient: float
 ) -> None:
     logprobs = column(-1.0 + math.log(ratio)).requires_grad_()
     batch = {"loss_mask": mask(1), "logprobs": column(-1.0), "advantages": torch.tensor([advantage])}
-    result, stats = grpo_loss(logprobs, batch, clip_low=clip_low, clip_high=clip_high)
+    result, stats = grpo_loss(logprobs, batch, **kwargs)  # type: ignore[arg-type]
     result.backward()
-    assert result.item() == pytest.approx(loss, abs=1e-6)
+    assert result.item() == pytest.approx(loss, abs=1e-5)
     assert logprobs.grad is not None
-    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-6)
+    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-5)
     assert stats["clip_fraction"].item() == is_clipped
-    assert stats["ratio"].item() == pytest.approx(ratio, abs=1e-6)
-    assert stats["policy_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+    assert stats["ratio"].item() == pytest.approx(ratio, abs=1e-5)
+    assert stats["policy_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)
+    with pytest.raises(ValueError, match="more than 1 \\+ clip_high"):
+        grpo_loss(logprobs, batch, dual_clip=1.1)
 
 
 def test_grpo_adds_the_unbiased_kl_estimate_to_the_reference() -> None:
@@ -84,27 +90,6 @@ def test_grpo_adds_the_unbiased_kl_estimate_to_the_reference() -> None:
     # ref / current - log(ref / current) - 1 = 2 - log 2 - 1
     assert loss.item() == pytest.approx(0.1 * (1 - math.log(2)), abs=1e-6)
     assert stats["ref_kl"].item() == pytest.approx(1 - math.log(2), abs=1e-6)
-
-
-def test_grpo_ignores_whatever_stands_outside_the_mask() -> None:
-    logprobs = torch.tensor([[0.0, -1.0, -200.0]], requires_grad=True)
-    batch = {
-        "loss_mask": torch.tensor([[False, True, False]]),
-        "logprobs": torch.tensor([[0.0, -1.0, 200.0]]),
-        "ref_logprobs": torch.tensor([[0.0, -1.0, 300.0]]),
-        "advantages": torch.tensor([[9.0, 1.0, 9.0]]),
-    }
-    loss, stats = grpo_loss(logprobs, batch, kl_coef=1.0)
-    loss.backward()
-    assert loss.item() == -1.0
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [[0.0, -1.0, 0.0]]
-    assert stats["ratio"].item() == 1.0
-
-
-def test_grpo_names_the_columns_that_are_missing() -> None:
-    with pytest.raises(ValueError, match="column\\(s\\) advantages, ref_logprobs"):
-        grpo_loss(column(-1.0), {"loss_mask": mask(1), "logprobs": column(-1.0)}, kl_coef=0.1)
 
 
 def test_losses_are_found_by_name_and_by_import_path() -> None:
@@ -191,29 +176,6 @@ def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient(name: st
         assert all(torch.equal(other_stats[key], stats[key]) for key in stats)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cispo"}))  # which takes no gradient of its ratio; see its own test
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
-    outputs, batch = full_batch()
-    doubles = {key: column.double() if column.is_floating_point() else column for key, column in batch.items()}
-
-    def loss(inputs: torch.Tensor) -> torch.Tensor:
-        total, _ = LOSSES[name](inputs, doubles, **ARGUMENTS[name])
-        return total
-
-    # Columns are read as float32, so steps are as wide as that allows.
-    inputs = outputs.double().requires_grad_()
-    (grad,) = torch.autograd.grad(loss(inputs), inputs)
-    step = 1e-3
-    for index in range(inputs.numel()):
-        offset = torch.zeros(inputs.numel(), dtype=torch.float64)
-        offset[index] = step
-        shifted = offset.view_as(inputs)
-        with torch.no_grad():
-            slope = (loss(inputs + shifted) - loss(inputs - shifted)).item() / (2 * step)
-        expected = grad.flatten()[index].item()
-        assert slope == pytest.approx(expected, abs=2e-3), index
-
-
 @pytest.mark.parametrize("name", [*TOKENS, "value", "sft"])
 def test_a_batch_in_parts_gives_the_sums_of_the_whole(name: str) -> None:
     outputs, batch = full_batch()
@@ -255,29 +217,6 @@ def test_a_missing_column_is_said_with_the_loss_what_it_reads_and_what_there_is(
 
 def one_token(**columns: float) -> dict[str, torch.Tensor]:
     return {"loss_mask": mask(1), **{name: column(value) for name, value in columns.items()}}
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        # Above the third clip, c = 3, a token of negative advantage counts c * A and has no gradient.
-        (4.0, -1.0, 3.0, 0.0),
-        (2.5, -1.0, 2.5, 2.5),
-        (4.0, 1.0, -1.2, 0.0),
-    ],
-)
-def test_the_dual_clip_bounds_tokens_of_negative_advantage(
-    ratio: float, advantage: float, loss: float, gradient: float
-) -> None:
-    logprobs = column(-1.0 + math.log(ratio)).requires_grad_()
-    result, stats = grpo_loss(logprobs, one_token(logprobs=-1.0, advantages=advantage), dual_clip=3.0)
-    result.backward()
-    assert result.item() == pytest.approx(loss, abs=1e-5)
-    assert logprobs.grad is not None
-    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, abs=1e-5)
-    assert stats["clip_fraction"].item() == (gradient == 0)
-    with pytest.raises(ValueError, match="more than 1 \\+ clip_high"):
-        grpo_loss(logprobs, one_token(logprobs=-1.0, advantages=1.0), dual_clip=1.1)
 
 
 @pytest.mark.parametrize("behaviour", [-100.0, -INF])

@@ -11,20 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helmsman.engines._models.model import build_model
-from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.conftest import Make
 from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, MISTRAL_SLIDING, QWEN2, random_tokens
 
 MODELS = [QWEN2, LLAMA, GPT2, MISTRAL_SLIDING, GEMMA3_MIXED]
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20)]
 CRITIC_SAMPLES = [{**sample, "returns": 1.5} for sample in SAMPLES]
-
-
-def make(engines: list[FSDPTrainEngine], **fields: Any) -> FSDPTrainEngine:
-    engine = FSDPTrainEngine(**{"model": QWEN2, "head": "value", "lr": 1e-2, **fields})
-    engines.append(engine)
-    engine.create_process_group()
-    engine.initialize()
-    return engine
 
 
 def scores(folder: Path, tokens: list[int]) -> torch.Tensor:
@@ -36,10 +28,8 @@ def scores(folder: Path, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda config: config["model_type"])
-def test_values_are_what_transformers_reads_from_the_saved_folder(
-    model: dict[str, Any], engines: list[FSDPTrainEngine], tmp_path: Path
-) -> None:
-    engine = make(engines, model=model, max_tokens_per_micro_batch=24)
+def test_values_are_what_transformers_reads_from_the_saved_folder(model: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    engine = make(head="value", model=model, max_tokens_per_micro_batch=24)
     engine.train_batch(CRITIC_SAMPLES, "value")
     engine.export_hf(str(tmp_path / "critic"))
     values = engine.forward(SAMPLES)
@@ -49,11 +39,11 @@ def test_values_are_what_transformers_reads_from_the_saved_folder(
     assert architecture.endswith("ForSequenceClassification")
 
 
-def test_a_critic_begins_with_the_weights_of_a_policy(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
+def test_a_critic_begins_with_the_weights_of_a_policy(make: Make, tmp_path: Path) -> None:
     policy = build_model(LLAMA, seed=3, dtype=torch.float32)
     policy.save_pretrained(tmp_path / "policy")  # type: ignore[operator]
     state = torch.random.get_rng_state()
-    weights = make(engines, model=str(tmp_path / "policy"), seed=1).export_weights()
+    weights = make(head="value", model=str(tmp_path / "policy"), seed=1).export_weights()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert weights is not None
     head = weights.pop("score.weight")
@@ -66,22 +56,22 @@ def test_a_critic_begins_with_the_weights_of_a_policy(engines: list[FSDPTrainEng
     assert not torch.equal(other.state_dict()["score.weight"], head)
 
 
-def test_a_critic_goes_on_where_it_was_saved(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
-    engine = make(engines)
+def test_a_critic_goes_on_where_it_was_saved(make: Make, tmp_path: Path) -> None:
+    engine = make(head="value")
     engine.train_batch(CRITIC_SAMPLES, "value")
     engine.save(str(tmp_path / "critic"))
     expected = [engine.train_batch(CRITIC_SAMPLES, "value") for _ in range(2)]
-    other = make(engines, seed=5)
+    other = make(head="value", seed=5)
     other.load(str(tmp_path / "critic"))
     assert [other.train_batch(CRITIC_SAMPLES, "value") for _ in range(2)] == expected
-    begun = make(engines, model=str(tmp_path / "critic"))
+    begun = make(head="value", model=str(tmp_path / "critic"))
     engine.load(str(tmp_path / "critic"))
     for mine, theirs in zip(begun.forward(SAMPLES), engine.forward(SAMPLES), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_heads_are_not_confused(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
-    critic, policy = make(engines), make(engines, head="lm")
+def test_heads_are_not_confused(make: Make, tmp_path: Path) -> None:
+    critic, policy = make(head="value"), make()
     critic.save(str(tmp_path / "critic"))
     policy.save(str(tmp_path / "policy"))
     with pytest.raises(ValueError, match="holds a Qwen2ForSequenceClassification; expected one with the head 'lm'"):
@@ -97,8 +87,8 @@ def test_heads_are_not_confused(engines: list[FSDPTrainEngine], tmp_path: Path) 
     assert critic.get_version() == 0
 
 
-def test_a_frozen_engine_says_the_same_and_takes_no_step(engines: list[FSDPTrainEngine], tmp_path: Path) -> None:
-    policy, reference = make(engines, head="lm"), make(engines, head="lm", frozen=True)
+def test_a_frozen_engine_says_the_same_and_takes_no_step(make: Make, tmp_path: Path) -> None:
+    policy, reference = make(), make(frozen=True)
     for mine, theirs in zip(policy.forward(SAMPLES), reference.forward(SAMPLES), strict=True):
         assert torch.equal(mine, theirs)
     assert policy.eval_batch(SAMPLES, "sft") == reference.eval_batch(SAMPLES, "sft")
@@ -113,17 +103,17 @@ def test_a_frozen_engine_says_the_same_and_takes_no_step(engines: list[FSDPTrain
     assert not list(tmp_path.iterdir())
 
 
-def test_a_frozen_engine_keeps_its_parameters_in_the_compute_type(engines: list[FSDPTrainEngine]) -> None:
-    reference = make(engines, head="lm", frozen=True, compute_dtype="bfloat16")
-    trained = make(engines, head="lm", compute_dtype="bfloat16")
+def test_a_frozen_engine_keeps_its_parameters_in_the_compute_type(make: Make) -> None:
+    reference = make(frozen=True, compute_dtype="bfloat16")
+    trained = make(compute_dtype="bfloat16")
     assert {parameter.dtype for parameter in reference._built_model().parameters()} == {torch.bfloat16}
     for mine, theirs in zip(reference.forward(SAMPLES), trained.forward(SAMPLES), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_the_entropy_bonus_reaches_the_weights(engines: list[FSDPTrainEngine]) -> None:
+def test_the_entropy_bonus_reaches_the_weights(make: Make) -> None:
     """One step on the entropy alone is that of plain torch."""
-    engine = make(engines, head="lm", model=LLAMA, max_tokens_per_micro_batch=24, max_grad_norm=None)
+    engine = make(model=LLAMA, max_tokens_per_micro_batch=24, max_grad_norm=None)
     weights = engine.export_weights()
     assert weights is not None
     reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from helmsman.engines._models.model import build_model, decoder_layers, max_positions, target_logprobs
+from helmsman.engines._models.model import build_model, decoder_layers, max_positions
+from helmsman.engines._train.vocabulary import target_logprobs
 from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.weight_transfer import incoming
 from helmsman.engines.weights import apply_weights
@@ -57,7 +58,7 @@ def test_target_logprobs_are_those_of_log_softmax(chunk_numel: int) -> None:
     logits = torch.randn(3, 7, 20, generator=generator, requires_grad=True)
     input_ids = torch.randint(0, 20, (3, 7), generator=generator)
     grad = torch.randn(3, 7, generator=generator)
-    actual = target_logprobs(logits, input_ids, chunk_numel)
+    actual = target_logprobs(logits, input_ids, chunk_numel=chunk_numel)
     (actual_grad,) = torch.autograd.grad(actual, logits, grad)
     expected = logits.log_softmax(-1).gather(-1, input_ids[..., None])[..., 0]
     (expected_grad,) = torch.autograd.grad(expected, logits, grad)

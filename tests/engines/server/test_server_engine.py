@@ -20,14 +20,15 @@ import torch
 from helmsman.api.errors import ServerLostError, ServerRequestError
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from helmsman.api.weights import WeightsInMemory, WeightsOnDisk
+from helmsman.engines._weights.sending import checksum_of
 from helmsman.engines.server_engine import ServerEngine
-from helmsman.engines.weight_transfer import checksum_of
 from helmsman.engines.weights import PartialWeightUpdateError
 from tests.contract.helpers import stop
 from tests.engines.little_servers import DIALECTS, continuation, engine_of, tensors_of, write_model
 
 LIMIT_S = 60.0
 ENDLESS = 90_000
+PROMPTS = {"a": [1, 2], "b": [5]}
 
 
 @pytest.fixture(params=DIALECTS)
@@ -63,7 +64,14 @@ async def server_has(engine: ServerEngine, num_running: int) -> bool:
 
 
 def num_tokens(engine: ServerEngine) -> dict[str, int]:
-    return {name: len(sequence.tokens) for name, sequence in engine._served().sequences.items()}
+    return {name: len(sequence.tokens) for name, sequence in engine._served().generations.items()}
+
+
+async def begun(engine: ServerEngine, *names: str) -> list[asyncio.Task[GenerationResult]]:
+    """Endless requests that have some tokens each."""
+    tasks = [asyncio.create_task(engine.agenerate(asked(name, PROMPTS.get(name, [1, 2])))) for name in names]
+    await until(lambda: len(num_tokens(engine)) >= len(names) and min(num_tokens(engine)[name] for name in names) > 5)
+    return tasks
 
 
 def seen(engine: ServerEngine, route: str = "") -> Any:
@@ -151,23 +159,21 @@ async def test_samples_of_a_prompt_are_one_request_of_vllm_where_they_have_no_se
 
 async def test_an_aborted_request_keeps_what_it_has_and_the_server_stops_it(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        tasks = {name: asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b", "c")}
-        await until(lambda: len(num_tokens(engine)) == 3 and min(num_tokens(engine).values()) > 5)
+        tasks = await begun(engine, "a", "b", "c")
         assert await engine.abort(["a", "unknown"]) == 1
-        first = await tasks["a"]
+        first = await tasks[0]
         assert first.stop_reason == "abort"
         assert len(first.token_ids) > 5
         require(first, [1, 2])
         await until(lambda: server_has(engine, 2))
-        assert not tasks["b"].done()
+        assert not tasks[1].done()
         assert await engine.abort() == 2
-        assert {(await tasks[name]).stop_reason for name in ("b", "c")} == {"abort"}
+        assert [(await task).stop_reason for task in tasks[1:]] == ["abort"] * 2
 
 
 async def test_a_request_that_nobody_waits_for_any_more_is_stopped(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
-        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        (task,) = await begun(engine, "a")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -176,27 +182,18 @@ async def test_a_request_that_nobody_waits_for_any_more_is_stopped(dialect: str,
         require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
 
-async def test_destroying_an_engine_gives_requests_back(dialect: str, tmp_path: Path) -> None:
-    async with running(dialect, tmp_path) as engine:
-        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
-        await until(lambda: num_tokens(engine).get("a", 0) > 5)
-        await asyncio.to_thread(engine.destroy)
-        assert (await task).stop_reason == "abort"
-        with pytest.raises(RuntimeError, match="not running"):
-            await engine.agenerate(asked("b", [1, 2]))
-
-
-async def test_destroying_an_engine_ends_an_update_that_hangs(dialect: str, tmp_path: Path) -> None:
+async def test_destroying_an_engine_gives_requests_back_and_ends_an_update_that_hangs(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
-        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
-        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        (task,) = await begun(engine, "a")
         stop(engine.server_pid())
         update = asyncio.create_task(engine.update_weights(tensors_of(1.0), 1))
-        await until(lambda: engine._served()._holders)  # it asks the server to pause
+        await until(lambda: engine._served().is_held)  # it asks the server to pause
         await asyncio.to_thread(engine.destroy)
         assert (await task).stop_reason == "abort"
         with pytest.raises(ServerLostError):
             await asyncio.wait_for(update, LIMIT_S)
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.agenerate(asked("b", [1, 2]))
 
 
 # --- what may be sent again ---------------------------------------------------------------------------------------------------
@@ -219,8 +216,7 @@ async def test_a_server_that_stays_busy_is_asked_for_a_while(dialect: str, tmp_p
 
 async def test_what_has_begun_is_never_sent_again_when_the_server_dies(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        tasks = [asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b")]
-        await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
+        tasks = await begun(engine, "a", "b")
         assert len(generations(engine)) == 2
         assert engine.failure() is None
         os.kill(engine.server_pid(), signal.SIGKILL)
@@ -234,23 +230,24 @@ async def test_what_has_begun_is_never_sent_again_when_the_server_dies(dialect: 
             await engine.agenerate(asked("c", [1, 2]))
 
 
-NO_ANSWERS = [([49, 49], "refused"), ([49, 48], "log-probabilities"), ([49, 47], "sample -1"), ([49, 46], "truncated")]
+NO_ANSWERS = {
+    "vllm": [
+        ([49, 49], "refused"),
+        ([49, 48], "log-probabilities"),
+        ([49, 47], "sample -1"),
+        ([49, 46], "truncated"),
+        ([49, 44], "the events ended before the sequences"),
+    ],
+    "sglang": [([49, 49], "this prompt is refused")],
+}
 
 
-@pytest.mark.parametrize("dialect", ["vllm"])
 async def test_what_is_no_answer_is_said_with_what_it_was(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        for prompt, reason in [*NO_ANSWERS, ([49, 44], "the events ended before the sequences")]:
+        for prompt, reason in NO_ANSWERS[dialect]:
             with pytest.raises(ServerRequestError) as raised:
                 await engine.agenerate(asked("a", prompt, 5))
             assert reason in raised.value.answer
-        require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
-
-
-async def test_what_sglang_refuses_is_said_with_what_it_was(tmp_path: Path) -> None:
-    async with running("sglang", tmp_path) as engine:
-        with pytest.raises(ServerRequestError, match="this prompt is refused"):
-            await engine.agenerate(asked("a", [49, 49], 5))
         require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
 
@@ -284,9 +281,8 @@ async def test_who_would_ask_again_opens_no_connection_of_an_engine_that_was_des
 
 async def test_a_request_goes_in_flight_once(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
-        await until(lambda: num_tokens(engine).get("a", 0) > 0)
-        with pytest.raises(ValueError, match="in flight already"):
+        (task,) = await begun(engine, "a")
+        with pytest.raises(ValueError, match="already in flight"):
             await engine.agenerate(asked("a", [1, 2]))
         await engine.abort()
         await task
@@ -307,15 +303,14 @@ def weights_of(form: str, folder: Path, weight: float) -> Any:
 @pytest.mark.parametrize("form", ["disk", "mapping", "memory"])
 async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, form: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        tasks = {name: asyncio.create_task(engine.agenerate(asked(name, prompt))) for name, prompt in PROMPTS.items()}
-        await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
+        tasks = await begun(engine, *PROMPTS)
         assert await engine.update_weights(weights_of(form, tmp_path, 1.0), 3) == 3
         assert engine.get_version() == 3
         before = num_tokens(engine)
         await until(lambda: min(num_tokens(engine)[name] - before[name] for name in before) > 5)
         await engine.abort()
-        for name, prompt in PROMPTS.items():
-            result = await tasks[name]
+        for prompt, task in zip(PROMPTS.values(), tasks, strict=True):
+            result = await task
             num_old = result.versions.count(0)
             assert result.versions == [0] * num_old + [3] * (len(result.versions) - num_old)
             assert num_old > 5
@@ -326,9 +321,6 @@ async def test_an_update_is_served_and_what_runs_goes_on_by_it(dialect: str, for
             assert result.logprobs == pytest.approx([*old_logprobs, *new_logprobs])
         require(await engine.agenerate(asked("c", [3, 4], 5)), [3, 4], 1.0)
         assert not os.listdir(engine._exchange)  # what was laid there for the server has gone
-
-
-PROMPTS = {"a": [1, 2], "b": [5]}
 
 
 async def test_what_an_update_cuts_before_its_first_token_is_done_by_the_new_weights(dialect: str, tmp_path: Path) -> None:
@@ -358,8 +350,7 @@ async def test_samples_that_an_update_cuts_go_on_each_by_itself(tmp_path: Path) 
 
 async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
-        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
-        await until(lambda: num_tokens(engine).get("a", 0) > 5)
+        (task,) = await begun(engine, "a")
         right, name = tensors_of(1.0), "model.norm.weight"
         for wrong, reason in (
             ({**right, name: torch.zeros(5)}, r"1 of another shape: model.norm.weight \(5,\) for \(4,\)"),
@@ -384,8 +375,7 @@ async def test_weights_that_do_not_fit_change_nothing(dialect: str, tmp_path: Pa
 async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
-        tasks = {name: asyncio.create_task(engine.agenerate(asked(name, [1, 2]))) for name in ("a", "b")}
-        await until(lambda: len(num_tokens(engine)) == 2 and min(num_tokens(engine).values()) > 5)
+        tasks = await begun(engine, "a", "b")
         with pytest.raises(PartialWeightUpdateError, match="a tensor is torn"):
             await engine.update_weights(WeightsOnDisk(model), 1)
         assert engine.get_version() == 0
@@ -393,7 +383,7 @@ async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialec
         await until(lambda: "late" in num_tokens(engine))
         before = num_tokens(engine)
         assert await engine.abort(["a"]) == 1  # it is given back
-        assert (await tasks["a"]).stop_reason == "abort"
+        assert (await tasks[0]).stop_reason == "abort"
         num_sent = len(generations(engine))
         assert await engine.update_weights(weights_of("disk", tmp_path, 2.0), 2) == 2
         await until(lambda: num_tokens(engine)["b"] > before["b"] + 5 and num_tokens(engine)["late"] > 5)
@@ -402,7 +392,7 @@ async def test_after_a_torn_update_nothing_is_generated_until_a_whole_one(dialec
         result = await late
         assert set(result.versions) == {2}
         require(result, [3], 2.0)
-        assert (await tasks["b"]).versions[: before["b"]] == [0] * before["b"]
+        assert (await tasks[1]).versions[: before["b"]] == [0] * before["b"]
 
 
 async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialect: str, tmp_path: Path) -> None:
@@ -422,8 +412,7 @@ async def test_those_who_wait_for_a_whole_update_learn_of_the_servers_end(dialec
 
 async def test_a_server_sleeps_and_wakes_and_serves_new_weights(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
-        task = asyncio.create_task(engine.agenerate(asked("a", [1, 2])))
-        await until(lambda: num_tokens(engine).get("a", 0) > 0)
+        (task,) = await begun(engine, "a")
         with pytest.raises(RuntimeError, match="in flight"):
             await engine.sleep()
         await engine.abort()

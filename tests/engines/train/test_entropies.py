@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
-from helmsman.engines._train.entropies import distribution_entropies
+from helmsman.engines._train.vocabulary import distribution_entropies
 from tests.engines.ranks import run_ranks
 
 

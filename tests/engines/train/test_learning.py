@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from helmsman.api.advantages import gae, whiten
 from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.conftest import Make
 from tests.engines.small_models import VOCAB, random_tokens
 
 MODEL: dict[str, Any] = {
@@ -29,26 +29,7 @@ MODEL: dict[str, Any] = {
 GOOD = set(range(VOCAB // 2))
 """Tokens that are worth something."""
 
-Make = Callable[..., FSDPTrainEngine]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-    made: list[FSDPTrainEngine] = []
-
-    def build(**fields: Any) -> FSDPTrainEngine:
-        engine = FSDPTrainEngine(**{"model": MODEL, "lr": 3e-3, **fields})
-        made.append(engine)
-        engine.create_process_group()
-        engine.initialize()
-        return engine
-
-    yield build
-    for engine in reversed(made):
-        engine.destroy()
+FIELDS: dict[str, Any] = {"model": MODEL, "lr": 3e-3}
 
 
 def share_of_good(tokens: list[int]) -> float:
@@ -57,7 +38,7 @@ def share_of_good(tokens: list[int]) -> float:
 
 def test_a_critic_learns_to_predict_a_return(make: Make) -> None:
     """The return is the share of good tokens so far, which the model must count."""
-    critic = make(head="value")
+    critic = make(**FIELDS, head="value")
 
     def batch(seed: int) -> list[dict[str, Any]]:
         samples = []
@@ -91,7 +72,7 @@ def preference_pairs(num: int, seed: int) -> list[dict[str, Any]]:
 
 
 def test_a_reward_model_ranks_pairs_that_it_has_not_seen(make: Make) -> None:
-    model = make(head="value")
+    model = make(**FIELDS, head="value")
     held_out = preference_pairs(60, seed=99)
     for seed in range(40):
         model.train_batch(preference_pairs(16, seed), "reward_model", {"center_coef": 0.01})
@@ -103,7 +84,7 @@ def test_a_reward_model_ranks_pairs_that_it_has_not_seen(make: Make) -> None:
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge"])
 def test_dpo_raises_the_margin(loss_type: str, make: Make) -> None:
-    policy, reference = make(), make(frozen=True)
+    policy, reference = make(**FIELDS), make(**FIELDS, frozen=True)
 
     def batch(num: int, seed: int) -> list[dict[str, Any]]:
         samples = preference_pairs(num, seed)
@@ -136,7 +117,8 @@ def generate(policy: FSDPTrainEngine, num: int, length: int, generator: torch.Ge
 @pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
 def test_ppo_with_a_critic_raises_the_reward(loss: str, make: Make) -> None:
     # Packed, a model cannot be called without being told how its rows lie, as generate does here.
-    policy, critic, reference = make(lr=2e-3, packing=False), make(head="value", seed=1), make(frozen=True)
+    policy = make(model=MODEL, lr=2e-3, packing=False)
+    critic, reference = make(**FIELDS, head="value", seed=1), make(**FIELDS, frozen=True)
     generator = torch.Generator().manual_seed(0)
     scores = []
     for _ in range(30):

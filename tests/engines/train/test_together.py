@@ -9,19 +9,15 @@ import pytest
 from helmsman.api.advantages import group_advantages
 from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.engines.rollout import HFRolloutEngine
-from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN2
 
 MODEL = {**QWEN2, "initializer_range": 0.1}
 WANTED, NUM_TOKENS, GROUP_SIZE = 7, 6, 16
 
 
-async def test_reinforcement_learning_finds_the_rewarded_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-    trainer = FSDPTrainEngine(model=MODEL, lr=1e-2)
-    trainer.initialize()
+async def test_reinforcement_learning_finds_the_rewarded_token(make: Make) -> None:
+    trainer = make(model=MODEL)
     rollout = HFRolloutEngine(model=MODEL, max_concurrency=64, max_model_len=32)
     rollout.initialize()
     mean_rewards = []
@@ -55,6 +51,5 @@ async def test_reinforcement_learning_finds_the_rewarded_token(monkeypatch: pyte
         assert await rollout.update_weights(weights, trainer.get_version()) == step + 1
         mean_rewards.append(sum(rewards) / len(rewards))
     rollout.destroy()
-    trainer.destroy()
     assert mean_rewards[0] < 0.1
     assert mean_rewards[-1] > 0.8

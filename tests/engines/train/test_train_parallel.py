@@ -17,6 +17,7 @@ from helmsman.engines._weights.group import WeightGroup
 from helmsman.engines.losses import sft_loss
 from helmsman.engines.train import FSDPTrainEngine
 from helmsman.engines.weight_transfer import incoming
+from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import GEMMA3_MIXED, GPT2, LLAMA, QWEN2, random_tokens
 
@@ -322,16 +323,9 @@ def test_what_does_not_divide_is_said(four_ranks: list[dict[str, Any]]) -> None:
         assert "and there is a world of 4 ranks" in found["world"][1]
 
 
-def test_what_cannot_be_packed_is_said_and_left_padded_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
+def test_what_cannot_be_packed_is_said_and_left_padded_by_default(make: Make) -> None:
     hybrid = {**QWEN2, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
-    engine = FSDPTrainEngine(model=hybrid, packing=True)
     with pytest.raises(ValueError, match="packing cannot be had with Lfm2ForCausalLM: it has layers of other kinds"):
-        engine.initialize()
-    engine.destroy()
-    padded = FSDPTrainEngine(model=hybrid)
-    padded.initialize()
-    assert padded.eval_batch(SAMPLES, "sft")["num_tokens"] == sum(len(sample["input_ids"]) - 1 for sample in SAMPLES)
-    padded.destroy()
+        make(model=hybrid, packing=True)
+    counted = make(model=hybrid).eval_batch(SAMPLES, "sft")["num_tokens"]
+    assert counted == sum(len(sample["input_ids"]) - 1 for sample in SAMPLES)

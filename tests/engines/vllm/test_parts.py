@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helmsman.api.errors import BackendNotInstalledError
-from helmsman.engines._vllm.buckets import SharedBucket, read_message, split
-from helmsman.engines._vllm.fit import expected_of, require_fit
-from helmsman.engines._vllm.versions import UnsupportedVLLMError
+from helmsman.engines._vllm.internals import UnsupportedVLLMError
+from helmsman.engines._vllm.transfer import read_shared, shared, split
+from helmsman.engines._weights.fit import expected_of, require_fit
 from helmsman.engines.vllm_config import VLLMConfig
 from helmsman.engines.vllm_engine import VLLMEngine
 from tests.engines.small_models import LLAMA, QWEN2
@@ -37,7 +37,7 @@ def test_without_vllm_the_command_is_said_that_installs_it(monkeypatch: pytest.M
         VLLMEngine(model="anywhere")
 
 
-@pytest.mark.parametrize(("version", "fits"), [("0.10.2", False), ("0.11.0", True), ("0.32.0+cpu", True), ("1.0", True)])
+@pytest.mark.parametrize(("version", "fits"), [("0.31.2", False), ("0.32.0+cpu", True), ("1.0", True), ("dev", True)])
 def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
     installed = types.ModuleType("vllm")
     installed.__version__ = version  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def test_a_vllm_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch, vers
     if fits:
         VLLMEngine(model="anywhere")
     else:
-        with pytest.raises(UnsupportedVLLMError, match="it is 0.10.2. VLLMEngine supports vLLM 0.11 to 0.32"):
+        with pytest.raises(UnsupportedVLLMError, match="the installed vLLM is 0.31.2; VLLMEngine supports 0.32 and later"):
             VLLMEngine(model="anywhere")
 
 
@@ -66,24 +66,21 @@ def test_a_configuration_that_makes_no_sense_is_refused(fields: dict[str, Any], 
 
 
 def _read(message: dict[str, Any], results: Any) -> None:
-    tensors = read_message(message)
-    results.put({name: (str(tensor.dtype), tensor.tolist(), list(tensor.shape)) for name, tensor in tensors.items()})
+    results.put({name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in read_shared(message).items()})
 
 
-def test_another_process_reads_a_bucket_as_it_was_written() -> None:
+def test_another_process_reads_shared_tensors_as_they_were_written() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    bucket = SharedBucket(TENSORS)
-    reader = context.Process(target=_read, args=(bucket.message, results))
-    reader.start()
-    found = results.get(timeout=60)
-    reader.join()
+    with shared(TENSORS) as message:
+        reader = context.Process(target=_read, args=(message, results))
+        reader.start()
+        found = results.get(timeout=60)
+        reader.join()
+        kept = read_shared(message)
     assert found == {name: (str(each.dtype), each.tolist(), list(each.shape)) for name, each in TENSORS.items()}
-    kept = read_message(bucket.message)
-    bucket.close()
-    bucket.close()
     assert torch.equal(kept["turned"], TENSORS["turned"]), "mapped memory stays with who has it"
-    assert not os.path.exists(str(bucket.message["path"]))
+    assert not os.path.exists(message["path"])
 
 
 def test_parts_have_no_more_than_a_buckets_bytes_unless_a_tensor_has() -> None:

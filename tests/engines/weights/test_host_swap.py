@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from torch import nn
 
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightsInMemory
 from helmsman.engines._models.distributed import join_process_group, leave_process_group
-from helmsman.engines._weights.host_swap import Parking, storage_of
+from helmsman.engines._weights.host_swap import HostSwap, storage_of
 from helmsman.engines.train import FSDPTrainEngine
+from tests.engines.conftest import Make
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import QWEN2, random_tokens
 
@@ -27,42 +27,42 @@ def test_parked_tensors_have_no_memory_and_come_back_as_they_were() -> None:
     layer = nn.Linear(4, 4)
     view = layer.weight.detach()[1:, :2]
     expected = layer.weight.detach().clone()
-    parking = Parking()
-    parking.park([*layer.parameters(), view])
-    parking.park(layer.parameters())
+    swap = HostSwap()
+    swap.offload([*layer.parameters(), view])
+    swap.offload(layer.parameters())
     assert memory_of(layer.parameters()) == 0
-    with parking.present(layer.weight):
+    with swap.present(layer.weight):
         assert torch.equal(layer.weight, expected)
         assert memory_of([layer.bias]) == 0
     assert memory_of(layer.parameters()) == 0
-    parking.bring_back()
+    swap.restore()
     assert torch.equal(layer.weight, expected)
     assert torch.equal(view, expected[1:, :2])
-    parking.bring_back()
+    swap.restore()
     assert torch.equal(layer.weight, expected)
 
 
 def test_dropped_tensors_get_memory_and_no_contents() -> None:
     layer = nn.Linear(4, 4)
-    parking = Parking()
-    parking.park([layer.weight])
-    parking.drop(layer.parameters())
+    swap = HostSwap()
+    swap.offload([layer.weight])
+    swap.drop(layer.parameters())
     assert memory_of(layer.parameters()) == 0
-    parking.bring_back()
+    swap.restore()
     assert memory_of(layer.parameters()) == 80
 
 
-def test_what_finds_no_room_stays_parked() -> None:
+def test_what_finds_no_room_stays_swapped() -> None:
     small, large = torch.arange(4.0), torch.zeros(1)
-    parking = Parking()
-    parking.park([small, large])
+    swap = HostSwap()
+    swap.offload([small, large])
     # More than an address space has: the allocator refuses, as a device does that is full.
-    parking._parked[storage_of(large)._cdata].num_bytes = 1 << 60
+    swap._swapped[storage_of(large)._cdata].num_bytes = 1 << 60
     with pytest.raises(RuntimeError, match="memory"):
-        parking.bring_back()
+        swap.restore()
     assert memory_of([small, large]) == 0
-    parking._parked[storage_of(large)._cdata].num_bytes = 4
-    parking.bring_back()
+    swap._swapped[storage_of(large)._cdata].num_bytes = 4
+    swap.restore()
     assert small.tolist() == [0, 1, 2, 3]
 
 
@@ -70,14 +70,8 @@ def test_what_finds_no_room_stays_parked() -> None:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[FSDPTrainEngine]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HELMSMAN_PLATFORM", "cpu")
-    made = FSDPTrainEngine(model=QWEN2, lr=1e-2)
-    made.initialize()
-    yield made
-    made.destroy()
+def engine(make: Make) -> FSDPTrainEngine:
+    return make()
 
 
 def tensors_of(engine: FSDPTrainEngine) -> list[torch.Tensor]:
@@ -167,14 +161,12 @@ def test_two_ranks_train_as_if_they_had_not_slept() -> None:
         assert found["all"] == found["plain"]
 
 
-def test_the_optimizer_is_offloaded_between_steps(engine: FSDPTrainEngine) -> None:
+def test_the_optimizer_is_offloaded_between_steps(engine: FSDPTrainEngine, make: Make) -> None:
     plain = [engine.train_batch(SAMPLES, "sft") for _ in range(3)]
-    offloading = FSDPTrainEngine(model=QWEN2, lr=1e-2, offload="optimizer")
-    offloading.initialize()
+    offloading = make(offload="optimizer")
     for expected in plain:
         assert offloading.train_batch(SAMPLES, "sft") == expected
         assert offloading._optimizer is not None
         states = [value for state in offloading._optimizer.state.values() for value in state.values()]
         assert states
         assert memory_of(states) == 0
-    offloading.destroy()

@@ -1,4 +1,4 @@
-"""VLLMEngine as a rollout's instances beside FSDPTrainEngine's ranks, in processes of their own: weights, deaths, ends."""
+"""vLLM as a rollout's instances beside FSDPTrainEngine's ranks, inside workers and as their servers: weights, deaths, ends."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,12 +26,13 @@ from helmsman import (
     ViaCollective,
     ViaDisk,
     ViaMemory,
+    WeightFormat,
     WeightSync,
 )
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
 from tests.processes import command_of
-from tests.vllm.vllm_models import ENGINE, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
+from tests.vllm.vllm_models import ENGINE, MAX_LEN, QWEN2_TIED, SPEC_ENV, folder_of, model_of, report
 
 pytestmark = pytest.mark.timeout(900)  # a start takes 15 s, and 60 s beside other work
 
@@ -40,13 +42,23 @@ LONG = SamplingParams(temperature=0.0, max_new_tokens=300)
 SAMPLE = {"input_ids": [(5 * each) % 128 for each in range(40)]}
 POLICY = SupervisionPolicy(probe_every_s=0.2, suspect_s=20.0, dead_s=60.0, restart_pause_s=0.1)
 WAIT_S = 240.0
+ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "vllm": ("helmsman.engines.vllm_engine.VLLMEngine", 0, ENGINE),
+    "server": (
+        "helmsman.engines.server_engine.ServerEngine",
+        1,
+        {"dtype": "float32", "max_model_len": MAX_LEN, "args": ("--enforce-eager",)},
+    ),
+}
+"""Path, leased ports, and arguments."""
 
 
 class World:
-    """A trainer of two ranks and two vLLM instances."""
+    """A trainer of two ranks and two instances of vLLM."""
 
-    def __init__(self, scheduler: LocalScheduler, model: str) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: LocalScheduler, model: str, name: str) -> None:
+        self.scheduler, self.name = scheduler, name
+        engine, num_ports, kwargs = ENGINES[name]
         self.trainer = TrainController(
             scheduler,
             "helmsman.engines.train.FSDPTrainEngine",
@@ -55,9 +67,9 @@ class World:
         )
         self.rollout = RolloutController(
             scheduler,
-            "helmsman.engines.vllm_engine.VLLMEngine",
-            Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5, env_vars=SPEC_ENV)]),
-            engine_kwargs={"model": model, **ENGINE},
+            engine,
+            Job(role="rollout", replicas=2, tasks=[SchedulingSpec(cpu=0.5, port_count=num_ports, env_vars=SPEC_ENV)]),
+            engine_kwargs={"model": model, **kwargs},
             retries=RetryGeneration(),
             supervision=POLICY,
         )
@@ -68,7 +80,7 @@ class World:
         return next(each.pid for each in self.scheduler.status() if each.worker_id == worker_id) or 0
 
     def children(self, worker_id: str, name: str = "") -> list[psutil.Process]:
-        """vLLM's processes of a worker: EngineCore, Worker."""
+        """vLLM's processes of a worker: EngineCore, Worker; and a server with its guard."""
         found = psutil.Process(self.pid(worker_id)).children(recursive=True)
         return [each for each in found if name in command_of(each)]
 
@@ -76,40 +88,43 @@ class World:
         return self.rollout.load().instances[worker_id].state
 
     def require_the_trainers(self, what: str) -> None:
-        """Every instance's tokens and log-probabilities are those of the trainer's weights, of the trainer's version."""
-        for instance in ("rollout/0", "rollout/1"):
-            results = self.rollout.generate(PROMPTS * 4, GREEDY)
-            rows = self.trainer.forward(
-                [{"input_ids": prompt + each.token_ids} for prompt, each in zip(PROMPTS * 4, results, strict=True)]
-            )
-            found = torch.cat(
-                [
-                    (row[len(prompt) :] - torch.tensor(each.logprobs)).abs()
-                    for prompt, each, row in zip(PROMPTS * 4, results, rows, strict=True)
-                ]
-            )
-            report(f"{what}, {instance}", found)
-            assert found.max() < 1e-3
-            assert {version for each in results for version in each.versions} == {self.trainer.get_version()}
-        served = [self.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in self.rollout.workers]
-        assert all(served), "both have taken part"
+        """Tokens and log-probabilities are those of the trainer's weights, of the trainer's version, from both instances."""
+        before, prompts = self.generated(), PROMPTS * 4
+        results = self.rollout.generate(prompts, GREEDY)
+        rows = self.trainer.forward(
+            [{"input_ids": prompt + each.token_ids} for prompt, each in zip(prompts, results, strict=True)]
+        )
+        found = torch.cat(
+            [
+                (row[len(prompt) :] - torch.tensor(each.logprobs)).abs()
+                for prompt, each, row in zip(prompts, results, rows, strict=True)
+            ]
+        )
+        report(what, found)
+        assert found.max() < 1e-3
+        assert {version for each in results for version in each.versions} == {self.trainer.get_version()}
+        assert set(self.rollout.versions().values()) == {self.trainer.get_version()}
+        assert all(now > earlier for now, earlier in zip(self.generated(), before, strict=True)), "both have taken part"
+
+    def generated(self) -> list[float]:
+        return [self.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in self.rollout.workers]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+@pytest.fixture(scope="module", params=ENGINES)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     model = folder_of(model_of(QWEN2_TIED, seed=1), tmp_path_factory.mktemp("qwen2"))
     with LocalScheduler() as scheduler:
-        yield World(scheduler, model)
+        yield World(scheduler, model, request.param)
 
 
 @pytest.mark.parametrize("way", ["memory", "collective", "disk"])
 def test_a_step_of_the_trainer_reaches_vllm(world: World, way: str, tmp_path: Path) -> None:
     ways = {"memory": ViaMemory(), "collective": ViaCollective(timeout_s=60.0), "disk": ViaDisk(str(tmp_path))}
     world.trainer.train_batch([SAMPLE] * 4, "sft")
-    sync = WeightSync(world.trainer, world.rollout, ways[way])  # type: ignore[arg-type]
-    report_ = sync.push()
-    assert report_.version == world.trainer.get_version()
-    assert report_.failed == {}
+    form = WeightFormat(bucket_bytes=200_000, checksum=True)  # buckets that end within layers
+    done = WeightSync(world.trainer, world.rollout, ways[way], form=form).push()  # type: ignore[arg-type]
+    assert done.version == world.trainer.get_version()
+    assert done.failed == {}
     world.require_the_trainers(way)
 
 
@@ -128,21 +143,20 @@ def test_a_push_in_the_middle_of_requests_tells_their_tokens_apart(world: World)
 
 def _begun(world: World) -> list[Future[GenerationResult]]:
     """More requests than both instances decode at once, of which both have tokens."""
-
-    def generated() -> list[int]:
-        return [world.scheduler.call_engine(each.id, "stats")["num_generated_tokens"] for each in world.rollout.workers]
-
-    before = generated()
+    before = world.generated()
     futures = [world.rollout.submit([*prompt, number], LONG) for number in range(24) for prompt in PROMPTS]
-    both = lambda: all(now > earlier for now, earlier in zip(generated(), before, strict=True))  # noqa: E731
+    both = lambda: all(now > earlier for now, earlier in zip(world.generated(), before, strict=True))  # noqa: E731
     wait_until(both, "both decode", limit_s=WAIT_S)
     return futures
 
 
 @pytest.mark.parametrize("name", ["EngineCore", "Worker"])
 def test_the_death_of_vllms_process_is_the_instances(world: World, name: str) -> None:
+    if name == "Worker" and world.name == "server":
+        pytest.skip("a server ends with any of its processes, and its engine sees its end alone")
     worker, version = world.pid("rollout/0"), world.trainer.get_version()
-    (victim,) = world.children("rollout/0", name)
+    family = world.children("rollout/0")
+    (victim,) = [each for each in family if name in command_of(each)]
     futures = _begun(world) if name == "EngineCore" else []  # the other time it is idle, and only a probe can tell
     victim.kill()
     assert not futures or not all(future.done() for future in futures)
@@ -153,24 +167,27 @@ def test_the_death_of_vllms_process_is_the_instances(world: World, name: str) ->
         assert (len(result.token_ids), result.stop_reason, set(result.versions)) == (LONG.max_new_tokens, "length", {version})
     wait_until(lambda: world.state("rollout/0") is Health.HEALTHY, "it is built anew", limit_s=WAIT_S)
     assert world.pid("rollout/0") != worker
-    assert world.rollout.versions() == {"rollout/0": version, "rollout/1": version}, "with the weights of the last update"
-    world.require_the_trainers(f"after the death of {name}")
+    _ended(family)
+    world.require_the_trainers(f"after the death of {name}")  # with the weights of the last update
+
+
+def _ended(family: list[psutil.Process]) -> None:
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert not left, [command_of(each) for each in left]
 
 
 def test_destroy_ends_vllms_processes(world: World) -> None:
     family = world.children("rollout/0")
     world.rollout.remove(["rollout/0"])
-    _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [command_of(each) for each in left]
+    _ended(family)
 
 
 def test_nothing_of_vllm_outlives_its_worker(world: World) -> None:
     """The last test of this module: the instance is still being built anew when all is closed."""
     worker, family = world.pid("rollout/1"), world.children("rollout/1")
-    assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory"
+    assert len(family) >= 3, "EngineCore, its worker and Python's tracker of their shared memory; or guard, server, EngineCore"
     shared = {each.path for process in family for each in process.memory_maps() if each.path.startswith("/dev/shm/psm")}
-    assert shared
+    assert shared or world.name == "server"
     os.kill(worker, signal.SIGKILL)
-    _, left = psutil.wait_procs(family, timeout=10)
-    assert not left, [command_of(each) for each in left]
+    _ended(family)
     assert not [path for path in shared if os.path.exists(path)]

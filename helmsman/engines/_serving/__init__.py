@@ -1,0 +1,1 @@
+"""What rollout engines share: admission of requests, what they have generated, and their way across weight updates."""

@@ -1,0 +1,116 @@
+"""Whether weights fit a model, checked before any of them is loaded.
+
+vLLM's own parameters have other names (projections are fused) and shapes (of a rank's part), and its loader fails half-way.
+So names and shapes are compared with those of the Hugging Face model, as a trainer has them, or of the folder's files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from helmsman.engines._models.files import INDEX_FILE
+
+_SINGLE_FILE = "model.safetensors"
+_HEAD = "lm_head.weight"
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """Names and shapes of one form of a model's weights."""
+
+    shapes: dict[str, list[int] | None]
+    """None for any."""
+    aliases: dict[str, str] = {}
+    """Other name of a tensor (tied embeddings) -> the name that it can stand for, "" for none."""
+
+
+def vocab_size_of(folder: str) -> int | None:
+    """Size of the vocabulary of a folder's model; None where its configuration does not say."""
+    try:
+        with open(os.path.join(folder, "config.json")) as file:
+            config: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return None
+    size: int | None = config.get("text_config", config).get("vocab_size")
+    return size
+
+
+def form_of(state: Mapping[str, torch.Tensor]) -> Expected:
+    """The form of a state dict whose tensors with several names are one object."""
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    shapes: dict[str, list[int] | None] = {name: list(tensor.shape) for name, tensor in state.items()}
+    return Expected(shapes, {name: first[id(tensor)] for name, tensor in state.items() if first[id(tensor)] != name})
+
+
+def expected_of(folder: str) -> list[Expected]:
+    """The forms in which weights of a folder's model may come to a server; at least one.
+
+    Raises: ValueError where neither a configuration that transformers can build nor files of safetensors are there.
+    """
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"{folder} has no configuration that transformers reads: {error}") from error
+    forms = []
+    problem: Exception | None = None
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # noqa: BLE001 - vLLM has models that transformers has not; the files may do
+        problem = error
+    else:
+        form = form_of(model.state_dict(keep_vars=True))
+        forms.append(Expected(form.shapes, dict.fromkeys(form.aliases, "")))  # servers skip a tied head
+    shapes = _shapes_of_files(folder)
+    if shapes:
+        is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        form = Expected({_HEAD: None, **shapes} if is_tied else shapes, {_HEAD: ""} if is_tied else {})
+        if form not in forms:
+            forms.append(form)
+    if not forms:
+        raise ValueError(f"the weights of {folder}'s model are unknown: {problem}") from problem
+    return forms
+
+
+def _shapes_of_files(folder: str) -> dict[str, list[int] | None]:
+    files = [_SINGLE_FILE]
+    if os.path.exists(os.path.join(folder, INDEX_FILE)):
+        with open(os.path.join(folder, INDEX_FILE), "rb") as file:
+            files = sorted(set(json.load(file)["weight_map"].values()))
+    shapes: dict[str, list[int] | None] = {}
+    for name in files:
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            with safe_open(path, framework="pt") as tensors:
+                shapes.update({key: list(tensors.get_slice(key).get_shape()) for key in tensors.keys()})  # noqa: SIM118
+    return shapes
+
+
+def require_fit(forms: Sequence[Expected], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises: ValueError unless names and shapes are those of one of the forms."""
+    problems = [_problems(form, shapes) for form in forms]
+    if all(problems):
+        raise ValueError(f"the weights do not fit the rollout model, which was left as it is. {problems[0]}")
+
+
+def _problems(form: Expected, shapes: Mapping[str, Sequence[int]]) -> str:
+    given = shapes.keys() | {form.aliases[name] for name in shapes if name in form.aliases}
+    kinds = {
+        "missing": [name for name in form.shapes if name not in given and name not in form.aliases],
+        "unexpected": [name for name in shapes if name not in form.shapes],
+        "of another shape": [
+            f"{name} {tuple(shape)} for {tuple(expected)}"
+            for name, shape in shapes.items()
+            if (expected := form.shapes.get(name)) is not None and list(shape) != expected
+        ],
+    }
+    return "; ".join(f"{len(names)} {kind}: {', '.join(names[:4])}" for kind, names in kinds.items() if names)

@@ -1,0 +1,133 @@
+"""How the ranks of a trainer send their full parameters, bucket by bucket, to a sink on rank 0."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from helmsman.engines._models.distributed import failing_together
+
+T = TypeVar("T")
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    data: Any = as_bytes(tensor.cpu()).numpy()
+    return zlib.crc32(data)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """(N,) uint8: the bytes of a tensor, without a copy where it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Bucket(NamedTuple):
+    """Full tensors that are sent together."""
+
+    tensors: Mapping[str, torch.Tensor]
+    checksums: dict[str, int]
+
+
+class Sink(abc.ABC, Generic[T]):
+    """Takes buckets on rank 0."""
+
+    @abc.abstractmethod
+    def put(self, bucket: Bucket) -> None:
+        """Take a bucket."""
+
+    @abc.abstractmethod
+    def finish(self) -> T:
+        """All have come; returns the result for the caller."""
+
+    def give_up(self, error: Exception) -> None:
+        """No more come, for this reason."""
+        return
+
+
+class Packer(Generic[T]):
+    """Makes buckets of full tensors for a sink: casts floating-point tensors to ``dtype``, and adds checksums where asked for.
+    A tensor of more than ``bucket_bytes`` is a bucket of its own."""
+
+    def __init__(self, sink: Sink[T], dtype: torch.dtype | None, bucket_bytes: int, *, checksum: bool = False) -> None:
+        self.sink = sink
+        self._dtype, self._bucket_bytes, self._checksum = dtype, bucket_bytes, checksum
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._num_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor, which may complete a bucket."""
+        if self._dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._dtype)
+        if self._tensors and self._num_bytes + tensor.nbytes > self._bucket_bytes:
+            self._put()
+        self._tensors[name] = tensor
+        self._num_bytes += tensor.nbytes
+
+    def finish(self) -> T:
+        """Complete the last bucket."""
+        if self._tensors:
+            self._put()
+        return self.sink.finish()
+
+    def _put(self) -> None:
+        checksums = {name: checksum_of(tensor) for name, tensor in self._tensors.items()} if self._checksum else {}
+        self.sink.put(Bucket(self._tensors, checksums))
+        self._tensors, self._num_bytes = {}, 0
+
+
+def send_all(
+    tensors: Mapping[str, torch.Tensor],
+    full: Callable[[torch.Tensor], torch.Tensor],
+    pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
+    what: str,
+) -> T | None:
+    """Send all of some tensors. A collective: every rank takes part until the end, also after rank 0 has failed.
+
+    Args:
+        tensors: By the names under which they arrive.
+        full: All of a tensor, on any device; a collective.
+        pack: Makes rank 0's packer; None on other ranks. The stack ends with this call.
+        what: What this is, for messages.
+
+    Returns:
+        On rank 0 the sink's result.
+
+    Raises:
+        Exception: What rank 0 met; RuntimeError on the other ranks.
+    """
+    packer: Packer[T] | None = None
+    result: T | None = None
+    error: Exception | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            packer = pack(stack) if pack is not None else None
+        except Exception as exc:  # noqa: BLE001 - raised below, once the other ranks' collectives have been served
+            error = exc
+        for name, tensor in tensors.items():
+            try:
+                whole = full(tensor)
+            except Exception as exc:
+                if packer is not None:
+                    packer.sink.give_up(error or exc)
+                raise  # the other ranks are gone or late, and wait for nothing
+            try:
+                if packer is not None and error is None:
+                    packer.add(name, whole)
+            except Exception as exc:  # noqa: BLE001 - as above
+                error = exc
+        try:
+            if packer is not None and error is None:
+                result = packer.finish()
+        except Exception as exc:  # noqa: BLE001 - as above
+            error = exc
+        with failing_together(what):
+            if error is not None:
+                if packer is not None:
+                    packer.sink.give_up(error)
+                raise error
+    return result
