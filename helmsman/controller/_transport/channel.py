@@ -57,7 +57,7 @@ Connect = Callable[[], Awaitable[socket.socket]]
 
 @functools.cache
 def backlog_limit_bytes() -> int:
-    """Most bytes of requests, with their shared memory, that wait for one worker to take them: a quarter of the machine's."""
+    """Most bytes, with shared memory, that wait for one worker to take them before another call: a quarter of the machine's."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
@@ -312,7 +312,7 @@ class Channel(Transport):
             if not self.is_open:
                 raise TransportLostError(self.lost_because)
             num_kept = self._session.num_kept_bytes
-            if num_kept and num_kept + outgoing.num_bytes > backlog_limit_bytes():
+            if outgoing.is_call and num_kept and num_kept + outgoing.num_bytes > backlog_limit_bytes():
                 raise WorkerBacklogError(
                     worker_id=self._worker_id,
                     engine_name=outgoing.request.engine_name,
