@@ -192,7 +192,7 @@ def test_the_reader_of_imports_sees_every_form(source: str, names: list[str]) ->
 
 
 def run_python(code: str, *args: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
