@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,6 +49,8 @@ class VLLMEngine(InferenceEngine):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._instance: VLLMInstance | None = None
+        self._calls: set[Future[Any]] = set()
+        """Those under way, for destroy to see them answered before the loop ends."""
         self._destroyed = False
 
     # --- life -------------------------------------------------------------------------------------------------------------
@@ -106,6 +108,7 @@ class VLLMEngine(InferenceEngine):
         late.start()
         try:
             asyncio.run_coroutine_threadsafe(instance.close(), self._loop).result()
+            wait(tuple(self._calls), timeout=_LAST_TASKS_S)
         finally:
             late.cancel()
             instance.kill()
@@ -125,7 +128,10 @@ class VLLMEngine(InferenceEngine):
     def _begin(self, work: Callable[[VLLMInstance], Coroutine[Any, Any, T]]) -> Future[T]:
         instance, loop = self._running(), self._loop
         assert loop is not None
-        return asyncio.run_coroutine_threadsafe(work(instance), loop)
+        call = asyncio.run_coroutine_threadsafe(work(instance), loop)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     async def _to_its_end(self, work: Callable[[VLLMInstance], Coroutine[Any, Any, T]]) -> T:
         """Await what must not be left half done when its caller is cancelled."""
