@@ -157,7 +157,12 @@ class ForkServer(asyncio.Protocol):
         waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._spawned[order.socket_path] = waiting, worker_tag(order.identity)
         self._send(order)
-        return await waiting
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self.kill(waiting.result())  # it was there at the same moment
+            raise
 
     async def wait_exit(self, pid: int) -> int:
         """Await the end of a worker; returns its wait status."""

@@ -13,9 +13,12 @@ import pytest
 
 from helmsman.api import errors
 from helmsman.api.scheduler import Job
+from helmsman.controller._node.run_registry import make_log_dir
 from helmsman.controller._schedulers.forkserver_client import ForkServer
 from helmsman.controller._schedulers.local import LocalScheduler
 from helmsman.rpc_server._process import guardian
+from helmsman.rpc_server._server.forkserver import Spawn, Spawned
+from helmsman.rpc_server._wire.messages import WorkerIdentity
 from tests.contract.engines import Counter
 from tests.contract.helpers import stop, wait_until
 
@@ -67,3 +70,25 @@ def test_families_of_a_lost_forkserver_are_ended_together(tmp_path: Path, monkey
         assert not together.broken
         monkeypatch.undo()
         assert scheduler.create_workers(Job(role="b")) == ["b/0"]
+
+
+async def test_worker_that_appears_as_its_start_is_given_up_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    make_log_dir(tmp_path, "0123456789")
+    run_dir.mkdir(mode=0o700)
+    server = await ForkServer.start("0123456789", run_dir, tmp_path / "forkserver.log", ())
+    begin = ForkServer._begun
+    pids: list[int] = []
+
+    def begin_and_give_up(server: ForkServer, event: Spawned) -> None:
+        begin(server, event)
+        pids.append(event.pid)
+        start.cancel()
+
+    monkeypatch.setattr(ForkServer, "_begun", begin_and_give_up)
+    identity = WorkerIdentity(run_id="0123456789", worker_id="a/0", role="a", rank=0, log_path=str(tmp_path / "a-0.log"))
+    start = asyncio.ensure_future(server.spawn(Spawn(identity, str(run_dir / "a.sock"), b"key", dict(os.environ))))
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await server.wait_exit(pids[0])
+    await server.stop(8.0)
