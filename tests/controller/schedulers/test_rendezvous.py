@@ -127,7 +127,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize(
     ("address", "proof", "outcome"),
-    [("127.0.0.1", b"proof", ""), ("::1", b"proof", ""), ("127.0.0.1", b"another", "something else answers there")],
+    [("127.0.0.1", b"proof", ""), ("::1", b"proof", ""), ("127.0.0.1", b"wrong", "something else answers there")],
 )
 def test_a_listener_is_reached_while_it_listens(listener: Listener, address: str, proof: bytes, outcome: str) -> None:
     port = free_port()
