@@ -1,4 +1,4 @@
-"""Supervision of workers: a monitor asks and reports, its subscribers decide what follows, within a budget of restarts."""
+"""Supervision of workers: a monitor probes them and reports, its subscribers react within a restart budget."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ASK_EVERY_S = 0.25
 
 
 class ProbePolicy(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
-    """How often a worker is asked whether it lives, and which silence means that it does not. Times in seconds."""
+    """How often a worker is probed, and after which silence it counts as dead. Times in seconds."""
 
     probe_every_s: float = 2.0
-    """Between an answer and the next question. A worker answers beside a running call, so a busy one is not given up."""
+    """From an answer to the next probe. A worker answers beside a running call, so a long call does not make it silent."""
     dead_s: float = 60.0
-    """A worker that has not answered for so long is dead, unless it is busy."""
+    """Silence after which a worker is dead, unless it is busy."""
     busy_s: float = 1800.0
-    """A worker that does not answer but is seen to compute, since C code holds its interpreter's lock, is dead after so long
-    without an answer; after ``dead_s`` where that is longer."""
+    """Silence after which a worker is dead although it computes: C code may hold its interpreter's lock. ``dead_s`` applies
+    where that is longer."""
 
 
 class Sign(Enum):
@@ -38,15 +38,15 @@ class Sign(Enum):
 
     ANSWERED = "answered"
     BUSY = "busy"
-    """It does not answer, and is seen to make progress; reported only as DEAD, after ``busy_s``."""
+    """It does not answer but uses CPU. Subscribers get no report before it is DEAD, after ``busy_s``."""
     SUSPECT = "suspect"
-    """It has not answered for a while."""
+    """It has not answered for ``suspect_s`` seconds."""
     DEAD = "dead"
-    """It has died, or has not answered for too long."""
+    """It has exited, or has not answered for ``dead_s`` seconds."""
     PREEMPTED = "preempted"
-    """It is about to go. Reported again and again, with the same notice, as long as that is so."""
+    """Its node will be preempted. The same notice is reported with every probe for as long as it holds."""
     UNKNOWN = "unknown"
-    """It could not be asked. Not reported to subscribers."""
+    """It could not be probed. Not reported to subscribers."""
 
 
 class Report(NamedTuple):
@@ -57,7 +57,7 @@ class Report(NamedTuple):
     reason: str = ""
     """Why it is DEAD, as part of a sentence."""
     error: WorkerFailedError | None = None
-    """How it died; None where it is DEAD because it is silent."""
+    """How it exited; None where it is DEAD because it is silent."""
     health: WorkerHealth | None = None
     """Of one that ANSWERED."""
     notice: PreemptionNotice | None = None
@@ -82,12 +82,16 @@ class Monitor:
         self._looking: asyncio.Task[None] | None = None
 
     async def ask(self, worker_id: str, limit_s: float, *, or_busy: bool = True) -> Report:
-        """Ask a worker until it answers, or is seen to be busy.
+        """Probe a worker until it answers, is busy, or the limit has passed.
 
         Args:
-            limit_s: seconds after which it is DEAD. It is asked at least once more when they are over, since this process may
-                have been stopped itself, with the answer unread.
-            or_busy: whether BUSY ends the questions, too.
+            worker_id: the worker.
+            limit_s: seconds after which it is DEAD. One more probe follows the limit, since this process may have been
+                stopped itself, with an answer unread.
+            or_busy: whether BUSY ends the probes, too.
+
+        Returns:
+            A report whose sign is ANSWERED, BUSY, DEAD or UNKNOWN.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
@@ -99,8 +103,8 @@ class Monitor:
                 log.debug("%s: %s", worker_id, error)
             except WorkerFailedError as error:
                 return Report(worker_id, Sign.DEAD, f"process {error.pid} {error.cause}", error)
-            except Exception as error:  # noqa: BLE001 - nothing is known of the worker, such as one that was just removed
-                log.debug("%s could not be asked: %s", worker_id, error)
+            except Exception as error:  # noqa: BLE001 - the worker may just have been removed
+                log.debug("%s could not be probed: %s", worker_id, error)
                 return Report(worker_id, Sign.UNKNOWN)
             else:
                 if health.answered:
@@ -116,8 +120,8 @@ class Monitor:
             pause_s = min(watch.policy.probe_every_s for watch in self._watches)
             try:
                 found = await self._look_up_notices()
-            except Exception as error:  # noqa: BLE001 - asked again soon; a worker that goes without notice is noticed, too
-                log.debug("which workers are about to go could not be asked: %s", error)
+            except Exception as error:  # noqa: BLE001 - the look-up is repeated, and a death without notice is detected, too
+                log.debug("preemption notices could not be looked up: %s", error)
             else:
                 known = self._notices
                 self._notices = {
@@ -142,13 +146,13 @@ class Monitor:
 
 
 class Watch:
-    """Reports to a subscriber what happens to some workers, until ``close``. Used on the event loop.
+    """Reports on some workers to a subscriber until ``close``. Used on the event loop.
 
     Args:
         monitor: of their scheduler.
-        policy: when to ask, and when a worker is DEAD.
-        subscriber: called on the event loop.
-        worker_ids: those that are watched at once.
+        policy: when to probe, and when a worker is DEAD.
+        subscriber: called with each report, on the event loop. Its exceptions are logged.
+        worker_ids: the workers to begin with.
         suspect_s: seconds without an answer after which a worker is SUSPECT; ``policy.dead_s`` when None.
     """
 
@@ -171,18 +175,18 @@ class Watch:
         monitor._add(self)
 
     def add(self, worker_id: str) -> None:
-        """Watch one more worker, or another process of a worker: an earlier question says nothing about it."""
+        """Watch one more worker, or the new process of a worker: earlier probes do not count for it."""
         self.discard(worker_id)
         if not self._is_closed:
             self._asking[worker_id] = asyncio.create_task(self._keep_asking(worker_id))
 
     def discard(self, worker_id: str) -> None:
-        """Watch a worker no more. Idempotent."""
+        """Stop watching a worker. Idempotent."""
         if (task := self._asking.pop(worker_id, None)) is not None:
             task.cancel()
 
     def close(self) -> None:
-        """Watch none any more. Idempotent."""
+        """Stop watching all workers, for good. Idempotent."""
         self._is_closed = True
         for worker_id in tuple(self._asking):
             self.discard(worker_id)
@@ -195,8 +199,8 @@ class Watch:
     def _report(self, report: Report) -> None:
         try:
             self._subscriber(report)
-        except Exception:  # the other subscribers, and the next questions, do not depend on it
-            log.exception("what follows from %s being %s failed", report.worker_id, report.sign.value)
+        except Exception:  # other subscribers and later probes go on
+            log.exception("the subscriber failed on the report that %s is %s", report.worker_id, report.sign.value)
 
     async def _keep_asking(self, worker_id: str) -> None:
         while True:

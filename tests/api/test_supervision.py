@@ -177,7 +177,7 @@ async def test_monitor_survives_a_subscriber_that_raises_and_ends_all_watches(ca
     workers.notices = {"a": "drained"}
     await asyncio.sleep(5.0)
     assert {report.sign for _, report in workers.reports} == {ANSWERED, PREEMPTED}
-    assert "what follows from a being preempted failed" in caplog.text
+    assert "the subscriber failed on the report that a is preempted" in caplog.text
     workers.monitor.close()
     watch.add("b")
     await asyncio.sleep(0.0)

@@ -1,4 +1,4 @@
-"""Supervises rollout instances: gives up those that are dead, leaves those that are to go, and has them rebuilt."""
+"""Supervises rollout instances: drains those that will be preempted, and rebuilds those that are dead."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class _Supervised:
     health: Health
     budget: RestartBudget
     restart_at: float | None = None
-    """When to rebuild it, where it is dead and the budget allows it."""
+    """When it is rebuilt; None while it is not dead, and while its budget is spent."""
     heeded: PreemptionNotice | None = None
-    """The last notice that it is about to go."""
+    """The last preemption notice that was acted on."""
     again: asyncio.TimerHandle | None = None
-    """Asks a spent budget again."""
+    """Checks a spent budget again when its window has room."""
     restarting: asyncio.Task[None] | None = None
     moving: asyncio.Task[None] | None = None
     death: asyncio.Future[None] | None = None
-    """Done when it dies; None where no coroutine waits for that."""
+    """Done when it dies; None while no coroutine waits for that."""
 
     @property
     def is_restarting(self) -> bool:
-        """Whether it is being rebuilt, or will be."""
+        """Whether a rebuild is running or planned."""
         return self.restarting is not None and not self.restarting.done()
 
     def cancel(self) -> None:
-        """Neither move nor rebuild it any more."""
+        """Cancel its move, its rebuild and its timer."""
         if self.again is not None:
             self.again.cancel()
         for task in (self.restarting, self.moving):
@@ -57,12 +57,12 @@ class Supervisor:
     Args:
         requests: told of every change.
         policy: limits in seconds.
-        monitor: of the scheduler whose workers the instances are. One that is about to go is drained, with its requests
-            continued elsewhere, and then rebuilt, if possible at another place. An instance that is rebuilt at the same place,
-            and reported with the same notice, goes on serving.
-        rebuild: ends what is left of an instance, builds it again, and brings it the weights that are served; raises when it
-            cannot. Returns whether it has the weights, or has to wait for the next update.
-        engine_name: of the instances' engines; the instance's id when None. One that fails is its instance's death.
+        monitor: of the scheduler that runs the instances. An instance that will be preempted is drained, its requests
+            continue on others, and it is rebuilt, on another node if possible. If it was rebuilt in the same place, it goes on
+            serving under the same notice.
+        rebuild: restarts an instance and loads the served weights; raises when it cannot. Returns whether the weights are
+            loaded; otherwise the instance waits for the next update.
+        engine_name: of the instances' engines; the instance's id when None. When it fails, its instance is dead.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Supervisor:
         requests.on_lost(lambda instance_id, error: self.note(instance_id, Event.LOST, error))
 
     def watch(self, instance_id: str, health: Health = Health.HEALTHY) -> None:
-        """Supervise one more instance, which the scheduler serves by."""
+        """Supervise one more instance; one that is DEAD is rebuilt."""
         policy = self._policy
         budget = RestartBudget(policy.max_restarts, policy.restart_window_s, policy.restart_pause_s)
         supervised = self._supervised[instance_id] = _Supervised(health, budget)
@@ -90,18 +90,18 @@ class Supervisor:
             self._plan_restart(instance_id, supervised, pause_s=None)
 
     def forget(self, instance_id: str) -> None:
-        """Supervise an instance no more."""
+        """Stop supervising an instance."""
         if (supervised := self._supervised.pop(instance_id, None)) is not None:
             supervised.cancel()
             self._mark_gone(instance_id, supervised)
 
     def start(self) -> None:
-        """Begin to probe and to rebuild; without it, only what others note counts."""
+        """Start to probe and to rebuild. Before it, only ``note`` changes the health of instances."""
         living = [instance_id for instance_id, each in self._supervised.items() if each.health.lives]
         self._watch = Watch(self._monitor, self._policy, self._on_report, living, suspect_s=self._policy.suspect_s)
 
     def stop(self) -> None:
-        """Probe nothing more and rebuild nothing more. Idempotent."""
+        """Stop probing and rebuilding. Idempotent."""
         for supervised in self._supervised.values():
             supervised.cancel()
         watch, self._watch = self._watch, None
@@ -109,7 +109,7 @@ class Supervisor:
             watch.close()
 
     def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
-        """Take news of an instance in."""
+        """Apply an event to the health of an instance."""
         if (supervised := self._supervised.get(instance_id)) is None:
             return
         before, after = supervised.health, follow(supervised.health, event)
@@ -125,7 +125,7 @@ class Supervisor:
         self._requests.set_health(instance_id, after, error)
 
     def _plan_restart(self, instance_id: str, supervised: _Supervised, pause_s: float | None) -> None:
-        """Rebuild an instance that has just died after a pause; the budget decides where none is given."""
+        """Schedule the rebuild of a dead instance after ``pause_s`` seconds; None spends the budget, which sets the pause."""
         if self._watch is None:
             return
         now = asyncio.get_running_loop().time()
@@ -160,7 +160,7 @@ class Supervisor:
             await asyncio.shield(supervised.death)
 
     def is_coming_back(self, instance_id: str) -> bool:
-        """Whether an instance that does not serve is being rebuilt, or will be."""
+        """Whether a rebuild of an instance that does not serve is running or planned."""
         supervised = self._supervised[instance_id]
         if supervised.health is Health.DEAD:
             return supervised.restart_at is not None
@@ -168,10 +168,9 @@ class Supervisor:
         return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
     async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
-        """Await what is done to instances that are not probed yet, such as the loading of a model, for however long it takes.
+        """Await work on instances that are not probed yet, such as the load of a model, without a limit of its own.
 
-        Raises: what ``work`` raises; after start, InstanceLostError when one of them hangs meanwhile, as probes are answered
-            beside it.
+        Raises: the errors of ``work``; after start, InstanceLostError when one of the instances stops answering probes.
         """
         if self._watch is None:
             return await work
@@ -209,14 +208,14 @@ class Supervisor:
         supervised = self._supervised[instance_id]
         if supervised.heeded is not notice and (supervised.moving is None or supervised.moving.done()):
             supervised.heeded = notice
-            log.warning("%s is left, since %s; its requests go on elsewhere", instance_id, notice.reason)
+            log.warning("%s is drained, since %s; its requests continue on other instances", instance_id, notice.reason)
             supervised.moving = asyncio.create_task(self._move(instance_id, supervised, notice.reason))
 
     async def _move(self, instance_id: str, supervised: _Supervised, reason: str) -> None:
         try:
             drain = await self._requests.drain(instance_id, migrate=True)
         except HelmsmanError as error:
-            log.warning("%s is not left: %s", instance_id, error)
+            log.warning("%s is not drained: %s", instance_id, error)
             return
         if supervised.health.lives:  # it may have died meanwhile
             self.note(instance_id, Event.LEFT, InstanceLostError(instance_id=instance_id, reason=reason, may_have_begun=False))
@@ -238,7 +237,7 @@ class Supervisor:
             self.note(instance_id, Event.RESTART)
             try:
                 await self.while_they_answer([instance_id], rebuild())
-            except Exception as error:  # noqa: BLE001 - whatever it is, the instance is not there, and the budget decides
+            except Exception as error:  # noqa: BLE001 - the instance is not there, whatever the error
                 log.warning("%s could not be rebuilt: %s", instance_id, error)
                 self.note(instance_id, Event.LOST, error)
 

@@ -257,7 +257,7 @@ def describe_holders(prefix: str, jobs: Sequence[Job]) -> str:
 
 
 def _part(resources: Mapping[str, float], wanted: Collection[str]) -> Resources:
-    # A trace of CPU, which every bundle has that asks for nothing else, is in nobody's way.
+    # Every bundle that asks for nothing else holds a trace of CPU, which is too small to block anyone.
     return {name: amount for name, amount in resources.items() if name in wanted and amount >= 0.01}
 
 

@@ -192,7 +192,7 @@ class RayBackend(Backend):
         async def started(rank: int, worker: RayWorker) -> WorkerClient:
             return await adopt(rank, worker, *await greeted(rank, worker))
 
-        if not any(place.num_devices for place in places.values()):  # nobody's rank depends on what others were granted
+        if not any(place.num_devices for place in places.values()):  # no rank depends on the devices of others
             return await await_all(started(rank, worker) for rank, worker in zip(places, workers, strict=True))
         there = await await_all(greeted(rank, worker) for rank, worker in zip(places, workers, strict=True))
         order = in_device_order([job.spec(rank) for rank in places], [place for _, place in there])

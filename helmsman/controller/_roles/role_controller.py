@@ -29,7 +29,7 @@ class Turn(Protocol):
         """Raise DeviceMemoryError from an error that comes from devices without room."""
 
     def make_room(self) -> None:
-        """Have the devices free for a trainer that is built anew."""
+        """Free the devices for a trainer that is rebuilt."""
 
 
 class RoleController(Closing):

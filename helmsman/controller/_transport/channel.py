@@ -129,11 +129,11 @@ class Channel(Transport):
         self._writing = threading.Lock()
         """Held while a message is numbered and written, and while the connection is read or changes."""
         self._cut: socket.socket | None = None
-        """The connection by which a message is being written; with ``_writing`` free, one that was cut off by an interrupt."""
+        """The connection that a message is being written to. While ``_writing`` is free: one with an incomplete message."""
         self._unsent = bytearray()
         self._packing = asyncio.Lock()
         self._to_pack: set[int] = set()
-        """Engine work that is not written yet; what comes now is packed after it."""
+        """Ids of engine calls that are not written yet; later engine calls queue behind them."""
         self._loop = asyncio.get_running_loop()
         self._resuming: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -257,7 +257,7 @@ class Channel(Transport):
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:
         thread = threading.get_ident()
-        if thread in threads_awaited:  # a signal handler or finalizer, within this very method
+        if thread in threads_awaited:  # called by a signal handler or finalizer that interrupted this method
             self._loop.call_soon_threadsafe(self._post_here, outgoing, awaited)
             return
         try:
@@ -337,7 +337,7 @@ class Channel(Transport):
             if is_whole:
                 self._cut = None
             raise
-        except BaseException:  # an interrupt of the caller's thread: what is kept is sent by the next connection
+        except BaseException:  # an interrupt of the caller's thread: kept messages are sent by the next connection
             if sock is not None:
                 self._loop.call_soon_threadsafe(self._drop, sock)
             raise
@@ -400,7 +400,7 @@ class Channel(Transport):
                 self._take(message)
         except (ProtocolError, msgspec.MsgspecError) as error:
             self.close(f"it sent a message that cannot be understood: {error}")
-        except Exception:  # such as no memory: what was not taken comes again by the next connection
+        except Exception:  # such as MemoryError: the worker sends again, by the next connection, all that was not counted
             log.exception("%s: a message could not be taken, so its connection is replaced", self._worker_id)
             self._drop(sock)
 

@@ -1,4 +1,4 @@
-"""How a worker ended, looked up once for all the calls that wait for it."""
+"""Looks up how a worker ended, once for all the calls that were in flight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helmsman.controller._transport.base import Ending
 log = logging.getLogger(__name__)
 
 _LIMIT_S = 1.8
-"""How long the error of a call waits for the cause."""
+"""Seconds that the error of a call waits for the cause."""
 
 
 class Investigation:
@@ -20,7 +20,7 @@ class Investigation:
 
     Args:
         worker_id: for the log.
-        look_up: returns how it ended, in whatever time.
+        look_up: returns how it ended; it may take longer than the calls wait.
     """
 
     def __init__(self, worker_id: str, look_up: Coroutine[Any, Any, Ending]) -> None:
@@ -34,13 +34,13 @@ class Investigation:
         if self._task.done():
             return self._task.result()
         self._is_late = True
-        return Ending(f"has ended; its node did not report how within {_LIMIT_S:g} s, the log has it once it does")
+        return Ending(f"has ended; its node did not report the cause within {_LIMIT_S:g} s. The log shows it when it arrives")
 
     async def _run(self, look_up: Coroutine[Any, Any, Ending]) -> Ending:
         try:
             ending = await look_up
-        except Exception as error:  # noqa: BLE001 - the calls that wait for it must end
-            ending = Ending(f"has ended; how could not be found out: {error}")
+        except Exception as error:  # noqa: BLE001 - the calls must end
+            ending = Ending(f"has ended; the look-up of its exit failed: {error}")
         if self._is_late:
             log.warning("%s %s", self._worker_id, ending.cause)
         return ending

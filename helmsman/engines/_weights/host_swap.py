@@ -36,7 +36,7 @@ class HostSwap:
         self._swapped.update(new)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give the memory of tensors back, whose contents nobody needs any more; restore gives them memory again."""
+        """Free the memory of tensors whose contents are no longer needed; restore allocates it again."""
         for storage in map(storage_of, tensors):
             if (swapped := self._swapped.get(storage._cdata)) is not None:
                 swapped.host = None

@@ -81,10 +81,10 @@ def forbid_auto_start() -> None:
 
 
 def only_core_processes() -> contextlib.AbstractContextManager[None]:
-    """A cluster that this thread starts within the block has no autoscaler, log monitor and API server.
+    """Within the block, this thread starts clusters without autoscaler, log monitor and API server.
 
-    Each costs a second of CPU time, and ray.init waits for the last. On one machine nothing is to be scaled, our workers write
-    their own logs, and without a dashboard the API server reports statistics of usage alone.
+    Each costs about a second of CPU time, and ray.init waits for the API server. An embedded cluster does not scale, our workers
+    write their own logs, and without a dashboard the API server only reports usage statistics.
     """
     from ray._private.node import Node
 

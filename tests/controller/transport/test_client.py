@@ -56,7 +56,11 @@ async def _impossible() -> Ending:
 
 @pytest.mark.parametrize(
     ("look_up", "cause"),
-    [(_known, "was ended by SIGSEGV"), (_unanswered, "did not report how within"), (_impossible, "found out: no route")],
+    [
+        (_known, "was ended by SIGSEGV"),
+        (_unanswered, "did not report the cause within"),
+        (_impossible, "exit failed: no route"),
+    ],
 )
 def test_end_of_a_worker_is_looked_up_once_for_all_its_calls(look_up: Callable[[], Awaitable[Ending]], cause: str) -> None:
     transport = LostTransport(look_up)
