@@ -121,7 +121,7 @@ def test_where_there_is_no_room_the_others_go_on(nodes: Nodes, run: RayScheduler
         wait_until(
             lambda: f"{leaving} stays dead, as its restarts are used up; 1 instances go on" in caplog.text, "it is said", 90.0
         )
-        assert f"{leaving} is left, since its node {doomed.node_ip_address} is being drained; its requests" in caplog.text
+        assert f"{leaving} is drained, since its node {doomed.node_ip_address} is being drained; its requests" in caplog.text
         rollout.remove([leaving])
         assert len(rollout.generate([[1]] * 10)) == 10
     _end(nodes, doomed)

@@ -83,8 +83,8 @@ def forbid_auto_start() -> None:
 def only_core_processes() -> contextlib.AbstractContextManager[None]:
     """Within the block, this thread starts clusters without autoscaler, log monitor and API server.
 
-    Each costs about a second of CPU time, and ray.init waits for the API server. An embedded cluster does not scale, our workers
-    write their own logs, and without a dashboard the API server only reports usage statistics.
+    Each costs about a second of CPU time, and ray.init waits for the API server. An embedded cluster does not scale, our
+    workers write their own logs, and without a dashboard the API server only reports usage statistics.
     """
     from ray._private.node import Node
 

@@ -58,7 +58,7 @@ async def _impossible() -> Ending:
     ("look_up", "cause"),
     [
         (_known, "was ended by SIGSEGV"),
-        (_unanswered, "did not report the cause within"),
+        (_unanswered, "did not report the cause"),
         (_impossible, "exit failed: no route"),
     ],
 )
