@@ -235,7 +235,7 @@ class Run:
         return metrics
 
     def _ask(self, reference: TrainController, tokens: list[dict[str, Any]]) -> list[Any]:
-        """The reference's log-probabilities. Its ranks are built anew when one dies: they have nothing of their own."""
+        """The reference's log-probabilities. Its ranks are rebuilt when one dies: they have nothing of their own."""
         most, is_lost = self.settings.checkpoints.max_recoveries, False
         while True:
             try:
@@ -255,7 +255,7 @@ class Run:
                 if reference.num_recoveries >= most:
                     log.warning("a rank of the reference was lost, and checkpoints.max_recoveries is %d: %s", most, said)
                     raise
-                log.warning("a rank of the reference was lost, and all of them are built anew: %s", said)
+                log.warning("a rank of the reference was lost, and all of them are rebuilt: %s", said)
             else:
                 return logprobs
 

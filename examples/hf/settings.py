@@ -264,7 +264,7 @@ class Checkpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep: int = 2
     """Checkpoints that stay, the newest."""
     max_recoveries: int = 3
-    """How often within an hour lost train workers are built anew; and how often in all those of the reference."""
+    """How often within an hour lost train workers are rebuilt; and how often in all those of the reference."""
     in_background: bool = False
     """Write checkpoints while the next steps are done."""
     export: Literal["none", "last", "all"] = "last"

@@ -202,7 +202,7 @@ def test_a_reference_that_dies_is_built_anew_also_where_it_dies_again_meanwhile(
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "a rank of the reference was lost, and all of them are built anew" in said
+    assert "a rank of the reference was lost, and all of them are rebuilt" in said
     assert [each["step"] for each in metrics("out")] == list(range(7)), "no step was done again"
 
 
