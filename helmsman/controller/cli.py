@@ -25,8 +25,7 @@ from helmsman.controller._node.run_registry import read_runs, refused_places
 from helmsman.controller._placement.admission import advise
 from helmsman.controller._placement.job_files import load_cluster, load_jobs
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS
-from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot
 
 T = TypeVar("T")
 
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _connect(address: str | None) -> None:
     """Attach to a cluster that runs; nothing is ever started."""
-    from helmsman.controller._ray_backend.address import choose_address
+    from helmsman.controller._ray_backend.cluster_state import choose_address
 
     chosen = choose_address(address or os.environ.get("RAY_ADDRESS") or "auto")
     if chosen is not None:

@@ -11,7 +11,7 @@ from examples.hf import config
 from examples.hf.roles import ENGINES, engine_arguments, make_jobs
 from helmsman.api.plan import Plan
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 from tests.examples.hf_data import CONFIGS, settings
 
 FILES = sorted(path.name for path in CONFIGS.glob("*.yaml"))

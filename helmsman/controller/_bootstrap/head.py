@@ -14,7 +14,7 @@ import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
 from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, unless
+from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, unless
 from helmsman.controller._bootstrap.connection import (
     Ended,
     Hello,
@@ -29,7 +29,6 @@ from helmsman.controller._bootstrap.connection import (
 )
 from helmsman.controller._bootstrap.node_plan import NodePlan, node_environ, ray_token
 from helmsman.controller._bootstrap.ray_process import NodeSeen, NodeView, RayProcess
-from helmsman.controller._bootstrap.script import run_script
 from helmsman.controller._node.run_registry import RUN_VARIABLE
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, guard
 from helmsman.rpc_server._server.authenticated_server import BACKLOG, Door, RefusalLog

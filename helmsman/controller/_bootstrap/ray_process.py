@@ -22,7 +22,7 @@ from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan, lease, ray_start
 from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL
-from helmsman.controller._ray_backend.ray_logs import last_warnings, newest_session_logs
+from helmsman.controller._ray_backend.embedded import last_warnings, newest_session_logs
 from helmsman.controller._ray_backend.start_limits import CORE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, end_family, family, process_table, wait_until

@@ -14,12 +14,11 @@ from typing import Any
 from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, PreflightError
 from helmsman.api.platform_kinds import PLATFORMS
-from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, status_printer, stop_signals
+from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, status_printer, stop_signals
 from helmsman.controller._bootstrap.head import Head
 from helmsman.controller._bootstrap.joining_node import JoiningNode
 from helmsman.controller._bootstrap.node_plan import NodePlan
 from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
-from helmsman.controller._bootstrap.script import run_script
 from helmsman.controller._bootstrap.settings import (
     NODE_DEFAULTS,
     Setting,
@@ -137,7 +136,7 @@ async def _live(plan: NodePlan, report: StatusPrinter) -> int:
 
 async def _on_existing_cluster(identity: NodeIdentity, command: list[str], grace_s: float, report: StatusPrinter) -> int:
     """Run the program on a cluster that is there already (RAY_ADDRESS), of which nothing is started or ended."""
-    from helmsman.controller._ray_backend.address import require_answer
+    from helmsman.controller._ray_backend.cluster_state import require_answer
 
     require_answer(identity.attach_to)
     report(f"{identity.said_by['attach_to']}: the program runs on that cluster")

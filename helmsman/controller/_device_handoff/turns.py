@@ -33,7 +33,7 @@ from helmsman.api.errors import (
 )
 from helmsman.api.platforms import MemoryStats
 from helmsman.controller._aio.event_loop import run_async, run_sync
-from helmsman.controller._roles.blocking import blocking
+from helmsman.controller._roles.role_controller import blocking
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._training.train_controller import TrainController
 from helmsman.controller._weight_sync.sync import SyncReport, WeightSync

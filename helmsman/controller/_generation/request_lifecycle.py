@@ -10,9 +10,7 @@ from typing import Protocol
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import Holder, RequestState, Ticket
-from helmsman.controller._generation.request_queue import WaitingRequests
+from helmsman.controller._generation.request import Holder, Instance, RequestState, Ticket, WaitingRequests
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
 

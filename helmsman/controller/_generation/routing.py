@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import Ticket
+from helmsman.controller._generation.request import Instance, Ticket
 
 
 class RoutingPolicy(Protocol):

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import Holder, RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import Holder, Instance, RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.request_lifecycle import Backend, RequestFlow
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy

@@ -17,8 +17,15 @@ from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._placement.bundles import allowed_nodes, change_specs
 from helmsman.controller._placement.diagnosis import node_name
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import ACCELERATORS, Resources, field_of, show, total_of
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import (
+    ACCELERATORS,
+    ClusterSnapshot,
+    NodeState,
+    Resources,
+    field_of,
+    show,
+    total_of,
+)
 
 _WORK = 100_000
 """Limit on the work of one trial, of which there may be dozens."""

@@ -21,8 +21,7 @@ from itertools import repeat
 
 from helmsman.api.scheduler import Job
 from helmsman.controller._placement.bundles import Demand, Split, by_instance
-from helmsman.controller._placement.resources import ACCELERATORS, Resources
-from helmsman.controller._placement.snapshot import NodeState
+from helmsman.controller._placement.resources import ACCELERATORS, NodeState, Resources
 
 WORK = 400_000
 """Default limit on the nodes and classes that one plan may look at: about a second."""

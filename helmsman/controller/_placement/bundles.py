@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.scheduler import Job, SchedulingSpec
-from helmsman.controller._placement.resources import ACCELERATORS, Resources
-from helmsman.controller._placement.snapshot import NodeState
+from helmsman.controller._placement.resources import ACCELERATORS, NodeState, Resources
 
 _TRACE = 0.001
 """CPU of a bundle that requests nothing, because Ray rejects empty bundles."""

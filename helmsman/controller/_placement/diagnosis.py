@@ -10,8 +10,7 @@ from helmsman.api.plan import Shortfall
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._placement.bin_packing import Packing
 from helmsman.controller._placement.bundles import Demand, Split, accelerator_types, allowed_nodes, splits
-from helmsman.controller._placement.resources import Resources, missing_of, show, total_of
-from helmsman.controller._placement.snapshot import NodeState
+from helmsman.controller._placement.resources import NodeState, Resources, missing_of, show, total_of
 
 _SHOWN = 8
 

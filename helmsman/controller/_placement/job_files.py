@@ -12,8 +12,7 @@ import msgspec
 from helmsman.api.errors import JobsFileError
 from helmsman.api.scheduler import Job, SchedulingSpec, SchedulingStrategy
 from helmsman.api.suggestions import did_you_mean
-from helmsman.controller._placement.resources import Resources
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState, Resources
 
 T = TypeVar("T")
 

@@ -9,10 +9,9 @@ from helmsman.api.plan import Plan, PlannedBundle, PlannedInstance, PlannedRole,
 from helmsman.api.scheduler import Job
 from helmsman.controller._placement.bin_packing import WORK, Packing, Placed, orders, pack, search
 from helmsman.controller._placement.bundles import Demand, Split, by_instance, change_specs, splits
-from helmsman.controller._placement.colocation import targets_first, tile
 from helmsman.controller._placement.diagnosis import oversized_bundle, shortfall_of
-from helmsman.controller._placement.resources import ACCELERATORS, Resources, field_of
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.placement import targets_first, tile
+from helmsman.controller._placement.resources import ACCELERATORS, ClusterSnapshot, NodeState, Resources, field_of
 
 _MIN_ATTEMPTS = 4
 _PLENTY = 1e9

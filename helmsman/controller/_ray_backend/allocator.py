@@ -15,7 +15,7 @@ from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._node.devices import physical_ids
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.resources import ClusterSnapshot
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend import placement_groups as placement
 from helmsman.controller._ray_backend.embedded import EmbeddedRay, blocking, bounded, is_own_node

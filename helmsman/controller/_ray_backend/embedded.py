@@ -8,21 +8,23 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError, RayStartError
+from helmsman.api.extras import needed_by
 from helmsman.controller._aio.event_loop import run_sync
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
-from helmsman.controller._ray_backend.ray_logs import newest_log, tail_without_dumps
-from helmsman.controller._transport.base import describe_exit, split_returncode
+from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
 from helmsman.rpc_server._process.safe_files import remove_tree
 from helmsman.rpc_server._ray_forks.install import end_forks
+from helmsman.rpc_server._ray_forks.ray_patches import forbid_auto_start
 
 T = TypeVar("T")
 
@@ -314,3 +316,70 @@ def is_own_node(node_id: str) -> bool:
     run_id = os.environ.get(RUN_VARIABLE)
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return bool(run_id) and any(node["NodeID"] == node_id and node["Labels"].get(RUN_LABEL) == run_id for node in nodes)
+
+
+@contextlib.contextmanager
+def importing_ray(user: str) -> Iterator[None]:
+    """Import ray within it. Raises BackendNotInstalledError, which names the ``user`` of Ray.
+
+    Authentication is explicit: without these variables, a local start writes a token file that changes the mode of this user's
+    later clusters. An embedded cluster gets a token of its own, so that no other user can join it.
+
+    The death of the raylet must not end this process. Ray ends a process whose raylet does not answer and has exited, and reads
+    the raylet's pid from RAY_RAYLET_PID. A script has no such variable; Ray then takes the script's parent for the raylet, and
+    counts it as exited where that is the init process, as in containers and services. The script's own pid always exists.
+    """
+    variables = {}
+    if "ray" not in sys.modules:
+        if os.environ.get("RAY_ADDRESS", "local") == "local" and "RAY_AUTH_MODE" not in os.environ:
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        if "RAY_RAYLET_PID" not in os.environ:
+            variables["RAY_RAYLET_PID"] = str(os.getpid())
+    os.environ.update(variables)
+    try:
+        with needed_by(user, "ray"):
+            yield
+        forbid_auto_start()
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+_LOGS = ("gcs_server.err", "gcs_server.out", "raylet.err", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
+"""Logs of Ray's processes, in the order in which they start."""
+_IS_WARNING = re.compile(r"\[?[-\d]+ [\d:,]+[ \t]+([WECF] \d|WARNING|ERROR|CRITICAL)")
+_MOST_WARNINGS = 3
+"""Lines of each log that are shown."""
+
+
+def newest_session_logs(folder: Path, pattern: str) -> Path | None:
+    """The folder of logs of the newest session below a folder.
+
+    Args:
+        folder: Ray's temporary folder.
+        pattern: of the session's name.
+    """
+    sessions = sorted(folder.glob(f"{pattern}/logs"), key=lambda path: path.stat().st_mtime)
+    return sessions[-1] if sessions else None
+
+
+def newest_log(folder: Path, name: str) -> str:
+    """The log of a process of Ray's that is not empty, its errors first; else the folder."""
+    written = [path for suffix in ("err", "out") if (path := folder / f"{name}.{suffix}").is_file() and path.stat().st_size]
+    return str(written[0] if written else folder)
+
+
+def tail_without_dumps(path: str, num_lines: int = 20) -> str:
+    """The last lines of a log of Ray's, without the tables of its state that it writes there every minute."""
+    lines = [line for line in tail_of(path, 500).split("\n") if "[state-dump]" not in line and line.strip()]
+    return "\n".join(lines[-num_lines:])
+
+
+def last_warnings(folder: Path) -> list[str]:
+    """The last warnings and errors in the logs of a session, each once, with the name of its log."""
+    found, known = [], set[str]()
+    for name in _LOGS:
+        lines = [line for line in tail_of(str(folder / name), 1000).splitlines() if _IS_WARNING.match(line)]
+        found += [f"{name}: {line}" for line in lines if line not in known][-_MOST_WARNINGS:]
+        known |= set(lines)
+    return found

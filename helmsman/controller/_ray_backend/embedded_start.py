@@ -19,8 +19,15 @@ from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import run_on_loop, submit
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
-from helmsman.controller._ray_backend.embedded import EmbeddedRay, begin_shutdown, remember, settle
-from helmsman.controller._ray_backend.ray_logs import newest_log, newest_session_logs, tail_without_dumps
+from helmsman.controller._ray_backend.embedded import (
+    EmbeddedRay,
+    begin_shutdown,
+    newest_log,
+    newest_session_logs,
+    remember,
+    settle,
+    tail_without_dumps,
+)
 from helmsman.controller._ray_backend.start_limits import CORE, RayStart
 from helmsman.rpc_server._process import ray_exec
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE, descendants, guard, process_table

@@ -32,8 +32,7 @@ from helmsman.controller._aio.event_loop import in_thread
 from helmsman.controller._placement.admission import busy, require_feasible
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs
-from helmsman.controller._placement.resources import Resources
-from helmsman.controller._placement.snapshot import ClusterSnapshot
+from helmsman.controller._placement.resources import ClusterSnapshot, Resources
 from helmsman.controller._ray_backend import cluster_state
 from helmsman.controller._ray_backend.cluster_state import GroupPhase, GroupProgress, describe_holders, is_held_by_run
 from helmsman.controller._ray_backend.embedded import answered, bounded

@@ -20,14 +20,13 @@ from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all
 from helmsman.controller._node.devices import visibility
 from helmsman.controller._placement.placement import Placement, in_device_order
-from helmsman.controller._placement.resources import ACCELERATORS, Resources, show
-from helmsman.controller._placement.snapshot import NodeState
-from helmsman.controller._ray_backend.before_import import importing_ray
+from helmsman.controller._placement.resources import ACCELERATORS, NodeState, Resources, show
 from helmsman.controller._ray_backend.embedded import (
     EmbeddedRay,
     bounded,
     current,
     end_connection,
+    importing_ray,
     script_is_failing,
     settle,
 )
@@ -45,8 +44,8 @@ with importing_ray("RayScheduler"):
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from helmsman.controller._ray_backend import placement_groups as placement
-    from helmsman.controller._ray_backend.address import choose_address
     from helmsman.controller._ray_backend.allocator import RayAllocator, with_devices
+    from helmsman.controller._ray_backend.cluster_state import choose_address
     from helmsman.controller._ray_backend.placement_groups import get_placement_group_master_ip_and_port
     from helmsman.controller._ray_backend.transport import ControllerStore, RayWorker
     from helmsman.rpc_server._server.ray_server import Greeting, RayRPCServer

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from helmsman.api.closing import Closing
 from helmsman.api.errors import HelmsmanError, InvalidSpecError, NotFoundError, SchedulerClosedError
@@ -14,7 +16,7 @@ from helmsman.api.scheduler import Call, EngineSpec, Job, Scheduler, Worker
 from helmsman.controller._aio.event_loop import forbid_blocking, run_sync
 from helmsman.controller._roles.call_all import call_all, gather_all
 from helmsman.controller._validation.argument_names import require_engine_arguments
-from helmsman.controller._validation.argument_types import refusal
+from helmsman.controller._validation.argument_types import checked, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -220,3 +222,25 @@ def rank_environment(role: str, workers: Sequence[Worker]) -> dict[str, dict[str
         }
         seen[worker.ip] += 1
     return environment
+
+
+S = TypeVar("S")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[S, P], T]:
+    """The method without the ``a`` of an ``async`` method's name, which blocks until that has ended on Helmsman's event loop.
+
+    It has the same arguments, checks and documentation. An interrupt of the waiting thread cancels the coroutine.
+    """
+    core: Any = inspect.unwrap(method)
+
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = run_sync(core(self, *args, **kwargs))
+        return result
+
+    functools.update_wrapper(call, core)
+    call.__name__ = core.__name__.removeprefix("a")
+    call.__qualname__ = f"{core.__qualname__.rpartition('.')[0]}.{call.__name__}"
+    return checked(call)

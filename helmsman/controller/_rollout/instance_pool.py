@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from helmsman.api.errors import InvalidSpecError, JobError, WorkerNotFoundError
 from helmsman.controller._aio.event_loop import await_all, in_own_thread
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
+from helmsman.controller._generation.request import Instance
 from helmsman.controller._rollout.instances import Instances
 from helmsman.controller._rollout.request_api import require_ids
 from helmsman.controller._rollout.weight_state import RolloutWeights

@@ -13,7 +13,7 @@ from helmsman.api.scheduler import Job, Scheduler
 from helmsman.api.supervision import Sign
 from helmsman.controller._aio.event_loop import in_own_thread, run_sync
 from helmsman.controller._generation.health import Event, Health, SupervisionPolicy
-from helmsman.controller._generation.instance import Instance, InstanceLoad, RolloutLoad
+from helmsman.controller._generation.request import Instance, InstanceLoad, RolloutLoad
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._generation.supervisor import Supervisor

@@ -31,14 +31,13 @@ from helmsman.api.scheduler import (
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_async, run_sync
 from helmsman.controller._node.cleanup import remove_old_logs
 from helmsman.controller._node.run_registry import RunLock
-from helmsman.controller._placement.snapshot import as_node
+from helmsman.controller._placement.resources import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
 from helmsman.controller._schedulers.fault_injection import inject
 from helmsman.controller._schedulers.rendezvous import probe
 from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
-from helmsman.controller._schedulers.scaling import WorkerScaling
-from helmsman.controller._schedulers.starter import RoleStarter
+from helmsman.controller._schedulers.starter import RoleStarter, WorkerScaling
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal

@@ -19,7 +19,7 @@ from helmsman.api.environment import EnvironmentVariable
 from helmsman.api.errors import InvalidSpecError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._placement.single_machine import OneMachine
+from helmsman.controller._placement.allocator import OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._transport.base import Awaited, Ending, Transport, TransportLostError

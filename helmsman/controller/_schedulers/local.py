@@ -18,8 +18,8 @@ from helmsman.api.scheduler import Timeouts
 from helmsman.controller._aio.event_loop import await_all, in_thread
 from helmsman.controller._node.environment import as_mapping, worker_environment
 from helmsman.controller._node.run_registry import make_log_dir
+from helmsman.controller._placement.allocator import ADDRESS, OneMachine
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._placement.single_machine import ADDRESS, OneMachine
 from helmsman.controller._schedulers.backend import Backend, Launch, start_error
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.forkserver_client import ForkServer, ForkServerGoneError

@@ -1,11 +1,18 @@
-"""Starts of roles as transactions: all jobs of a start are ready and published, or nothing of them remains."""
+"""Starts of roles as transactions, and changes of those that run.
+
+All jobs of a start are ready and published, or nothing of them remains. A worker that is restarted keeps its id, and no id is
+given twice.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
+
+import msgspec
 
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
@@ -13,11 +20,10 @@ from helmsman.api.scheduler import Job
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_sync
 from helmsman.controller._node.environment import worker_environment
-from helmsman.controller._placement.colocation import targets_first, tile
-from helmsman.controller._placement.placement import Placement
+from helmsman.controller._placement.placement import Placement, targets_first, tile
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.calls import CallService
-from helmsman.controller._schedulers.roles import Role, RoleRegistry, by_id, rank_of, stop_roles
+from helmsman.controller._schedulers.roles import Role, RoleRegistry, by_id, not_found, rank_of, stop_roles
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
 
@@ -156,3 +162,210 @@ class RoleStarter:
 
         commands = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)).cmd for each in worker_ids}
         await await_all(run(worker_id, command) for worker_id, command in commands.items() if command)
+
+
+class WorkerScaling:
+    """Restarts, adds and removes workers of roles in a registry; see Scheduler for the arguments."""
+
+    def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, starter: RoleStarter) -> None:
+        self._run = run
+        self._roles = roles
+        self._backend = backend
+        self._starter = starter
+
+    # --- restarts ---------------------------------------------------------------------------------------------------
+
+    def restart_worker(self, worker_id: str) -> None:
+        """As Scheduler.restart_worker."""
+        self._roles.client(worker_id)
+        role = self._roles.role(worker_id.rpartition("/")[0])
+        if role.reuses:
+            raise errors.InvalidSpecError(
+                role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
+            )
+        run_sync(self._restart(role, worker_id))
+        run_sync(self._starter.run_commands([role], [worker_id]))
+
+    def restart_workers(self, name: str, *, elsewhere: bool) -> None:
+        """As Scheduler.restart_workers."""
+        role = self._roles.open_role(name, "restart_workers")
+        users = [each.name for each in self._roles if each.target == name and (elsewhere or each.reuses)]
+        expected = ""
+        if role.reuses or not role.clients:
+            expected = f"a role with workers of its own; these are {role.target or 'nobody'}'s"
+        elif users:
+            expected = f"a role whose workers no other stands on; {', '.join(users)} would go with them"
+        if expected:
+            raise errors.InvalidSpecError(role=name, field="role", value=name, expected=expected)
+        if elsewhere:
+            ranks = [rank_of(worker_id) for worker_id in role.clients]  # as many as there are, which is what may have changed
+            specs = [role.job.spec(rank) for rank in ranks] if len(role.job.tasks) > 1 else role.job.tasks
+            run_sync(_kill_all(role))
+            self._starter.delete(name)
+            self._starter.create([msgspec.structs.replace(role.job, replicas=len(ranks), tasks=specs)])
+            return
+        run_sync(self._restart_all(role))
+        run_sync(self._starter.run_commands([role], role.worker_ids))
+
+    async def _restart(self, role: Role, worker_id: str) -> None:
+        async with _restarting(role, [worker_id]), contextlib.AsyncExitStack() as resources:
+            rank, old = rank_of(worker_id), role.clients.get(worker_id)
+            if old is None:
+                raise not_found(worker_id, role)
+            deadline = Deadline(self._run.timeouts.start_s)
+            await old.kill("was ended by restart_worker")
+            place, allocator = old.place, self._backend.allocator
+            if await allocator.is_lost(place):
+                await allocator.give_back(worker_id, place, [each.place for each in role.clients.values() if each is not old])
+                single = _single(role.job, rank)
+                (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[single.role]
+            (client,) = await self._starter.launch(Launch(role.job, {rank: place}, deadline, resources))
+            with self._roles.changing(role):
+                if role.clients.get(worker_id) is not old:
+                    raise not_found(worker_id, role)
+                for entry in self._roles:  # also those that reuse it
+                    for each in [each for each, reached in entry.clients.items() if reached is old]:
+                        entry.clients = {**entry.clients, each: client}
+                        entry.engine_names.pop(each, None)
+                role.own(worker_id, resources)
+
+    async def _restart_all(self, role: Role) -> None:
+        async with role.growing, _restarting(role, role.worker_ids), contextlib.AsyncExitStack() as resources:
+            deadline = Deadline(self._run.timeouts.start_s)
+            old = role.clients
+            await _kill_all(role)
+            places = {rank_of(worker_id): client.place for worker_id, client in old.items()}
+            clients = await self._starter.launch(Launch(role.job, places, deadline, resources))
+            with self._roles.changing(role):
+                if role.clients is not old:
+                    raise not_found(next(each for each in old if each not in role.clients), role)
+                role.clients = dict(zip(old, clients, strict=True))
+                role.engine_names.clear()
+                role.resources.push_async_callback(resources.pop_all().aclose)
+
+    # --- growth -----------------------------------------------------------------------------------------------------
+
+    def scale(self, name: str, replicas: int) -> list[str]:
+        """As Scheduler.scale."""
+        role = self._roles.open_role(name, "scale")
+        self._require_scalable(role, replicas, shrinks=replicas < len(role.clients))
+        return self._scale(role, lambda: replicas - len(role.clients))
+
+    def add(self, name: str, count: int) -> list[str]:
+        """As Scheduler.add_workers."""
+        role = self._roles.open_role(name, "add_workers")
+        self._require_scalable(role, count, shrinks=False)
+        return self._scale(role, lambda: count)
+
+    def _require_scalable(self, role: Role, replicas: int, *, shrinks: bool) -> None:
+        if replicas < 1:
+            raise errors.InvalidSpecError(role=role.name, field="replicas", value=replicas, expected="1 or more")
+        has_many = role.clients and role.target is None and len(role.job.tasks) > 1
+        expected = "a job with one spec for all of its replicas" if has_many else ""
+        self._require_own(role, "replicas", replicas, shrinks, expected)
+
+    def _require_own(self, role: Role, field: str, value: Any, shrinks: bool, expected: str = "") -> None:
+        """Raise InvalidSpecError unless the role has workers of its own, and none that another role uses if some shall go."""
+        if role.target is not None:
+            expected = f"a role with workers of its own; these stand on role {role.target!r}"
+        elif not role.clients:
+            expected = "a role with workers; this one only holds devices"
+        elif not expected and shrinks and (dependents := [each.name for each in self._roles.with_dependents(role.name)[:-1]]):
+            expected = f"no fewer workers while {', '.join(dependents)} stand on them; delete these roles first"
+        if expected:
+            raise errors.InvalidSpecError(role=role.name, field=field, value=value, expected=expected)
+
+    def _scale(self, role: Role, num_more: Callable[[], int]) -> list[str]:
+        async def scale() -> list[str]:
+            async with role.growing:
+                count = num_more()
+                if count < 0:
+                    await self.remove(role, role.worker_ids[count:])
+                return await self._grow(role, range(role.num_ids, role.num_ids + count)) if count > 0 else []
+
+        new = run_sync(scale())
+        try:
+            run_sync(self._starter.run_commands([role], new))
+        except BaseException:
+            run_sync(self.remove(role, new))
+            raise
+        return new
+
+    async def _grow(self, role: Role, ranks: Sequence[int]) -> list[str]:
+        deadline = Deadline(self._run.timeouts.start_s)
+        singles = {rank: _single(role.job, rank) for rank in ranks}
+        async with contextlib.AsyncExitStack() as resources:
+            stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles.values()}
+            places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
+            started = await await_all(
+                self._starter.launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
+                for rank, single in singles.items()
+            )
+            clients = {client.worker_id: client for (client,) in started}
+            with self._roles.changing(role):
+                role.num_ids = ranks[-1] + 1
+                role.clients = {**role.clients, **clients}
+                for worker_id, stack in zip(clients, stacks.values(), strict=True):
+                    role.own(worker_id, stack)
+        return list(clients)
+
+    # --- removal ----------------------------------------------------------------------------------------------------
+
+    async def remove(self, role: Role, worker_ids: Sequence[str]) -> None:
+        """As Scheduler.remove_workers."""
+        with self._roles.changing(role):
+            for worker_id in worker_ids:
+                if role.clients and worker_id not in role.clients:
+                    raise not_found(worker_id, role)
+            self._require_own(role, "worker_ids", list(worker_ids), shrinks=True)
+            if len(worker_ids) >= len(role.clients):
+                expected = "one worker at least to stay; delete_workers ends a role"
+                raise errors.InvalidSpecError(role=role.name, field="worker_ids", value=list(worker_ids), expected=expected)
+            doomed = role.part(worker_ids)
+        ending = asyncio.ensure_future(self._end(role, doomed))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending  # no registry has them any more, so nothing else would end them
+            raise
+
+    async def _end(self, role: Role, doomed: Role) -> None:
+        """End workers that a role has given up, and free what they held."""
+        places = doomed.places
+        restarts = [role.restarts[worker_id] for worker_id in places if worker_id in role.restarts]
+        for restart in restarts:
+            restart.cancel()
+        if restarts:
+            await asyncio.wait(restarts)
+        await stop_roles([doomed], False, "remove_workers", self._run.timeouts.shutdown_s)
+        for worker_id, place in places.items():
+            await self._backend.allocator.give_back(worker_id, place, list(role.places.values()))
+
+
+@contextlib.asynccontextmanager
+async def _restarting(role: Role, worker_ids: Sequence[str]) -> AsyncIterator[None]:
+    """One restart at a time, or a place has two processes; the removal of one of these workers cancels it."""
+    while running := {role.restarts[each] for each in worker_ids if each in role.restarts}:
+        await asyncio.wait(running)
+    task = asyncio.current_task()
+    assert task is not None
+    role.restarts.update(dict.fromkeys(worker_ids, task))
+    try:
+        yield
+    except asyncio.CancelledError:
+        if removed := [each for each in worker_ids if each not in role.clients]:
+            raise not_found(removed[0], role) from None
+        raise
+    finally:
+        for each in worker_ids:
+            del role.restarts[each]
+
+
+async def _kill_all(role: Role) -> None:
+    """End all processes of a role at once: in order, one that waits in a collective for a lost rank would not end."""
+    await await_all(client.kill("was ended by restart_workers") for client in role.clients.values())
+
+
+def _single(job: Job, rank: int) -> Job:
+    """The resources of one worker of a job, as a job of its own."""
+    return msgspec.structs.replace(job, role=f"{job.role}+{rank}", replicas=1, tasks=[job.spec(rank)])

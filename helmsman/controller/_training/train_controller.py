@@ -21,11 +21,9 @@ from helmsman.api.errors import (
 from helmsman.api.scheduler import Job, ResultHandle, Scheduler, Worker
 from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
-from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error
-from helmsman.controller._roles.role_controller import RoleController, Turn, rank_environment
-from helmsman.controller._training.ranks import Ranks
-from helmsman.controller._training.weights import TrainWeights
+from helmsman.controller._roles.role_controller import RoleController, Turn, blocking, rank_environment
+from helmsman.controller._training.ranks import Ranks, TrainWeights
 from helmsman.controller._validation.argument_types import checked
 from helmsman.controller._weight_sync.sync import ViaExport, WeightSync
 

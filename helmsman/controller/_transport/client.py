@@ -21,8 +21,7 @@ from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.api.scheduler import PreemptionNotice, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, in_thread, mailbox_of, run_on_loop
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
-from helmsman.controller._transport.investigation import Investigation
+from helmsman.controller._transport.base import Ending, Investigation, Transport, TransportLostError, error_in
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing

@@ -17,8 +17,8 @@ from helmsman.api.scheduler import ResultHandle
 from helmsman.api.weight_exchange import ReceivesWeights, SendsWeights, WeightSink, WeightSource
 from helmsman.api.weights import ByCollective, IntoMemory, OntoDisk, WeightFormat, WeightsOnDisk
 from helmsman.controller._aio.event_loop import run_async
-from helmsman.controller._roles.blocking import blocking
 from helmsman.controller._roles.call_all import is_communication_error, release
+from helmsman.controller._roles.role_controller import blocking
 from helmsman.controller._validation.argument_types import checked
 
 

@@ -31,9 +31,8 @@ from helmsman.controller._roles.role_controller import RoleController, rank_envi
 from helmsman.controller._validation.argument_names import require_engine_arguments
 from helmsman.controller._validation.argument_types import checked, require_seconds
 from helmsman.controller._worker_groups import dispatch
-from helmsman.controller._worker_groups.call_order import CallOrder, compare_coordinates
+from helmsman.controller._worker_groups.call_order import CallOrder, PackedArguments, compare_coordinates
 from helmsman.controller._worker_groups.dispatch import Dispatched
-from helmsman.controller._worker_groups.packed_arguments import PackedArguments
 from helmsman.controller._worker_groups.resource_manager import Allocation, Device, ResourceManager, parse_device_mapping
 
 W_co = TypeVar("W_co", covariant=True)

@@ -165,7 +165,7 @@ def test_choose_address_is_local_on_one_node() -> None:
     """One that is asked for on several nodes is logged."""
     several = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **TWO_NODES}
     source = f"""
-from helmsman.controller._ray_backend.address import choose_address
+from helmsman.controller._ray_backend.cluster_state import choose_address
 for environ in ({{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.7"}}, {several}):
     os.environ.update(environ)
     tell(address=choose_address(None))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.pairs import pair_samples
-from helmsman.controller._training.batch_split import split_samples
+from helmsman.controller._training.ranks import split_samples
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import run_ranks
 from tests.engines.small_models import QWEN2, random_tokens
