@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
 
 import msgspec
 
@@ -77,15 +76,6 @@ class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=
 _numbers = itertools.count()
 
 
-class Holder(Protocol):
-    """An instance, as far as the requests that it has know it."""
-
-    instance_id: str
-
-    def give_back(self, ticket: Ticket) -> None:
-        """Count a request that it no longer has."""
-
-
 class Ticket:
     """A request between its submission and its end. Used on one event loop; its future from any thread."""
 
@@ -96,7 +86,7 @@ class Ticket:
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
         """In the order of submission."""
-        self.instance: Holder | None = None
+        self.instance: Instance | None = None
         """That has it."""
         self.sent_to = ""
         """Id of the instance that it was last sent to."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from helmsman.api.errors import HelmsmanError, InstanceLostError, RequestDeadlineError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.request import Holder, Instance, RequestState, Ticket, WaitingRequests
+from helmsman.controller._generation.request import Instance, RequestState, Ticket, WaitingRequests
 from helmsman.controller._generation.retries import RetryPolicy, RetryUnbegun
 from helmsman.controller._generation.routing import LeastOutstandingTokens, RoutingPolicy
 
@@ -353,7 +353,7 @@ class RequestFlow:
 
     # --- shared with the scheduler --------------------------------------------------------------------------------------------
 
-    def abort_at(self, instance: Holder, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
+    def abort_at(self, instance: Instance, tickets: Sequence[Ticket]) -> asyncio.Task[None]:
         """Have an instance give requests back, by a task that need not be awaited."""
 
         async def tell() -> None:

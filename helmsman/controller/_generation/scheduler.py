@@ -14,7 +14,7 @@ from types import MappingProxyType
 from helmsman.api.errors import HelmsmanError, InstanceLostError
 from helmsman.api.generation import GenerationRequest, GenerationResult
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.request import Holder, Instance, RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from helmsman.controller._generation.request_lifecycle import Backend, RequestFlow
 from helmsman.controller._generation.retries import RetryPolicy
 from helmsman.controller._generation.routing import RoutingPolicy
@@ -139,7 +139,7 @@ class GenerateScheduler:
         What is put meanwhile is not meant, nor what waits in ``submit`` for the room that this makes.
         """
         chosen = self._chosen(request_ids)
-        running: dict[Holder, list[Ticket]] = {}
+        running: dict[Instance, list[Ticket]] = {}
         for ticket in chosen:
             if ticket.state.is_end:  # by what the end of another has caused
                 continue
@@ -158,14 +158,14 @@ class GenerateScheduler:
             return list(self._flow.open.values())
         return [self._flow.open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._flow.open]
 
-    async def _tell_all(self, running: Mapping[Holder, Sequence[Ticket]]) -> None:
+    async def _tell_all(self, running: Mapping[Instance, Sequence[Ticket]]) -> None:
         """Have instances end these requests; what a lost instance had ends by its loss."""
         outcomes = await asyncio.gather(*(self._tell(*each) for each in running.items()), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, InstanceLostError):
                 raise outcome
 
-    async def _tell(self, instance: Holder, tickets: Sequence[Ticket]) -> None:
+    async def _tell(self, instance: Instance, tickets: Sequence[Ticket]) -> None:
         """Wait for the instance's answer, or until it has none of them any more: what is dead may never answer."""
         call = self._flow.abort_at(instance, tickets)
         left = asyncio.ensure_future(self._flow.until(lambda: all(ticket.instance is not instance for ticket in tickets)))
@@ -234,10 +234,8 @@ class GenerateScheduler:
         await self._tell_all(running)
 
     @staticmethod
-    def _running_at(instances: Iterable[Instance]) -> dict[Holder, list[Ticket]]:
-        running: dict[Holder, list[Ticket]] = {
-            instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances
-        }
+    def _running_at(instances: Iterable[Instance]) -> dict[Instance, list[Ticket]]:
+        running = {instance: [ticket for ticket in instance.tickets if ticket.is_running] for instance in instances}
         return {instance: tickets for instance, tickets in running.items() if tickets}
 
     # --- instances --------------------------------------------------------------------------------------------------------
@@ -329,10 +327,6 @@ class GenerateScheduler:
     def on_lost(self, call: Callable[[str, Exception], None]) -> None:
         """Call a function with an instance that a call has found to be gone, and why, in place of set_health."""
         self._flow.on_lost = call
-
-    def pump(self) -> None:
-        """Give out what can be given out now; to be called whenever an instance has changed."""
-        self._flow.pump()
 
     def close(self, reason: str = "the generation scheduler was closed") -> None:
         """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""

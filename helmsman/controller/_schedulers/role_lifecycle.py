@@ -30,8 +30,8 @@ from helmsman.rpc_server._wire.messages import Verb, WorkerConfig
 _COMMAND_ENGINE = "helmsman.rpc_server._process.command.CommandEngine"
 
 
-class RoleStarter:
-    """Starts and ends roles by a backend; see Scheduler for the arguments."""
+class RoleLifecycle:
+    """Starts, changes and ends the roles of a registry by a backend; see Scheduler for the arguments."""
 
     def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, calls: CallService) -> None:
         self.advice: dict[str, str] = {}
@@ -45,7 +45,7 @@ class RoleStarter:
         """As Scheduler.create_workers, of jobs that are valid."""
         roles = self._publish(jobs, "create_workers", lambda: self._start_roles(jobs))
         try:
-            run_sync(self.run_commands(roles, [worker_id for role in roles for worker_id in role.worker_ids]))
+            run_sync(self._run_commands(roles, [worker_id for role in roles for worker_id in role.worker_ids]))
         except BaseException:
             for role in reversed(roles):
                 with contextlib.suppress(errors.RoleNotFoundError):  # it went with its target
@@ -92,7 +92,7 @@ class RoleStarter:
         started: dict[str, Role] = {}
 
         async def start(job: Job, places: Sequence[Placement]) -> None:
-            clients = await self.launch(Launch(job, dict(enumerate(places)), deadline, stacks[job.role]))
+            clients = await self._launch(Launch(job, dict(enumerate(places)), deadline, stacks[job.role]))
             started[job.role] = Role(job, by_id(job, clients), stacks[job.role])
 
         async with contextlib.AsyncExitStack() as resources:
@@ -116,7 +116,7 @@ class RoleStarter:
                 role.resources = stacks[role.name].pop_all()
         return [started[job.role] for job in jobs]
 
-    async def launch(self, start: Launch) -> list[WorkerClient]:
+    async def _launch(self, start: Launch) -> list[WorkerClient]:
         """Start workers and make them ready. Raises: StartError."""
         clients = await self._backend.launch(start)
         await await_all(self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True))
@@ -152,7 +152,7 @@ class RoleStarter:
                 log_tail=error.log_tail if isinstance(error, errors.WorkerFailedError) else "",
             ) from error
 
-    async def run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:
+    async def _run_commands(self, roles: Sequence[Role], worker_ids: Sequence[str]) -> None:
         """Run a module beside each of these workers whose spec has a command."""
         jobs = {role.name: role.job for role in roles}
 
@@ -162,16 +162,6 @@ class RoleStarter:
 
         commands = {each: jobs[each.rpartition("/")[0]].spec(rank_of(each)).cmd for each in worker_ids}
         await await_all(run(worker_id, command) for worker_id, command in commands.items() if command)
-
-
-class WorkerScaling:
-    """Restarts, adds and removes workers of roles in a registry; see Scheduler for the arguments."""
-
-    def __init__(self, run: Run, roles: RoleRegistry, backend: Backend, starter: RoleStarter) -> None:
-        self._run = run
-        self._roles = roles
-        self._backend = backend
-        self._starter = starter
 
     # --- restarts ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +174,7 @@ class WorkerScaling:
                 role=role.name, field="worker_id", value=worker_id, expected=f"a worker of {role.target!r}, to which it belongs"
             )
         run_sync(self._restart(role, worker_id))
-        run_sync(self._starter.run_commands([role], [worker_id]))
+        run_sync(self._run_commands([role], [worker_id]))
 
     def restart_workers(self, name: str, *, elsewhere: bool) -> None:
         """As Scheduler.restart_workers."""
@@ -201,11 +191,11 @@ class WorkerScaling:
             ranks = [rank_of(worker_id) for worker_id in role.clients]  # as many as there are, which is what may have changed
             specs = [role.job.spec(rank) for rank in ranks] if len(role.job.tasks) > 1 else role.job.tasks
             run_sync(_kill_all(role))
-            self._starter.delete(name)
-            self._starter.create([msgspec.structs.replace(role.job, replicas=len(ranks), tasks=specs)])
+            self.delete(name)
+            self.create([msgspec.structs.replace(role.job, replicas=len(ranks), tasks=specs)])
             return
         run_sync(self._restart_all(role))
-        run_sync(self._starter.run_commands([role], role.worker_ids))
+        run_sync(self._run_commands([role], role.worker_ids))
 
     async def _restart(self, role: Role, worker_id: str) -> None:
         async with _restarting(role, [worker_id]), contextlib.AsyncExitStack() as resources:
@@ -219,7 +209,7 @@ class WorkerScaling:
                 await allocator.give_back(worker_id, place, [each.place for each in role.clients.values() if each is not old])
                 single = _single(role.job, rank)
                 (place,) = (await allocator.reserve([single], deadline, {single.role: resources}))[single.role]
-            (client,) = await self._starter.launch(Launch(role.job, {rank: place}, deadline, resources))
+            (client,) = await self._launch(Launch(role.job, {rank: place}, deadline, resources))
             with self._roles.changing(role):
                 if role.clients.get(worker_id) is not old:
                     raise not_found(worker_id, role)
@@ -235,7 +225,7 @@ class WorkerScaling:
             old = role.clients
             await _kill_all(role)
             places = {rank_of(worker_id): client.place for worker_id, client in old.items()}
-            clients = await self._starter.launch(Launch(role.job, places, deadline, resources))
+            clients = await self._launch(Launch(role.job, places, deadline, resources))
             with self._roles.changing(role):
                 if role.clients is not old:
                     raise not_found(next(each for each in old if each not in role.clients), role)
@@ -285,7 +275,7 @@ class WorkerScaling:
 
         new = run_sync(scale())
         try:
-            run_sync(self._starter.run_commands([role], new))
+            run_sync(self._run_commands([role], new))
         except BaseException:
             run_sync(self.remove(role, new))
             raise
@@ -298,7 +288,7 @@ class WorkerScaling:
             stacks = {each.role: await resources.enter_async_context(contextlib.AsyncExitStack()) for each in singles.values()}
             places = await self._backend.allocator.reserve(list(singles.values()), deadline, stacks)
             started = await await_all(
-                self._starter.launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
+                self._launch(Launch(role.job, {rank: places[single.role][0]}, deadline, stacks[single.role]))
                 for rank, single in singles.items()
             )
             clients = {client.worker_id: client for (client,) in started}
