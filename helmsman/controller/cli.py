@@ -106,7 +106,6 @@ def _connect(address: str | None) -> None:
 
 
 def _start_on(node: Mapping[str, Any], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Start a function on a node of the cluster; returns a reference to its result."""
     import ray
 
     from helmsman.controller._ray_backend.placement_groups import on_node

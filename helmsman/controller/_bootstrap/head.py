@@ -223,7 +223,6 @@ class Head:
         return None
 
     async def _attend(self, hello: Hello, connection: PeerConnection) -> None:
-        """Serve a node until it leaves or is lost."""
         if (before := self._members.get(hello.rank)) is not None:
             self._spawn(before.connection.close())  # the node has given that one up
         member = self._members[hello.rank] = Member(hello, connection, "joined" if hello.has_joined else "arrived")

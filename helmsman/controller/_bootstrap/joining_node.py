@@ -75,7 +75,6 @@ class JoiningNode:
         return 0
 
     async def _live(self) -> Ended:
-        """Join, and stay until the run has ended; returns how."""
         plan = self._plan
         welcome = await unless(self._stop, self._arrive(Deadline(plan.timeout_s)))
         assert self._connection is not None
@@ -180,7 +179,6 @@ class JoiningNode:
         return ended
 
     async def _attend(self) -> Ended:
-        """Stay with the head until it ends the run; returns how. Raises: BootstrapError."""
         assert self._connection is not None
         while True:
             try:

@@ -86,7 +86,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], n
 
 
 def _seconds(text: str) -> float:
-    """A duration. Raises: ArgumentTypeError for what is none."""
     with contextlib.suppress(ValueError):
         if (seconds := float(text)) >= 0.0:  # which nan is not
             return seconds
@@ -135,7 +134,6 @@ async def _live(plan: NodePlan, report: StatusPrinter) -> int:
 
 
 async def _on_existing_cluster(identity: NodeIdentity, command: list[str], grace_s: float, report: StatusPrinter) -> int:
-    """Run the program on a cluster that is there already (RAY_ADDRESS), of which nothing is started or ended."""
     from helmsman.controller._ray_backend.cluster_state import require_answer
 
     require_answer(identity.attach_to)
@@ -252,7 +250,6 @@ def make_plan(options: argparse.Namespace, identity: NodeIdentity, command: list
 
 
 def _outline(plan: NodePlan) -> str:
-    """A line with the amounts and the user's own settings."""
     settings = (*plan.cluster_settings, *plan.node_settings)
     own = [f"{each.name}={masked(each.name, each.value)}" for each in settings if each.source != "default"]
     kind = f"your own settings: {', '.join(own)}" if own else "default settings"

@@ -126,7 +126,6 @@ class RequestFlow:
                 self._end(ticket, RequestState.FAILED, reason)
 
     def _room(self) -> float:
-        """How many more all instances together may have."""
         return math.inf if self._max_in_flight is None else self._max_in_flight - self.num_in_flight
 
     def why_none_serves(self) -> Exception | None:
@@ -208,7 +207,6 @@ class RequestFlow:
     # --- to the end -------------------------------------------------------------------------------------------------------
 
     def _settle(self, ticket: Ticket, outcome: GenerationResult | BaseException) -> None:
-        """Take in how an attempt ended."""
         if isinstance(outcome, InstanceLostError):
             self._settle_lost(ticket, outcome)
         elif isinstance(outcome, BaseException):
@@ -263,7 +261,6 @@ class RequestFlow:
         self._changed.clear()
 
     def _end(self, ticket: Ticket, state: RequestState, outcome: GenerationResult | BaseException) -> None:
-        """Give a request its one outcome."""
         ticket.transition(state)
         self._forget(ticket)
         if not ticket.future.running() and not ticket.future.set_running_or_notify_cancel():
@@ -279,7 +276,6 @@ class RequestFlow:
             loop.call_soon_threadsafe(self._cancelled, ticket)
 
     def _cancelled(self, ticket: Ticket) -> None:
-        """Its future was cancelled before it was sent."""
         if not ticket.state.is_end:
             self._end_cancelled(ticket)
             self.pump()
@@ -343,7 +339,6 @@ class RequestFlow:
         self.pump()
 
     def _lost(self, instance: Instance) -> InstanceLostError:
-        """What happened to a request that the instance had."""
         why = instance.error
         if isinstance(why, InstanceLostError):  # met by another request, which it may not have begun
             return InstanceLostError(instance_id=instance.instance_id, reason=why.reason, may_have_begun=True)

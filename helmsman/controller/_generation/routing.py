@@ -23,7 +23,6 @@ class LeastOutstandingTokens:
     cluster is full of, the one that was given a request longest ago."""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         return min(able, key=lambda each: (each.outstanding_tokens, each.last_turn))
 
 
@@ -34,7 +33,6 @@ class RoundRobin:
         self._last = ""
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         in_order = sorted(able, key=lambda each: each.instance_id)
         chosen = next((each for each in in_order if each.instance_id > self._last), in_order[0])
         self._last = chosen.instance_id
@@ -85,7 +83,6 @@ class PrefixAffinity:
         self._affinity = _Affinity(load_factor, max_entries)
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         return self._affinity.at_home(self._prefixes(ticket.request.prompt_ids), ticket, able)
 
     def _prefixes(self, tokens: Sequence[int]) -> list[str | bytes]:
@@ -110,5 +107,4 @@ class SessionAffinity:
         self._affinity = _Affinity(load_factor, max_entries)
 
     def choose(self, ticket: Ticket, able: Sequence[Instance]) -> Instance:
-        """See RoutingPolicy."""
         return self._affinity.at_home([ticket.options.session] if ticket.options.session else [], ticket, able)

@@ -153,7 +153,6 @@ class GenerateScheduler:
         return len(chosen)
 
     def _chosen(self, request_ids: Collection[str] | None) -> list[Ticket]:
-        """Those of these requests (None: all) that have not ended."""
         if request_ids is None:
             return list(self._flow.open.values())
         return [self._flow.open[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._flow.open]
@@ -226,7 +225,6 @@ class GenerateScheduler:
         await self._flow.until(have_ended)
 
     async def _recall(self, instances: Iterable[Instance]) -> None:
-        """Tell instances to give back what they have been sent, without waiting for it."""
         running = self._running_at(instances)
         for tickets in running.values():
             for ticket in tickets:

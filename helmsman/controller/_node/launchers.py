@@ -136,7 +136,6 @@ def _complete(launcher: str, facts: Mapping[str, Fact]) -> NodeIdentity:
 
 
 def _agreed(field: str, found: Sequence[Said]) -> Fact | None:
-    """The value of a field, on which all launchers must agree."""
     said = {each.launcher: fact for each in found if (fact := getattr(each, field)) is not None}
     if len({fact.value for fact in said.values()}) > 1:
         name, flag = _FIELDS[field]

@@ -154,7 +154,6 @@ class _Advice:
         return f"set SchedulingSpec.ray_placement_strategy{self._of_role(job)} to 'deferred', whose instances may span nodes"
 
     def _smaller_instances(self) -> str:
-        """Let instances span fewer whole nodes."""
         largest = int(max((node.total.get(name, 0.0) for node in self._snapshot.nodes for name in ACCELERATORS), default=0))
         for job in self._jobs:
             spec = job.spec(0)
@@ -230,7 +229,6 @@ def _changed(jobs: Sequence[Job], *changed: Job) -> list[Job]:
 
 
 def _colocated(job: Job, jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs that are colocated with a job, directly or through each other."""
     found = {job.role}
     for _ in jobs:
         found |= {other.role for other in jobs if other.scheduling_strategy.target in found}

@@ -222,7 +222,6 @@ def pack(packing: Packing, jobs: Sequence[Job], split: Split, order: Sequence[in
 
 
 def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, together: bool) -> bool:
-    """Place the demands in turn, largest first; see _choose."""
     for demand in _largest_first(demands):
         chosen = _choose(packing, demand, len(demand.replicas), together)
         if chosen is None:

@@ -83,7 +83,6 @@ def _by_ray(amounts: Mapping[str, float]) -> Resources:
 
 
 def _load(path: str, key: str, kind: type[T]) -> list[T]:
-    """Read and convert the entries of a file, a list or one under a key."""
     data = _parse(path)
     entries = data.get(key) if isinstance(data, Mapping) else data
     if not isinstance(entries, list):

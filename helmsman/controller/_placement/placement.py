@@ -99,7 +99,6 @@ def _share(
 
 
 def _mapped(job: Job, target: Sequence[PlannedWorker], index: int) -> Share:
-    """Return the devices that the job's device mapping assigns to a replica."""
     wanted = job.scheduling_strategy.device_mapping[index]
     owners = [(rank, position) for rank, worker in enumerate(target) for position in range(worker.num_devices)]
     field = f"scheduling_strategy.device_mapping[{index}]"

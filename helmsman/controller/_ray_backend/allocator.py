@@ -104,7 +104,6 @@ class RayAllocator(Allocator):
 
 
 def _is_going(slot: placement.BundleSlot) -> bool:
-    """Whether a node of this instance has gone, or is about to go."""
     there = cluster_state.alive_nodes()
     addresses = {node["NodeManagerAddress"] for node in there}
     return (

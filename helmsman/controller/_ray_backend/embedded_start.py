@@ -148,7 +148,6 @@ def _connect(
 
 
 def _watched() -> EmbeddedRay:
-    """The Ray that this process has just started, under watch from here on."""
     from ray._private import worker
 
     node: Any = worker._global_node  # private, as there is no public way to know the processes that ray.init started

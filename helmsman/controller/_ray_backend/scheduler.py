@@ -221,7 +221,6 @@ class RayBackend(Backend):
         ).remote(absolute_search_path())
 
     async def _answer(self, job: Job, index: int, worker: RayWorker, answer: Awaitable[T], deadline: Deadline) -> T:
-        """What a worker that starts answers. Raises WorkerStartError."""
         try:
             async with asyncio.timeout(deadline.remaining_s):
                 return await answer

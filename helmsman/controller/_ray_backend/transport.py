@@ -165,7 +165,6 @@ class RayWorker:
         return channel
 
     async def observe(self, limit_s: float) -> bytes:
-        """As WorkerProcess's."""
         if self._page is not None:
             return await in_thread(observe, self._page, self._pid)
         if self._observer is None:
@@ -204,11 +203,9 @@ class RayWorker:
         return f"Ray has it as {state or 'unknown'} on node {self.place.node}"
 
     async def bring(self, request_id: int, payload: Payload) -> None:
-        """As SidePath's."""
         await self._await(await bounded(lambda: self._actor.bring.remote(request_id, self._store.as_references(payload))))
 
     async def fetch(self, request_id: int) -> Payload:
-        """As SidePath's."""
         (payload,) = await self._await(self._actor.fetch.remote(request_id))
         if isinstance(payload, ray.ObjectRef):
             payload = await self._await(payload)
@@ -230,7 +227,6 @@ class RayWorker:
             raise TransportLostError(_reason_text(error)) from error
 
     async def ending(self, lost_because: str) -> Ending:
-        """As WorkerProcess's."""
         try:
             return await self._ending(lost_because)
         except errors.ClusterLostError as loss:
@@ -276,7 +272,6 @@ class RayWorker:
             return None, 0, ""
 
     async def kill(self) -> None:
-        """As WorkerProcess's."""
         if self._killed:
             return
         if self._ray is not None and self._ray.loss is not None:

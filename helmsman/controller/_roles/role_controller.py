@@ -155,7 +155,6 @@ class RoleController(Closing):
         """Called once, before the workers end."""
 
     async def _make_ready(self, workers: Sequence[Worker], ranks: Sequence[int]) -> None:
-        """Build the engines of these ranks of all workers."""
         scheduler, role, name = self.scheduler, self.role, self.engine_name
         chosen = {workers[rank].id: rank for rank in ranks}
         environment = {id_: variables for id_, variables in self._environment(workers).items() if id_ in chosen}

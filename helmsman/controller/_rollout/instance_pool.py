@@ -64,7 +64,6 @@ class InstancePool:
                 await self.remove(staying[replicas:], migrate)
 
     async def add(self, count: int) -> list[str]:
-        """See RolloutController.add."""
         requests = self._instances.requests
         adding = asyncio.ensure_future(in_own_thread(self._instances.scheduler.add_workers, self._instances.role, count))
         try:
@@ -102,16 +101,13 @@ class InstancePool:
     # --- going ------------------------------------------------------------------------------------------------------
 
     async def drain(self, worker_ids: Collection[str], migrate: bool) -> None:
-        """See RolloutController.drain."""
         await self._instances.requests.drain(*self._known(worker_ids), migrate=migrate)
 
     async def undrain(self, worker_ids: Collection[str]) -> None:
-        """See RolloutController.undrain."""
         for worker_id in self._known(worker_ids):
             self._instances.requests.undrain(worker_id)
 
     async def remove(self, worker_ids: Collection[str], migrate: bool) -> None:
-        """See RolloutController.remove."""
         requests, chosen = self._instances.requests, self._known(worker_ids)
         refused = ""
         if again := self._leaving.intersection(chosen):
@@ -146,7 +142,6 @@ class InstancePool:
         return gone
 
     async def _end(self, worker_ids: Sequence[str], gone: Sequence[Instance]) -> None:
-        """End workers that serve no more."""
         try:
             await in_own_thread(self._instances.scheduler.remove_workers, self._instances.role, worker_ids)
         except JobError:  # it ends none of them

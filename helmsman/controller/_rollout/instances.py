@@ -209,19 +209,16 @@ class Instances(RoleController):
             await turn.explain(error)
 
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
-        """See Backend."""
         result: GenerationResult = await self._serve(instance_id, "agenerate", request, self._request_timeout_s)
         return result
 
     async def generate_samples(self, instance_id: str, requests: Sequence[GenerationRequest]) -> Sequence[GenerationResult]:
-        """See Backend."""
         results: Sequence[GenerationResult] = await self._serve(
             instance_id, "agenerate_samples", list(requests), self._request_timeout_s
         )
         return results
 
     async def abort(self, instance_id: str, request_ids: Sequence[str]) -> None:
-        """See Backend."""
         await self._serve(instance_id, "abort", list(request_ids))
 
     async def _serve(self, instance_id: str, method: str, argument: Any, timeout: float | None = None) -> Any:

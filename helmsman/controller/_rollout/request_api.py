@@ -36,7 +36,6 @@ class RolloutRequests:
         options: RequestOptions | None,
         resume_from: GenerationResult | None,
     ) -> Future[GenerationResult]:
-        """See RolloutController.submit."""
         request = self.maker.make(prompt, sampling, resume_from)
         self._require_turn("submit")
         kept = {request.request_id: resume_from} if resume_from is not None else {}
@@ -49,7 +48,6 @@ class RolloutRequests:
         options: RequestOptions | None,
         resume_from: GenerationResult | None,
     ) -> GenerationResult:
-        """See RolloutController.agenerate."""
         request = self.maker.make(prompt, sampling, resume_from)
         queue, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
         try:
@@ -99,7 +97,6 @@ class RolloutRequests:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
-        """See RolloutController.abort."""
         require_ids("request_ids", request_ids)
         return await self._instances.requests.abort(None if request_ids is None else frozenset(request_ids))
 
@@ -118,11 +115,9 @@ class RolloutRequests:
             await self.within(ended, operation, timeout, resumes=bool(by))
 
     async def resume(self) -> None:
-        """See RolloutController.resume."""
         self._instances.requests.resume()
 
     async def wait_idle(self, timeout: float | None) -> None:
-        """See RolloutController.wait_idle."""
         await self.within(self._instances.requests.wait_idle(), "wait_idle", timeout)
 
     async def within(

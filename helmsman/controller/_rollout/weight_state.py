@@ -59,7 +59,6 @@ class RolloutWeights:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """See WeightPeer."""
         return self._instances.workers
 
     def why_hopeless(self) -> Exception | None:
@@ -84,7 +83,6 @@ class RolloutWeights:
     # --- sleep ------------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int, in_flight: InFlight, timeout: float | None) -> None:
-        """See RolloutController.sleep."""
         if level not in (1, 2):
             raise ValueError(f"level is {level}; expected 1, which keeps the weights on the hosts, or 2, which drops them")
         if in_flight not in ("finish", "recall"):
@@ -107,7 +105,6 @@ class RolloutWeights:
             await self._ask_living("sleep", living, left_s(), level)
 
     async def wake(self, weights_only: bool, timeout: float | None) -> None:
-        """See RolloutController.wake."""
         async with self._in_turn(timeout) as left_s:
             if self.state.has_cache:
                 return
@@ -145,7 +142,6 @@ class RolloutWeights:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     async def update_all(self, weights: ResultHandle | Weights, version: int, timeout: float | None) -> int:
-        """See RolloutController.update_weights."""
         deadline = time.monotonic() + self._limit_s(timeout)
         async with self.hold("continue", timeout):
             each = dict.fromkeys(self._instances.living_ids(), weights)
@@ -161,7 +157,6 @@ class RolloutWeights:
         kept: ResultHandle | Weights | None = None,
         sending: asyncio.Future[Any] | None = None,
     ) -> Mapping[str, Exception]:
-        """See WeightSink."""
         if not self.state.has_weight_memory:
             raise HelmsmanError(
                 f"role {self.role!r} is asleep, and has no room for weights; call wake(weights_only=True) first.",
@@ -326,19 +321,15 @@ class RolloutWeights:
     # --- for a sync -------------------------------------------------------------------------------------------------
 
     def keeps(self, weights: ResultHandle) -> bool:
-        """See WeightSink."""
         return self._served is not None and self._served[0] is weights
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """See WeightSink."""
         return self._instances.living_ids(with_suspects=with_suspects)
 
     async def answering_ids(self) -> list[str]:
-        """See WeightSink."""
         return await self._instances.answering_ids()
 
     def served_by(self, failures: Mapping[str, Exception]) -> tuple[tuple[str, ...], dict[str, str]]:
-        """See WeightSink."""
         updated: list[str] = []
         failed: dict[str, str] = {}
         for id_, instance in self._instances.requests.instances.items():

@@ -339,8 +339,6 @@ def _valid(job: Job | Collection[Job]) -> list[Job]:
 
 
 def _ask_all(clients: Mapping[str, WorkerClient], ask: Callable[[WorkerClient], Coroutine[Any, Any, T]]) -> dict[str, T]:
-    """The answer of each of these workers."""
-
     async def ask_all() -> dict[str, T]:
         return dict(zip(clients, await await_all(map(ask, clients.values())), strict=True))
 

@@ -72,7 +72,6 @@ class RoleLifecycle:
         return [place.as_reservation() for place in role.places.values()]
 
     def delete(self, name: str | None, reverse_order: bool = False) -> None:
-        """As Scheduler.delete_workers."""
         forbid_blocking()  # before the roles are forgotten
         run_sync(stop_roles(self._roles.forget(name), reverse_order, "delete_workers", self._run.timeouts.shutdown_s))
 
@@ -117,7 +116,6 @@ class RoleLifecycle:
         return [started[job.role] for job in jobs]
 
     async def _launch(self, start: Launch) -> list[WorkerClient]:
-        """Start workers and make them ready. Raises: StartError."""
         clients = await self._backend.launch(start)
         await await_all(self._prepare(start, *pair) for pair in zip(start.places, clients, strict=True))
         return clients
@@ -166,7 +164,6 @@ class RoleLifecycle:
     # --- restarts ---------------------------------------------------------------------------------------------------
 
     def restart_worker(self, worker_id: str) -> None:
-        """As Scheduler.restart_worker."""
         self._roles.client(worker_id)
         role = self._roles.role(worker_id.rpartition("/")[0])
         if role.reuses:
@@ -177,7 +174,6 @@ class RoleLifecycle:
         run_sync(self._run_commands([role], [worker_id]))
 
     def restart_workers(self, name: str, *, elsewhere: bool) -> None:
-        """As Scheduler.restart_workers."""
         role = self._roles.open_role(name, "restart_workers")
         users = [each.name for each in self._roles if each.target == name and (elsewhere or each.reuses)]
         expected = ""
@@ -236,13 +232,11 @@ class RoleLifecycle:
     # --- growth -----------------------------------------------------------------------------------------------------
 
     def scale(self, name: str, replicas: int) -> list[str]:
-        """As Scheduler.scale."""
         role = self._roles.open_role(name, "scale")
         self._require_scalable(role, replicas, shrinks=replicas < len(role.clients))
         return self._scale(role, lambda: replicas - len(role.clients))
 
     def add(self, name: str, count: int) -> list[str]:
-        """As Scheduler.add_workers."""
         role = self._roles.open_role(name, "add_workers")
         self._require_scalable(role, count, shrinks=False)
         return self._scale(role, lambda: count)
@@ -302,7 +296,6 @@ class RoleLifecycle:
     # --- removal ----------------------------------------------------------------------------------------------------
 
     async def remove(self, role: Role, worker_ids: Sequence[str]) -> None:
-        """As Scheduler.remove_workers."""
         with self._roles.changing(role):
             for worker_id in worker_ids:
                 if role.clients and worker_id not in role.clients:
@@ -320,7 +313,6 @@ class RoleLifecycle:
             raise
 
     async def _end(self, role: Role, doomed: Role) -> None:
-        """End workers that a role has given up, and free what they held."""
         places = doomed.places
         restarts = [role.restarts[worker_id] for worker_id in places if worker_id in role.restarts]
         for restart in restarts:

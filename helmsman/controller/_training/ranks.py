@@ -183,7 +183,6 @@ class Ranks:
         return statistics
 
     async def forward(self, samples: Sequence[Sample], timeout: float | None) -> list[Any]:
-        """See TrainController.forward."""
         shares = self._split(samples)
         results = await self._call_shares("forward", samples, shares, (), timeout)
         ordered: list[Any] = [None] * len(samples)
@@ -234,13 +233,11 @@ class TrainWeights:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """See WeightPeer."""
         return self._ranks.workers
 
     # --- version ----------------------------------------------------------------------------------------------------
 
     async def version(self, timeout: float | None = None) -> int:
-        """See WeightSource."""
         versions: list[int] = await self._ranks.replicated("get_version", timeout=timeout)
         if len(set(versions)) > 1:
             found = {worker.id: version for worker, version in zip(self.workers, versions, strict=True)}
@@ -282,7 +279,6 @@ class TrainWeights:
         return handle
 
     async def export(self, version: int, timeout: float) -> ResultHandle:
-        """See WeightSource."""
         deadline = Deadline(timeout)
         handle = await self.gather(deadline.remaining_s)
         try:
@@ -301,12 +297,10 @@ class TrainWeights:
         return handle
 
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
-        """See WeightSource."""
         keep = isinstance(target, IntoMemory)
         return await self._ranks.on_root("publish_weights", target, form, timeout=timeout, keep=keep)
 
     async def open_store(self, timeout: float | None) -> int:
-        """See WeightSource."""
         root = self.workers[0]
         (port,) = await self._ranks.call("open_weight_store", {root.id: Call((root.ip,))}, timeout)
         return int(port)

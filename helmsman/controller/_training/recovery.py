@@ -261,7 +261,6 @@ class RecoverableTraining:
         self._is_saved = True
 
     def _wait_for_save(self) -> None:
-        """Have the checkpoint that is being written count."""
         if self.checkpoints.is_writing:
             self.trainer.wait_for_save()
             self._finish_save()
@@ -317,7 +316,6 @@ class _NotRecoveredError(Exception):
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from, and what it gathers."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -122,7 +122,6 @@ def _parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def _short_names() -> dict[str, str]:
-    """Function of each loss that has a short name."""
     tree = _source(_LOSSES)
     for node in tree.body if tree is not None else ():
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "LOSSES" and isinstance(node.value, ast.Dict):

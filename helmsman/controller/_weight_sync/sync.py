@@ -117,7 +117,6 @@ class ViaMemory:
     async def carry(
         self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
-        """See Way."""
         handle = await self._gather(source, form, version, deadline - time.monotonic())
         try:
             weights = dict.fromkeys(sink.living_ids(), handle)
@@ -159,7 +158,6 @@ class ViaDisk:
     async def carry(
         self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
-        """See Way."""
         target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
         written = await source.publish(target, form, deadline - time.monotonic())
         assert isinstance(written, WeightsOnDisk)
@@ -185,7 +183,6 @@ class ViaCollective:
         self._port = 0
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """See Way."""
         if source.scheduler.shares_process:
             raise ValueError(
                 f"ViaCollective needs workers in processes of their own, which {type(source.scheduler).__name__} has not; "
@@ -205,7 +202,6 @@ class ViaCollective:
     async def carry(
         self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
-        """See Way."""
         reachable = sink.living_ids(with_suspects=False)
         if not reachable:
             return 0, await sink.update({}, version, deadline - time.monotonic(), kept=None)

@@ -114,7 +114,6 @@ async def compare_coordinates(
 
 
 def _is_missing_method(error: HelmsmanError) -> bool:
-    """Whether workers have no such method, and so nothing to report."""
     return isinstance(error, MethodNotFoundError) or isinstance(getattr(error, "first", None), MethodNotFoundError)
 
 

@@ -342,7 +342,6 @@ class Cluster(RoleController, WorkerGroup[W_co]):
 
 
 def _deleted(worker: Worker) -> WorkerStatus:
-    """Of a worker that the scheduler has no longer."""
     return WorkerStatus(worker_id=worker.id, state=WorkerState.STOPPED, node=worker.ip, pid=None, log_path="")
 
 
@@ -350,8 +349,6 @@ def _deleted(worker: Worker) -> WorkerStatus:
 
 
 def _world_size_of(name: str, config: ClusterConfig) -> int:
-    """Number of workers. Raises: InvalidSpecError."""
-
     def refuse(field: str, expected: str) -> InvalidSpecError:
         return InvalidSpecError(role=name, field=field, value=getattr(config, field), expected=expected)
 

@@ -315,7 +315,6 @@ def _table(nodes: Sequence[Node]) -> str:
 
 
 def _step(nodes: Sequence[Node], num_gpus: int, wanted: int) -> str:
-    """What would do."""
     enough = [size for size in sorted({node.num_devices for node in nodes}, reverse=True) if size]
     options = []
     for size in enough:

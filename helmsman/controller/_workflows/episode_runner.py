@@ -103,7 +103,6 @@ class EpisodeRunner:
         self._is_closing = False
 
     async def rollout_batch(self, items: Iterable[Any]) -> list[Any]:
-        """See WorkflowExecutor."""
         tasks = [asyncio.ensure_future(self._run(item)) for item in items]
         self._given.update(tasks)
         try:
@@ -124,7 +123,6 @@ class EpisodeRunner:
         return [task.result() for task in tasks]
 
     async def prepare_batch(self, source: Iterator[Any], batch_size: int) -> list[Episode]:
-        """See WorkflowExecutor."""
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
         self._feeding = (source, batch_size)
@@ -166,7 +164,6 @@ class EpisodeRunner:
             )
 
     def set_version(self, version: int) -> None:
-        """See WorkflowExecutor."""
         if version < self._version:
             raise ValueError(f"weight version {version} after {self._version}; versions only grow")
         self._version = version

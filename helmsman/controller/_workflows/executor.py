@@ -106,7 +106,6 @@ class WorkflowExecutor(Closing):
         self._thread.join(_STOP_S)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the loop and block for its result; an interrupt of the waiting thread cancels it."""
         try:
             self._forbid_blocking()
         except RuntimeError:

@@ -196,7 +196,6 @@ class RewardPool(RoleController):
             raise _NotBegunError
 
     async def _sent(self, process: Process, call: _Call) -> Any:
-        """What the worker answers."""
         method, limit_s, arguments = "score", self.timeout_s, tuple[Any, ...]((call.packed,))
         if self._is_async:
             method, limit_s, arguments = "ascore", self.timeout_s + _GRACE_S, (call.packed, self.timeout_s)
