@@ -61,7 +61,6 @@ NEEDS_TORCH = {"helmsman.rpc_server._wire.tensors"}
 NEEDS_RAY = {
     "helmsman.controller._ray_backend.placement_groups",
     "helmsman.controller._ray_backend.cluster_state",
-    "helmsman.controller._ray_backend.allocator",
     "helmsman.controller._ray_backend.transport",
     "helmsman.controller._ray_backend.scheduler",
     "helmsman.rpc_server._server.ray_server",

@@ -34,10 +34,9 @@ from helmsman.controller._node.run_registry import RunLock
 from helmsman.controller._placement.resources import as_node
 from helmsman.controller._schedulers.backend import Backend, Run
 from helmsman.controller._schedulers.calls import CallService, ValueStore
-from helmsman.controller._schedulers.fault_injection import inject
-from helmsman.controller._schedulers.rendezvous import probe
 from helmsman.controller._schedulers.role_lifecycle import RoleLifecycle
 from helmsman.controller._schedulers.roles import Role, RoleRegistry, rank_of, stop_roles
+from helmsman.controller._schedulers.worker_requests import inject, probe
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.controller._transport.health import ask_health
 from helmsman.controller._validation.argument_types import checked, refusal

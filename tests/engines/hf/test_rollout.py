@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
-from helmsman.controller._generation.request_factory import samples_of
+from helmsman.controller._rollout.request_api import samples_of
 from helmsman.engines._models.model import build_model
 from helmsman.engines.rollout import HFRolloutEngine, RolloutConfig
 from helmsman.engines.train import FSDPTrainEngine
