@@ -8,7 +8,7 @@ here looks at the machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -212,7 +212,7 @@ def _slurm(environ: Mapping[str, str]) -> Said | None:
     count = _number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_JOB_NUM_NODES")
     listed = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     nodes = environ.get(listed, "")
-    head = Fact(next(expand_hostlist(nodes)), f"{listed}={nodes}") if nodes else None
+    head = Fact(first_host(nodes), f"{listed}={nodes}") if nodes else None
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # '8', '1(x3)', '2,1(x2)'
     first = re.match(r"\d+", per_node)
     tasks = Fact(int(first.group()), f"SLURM_STEP_TASKS_PER_NODE={per_node}") if first else None
@@ -250,28 +250,11 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Said | None], ...] = (
 _generic = _Variables("RANK and WORLD_SIZE (PAI-DLC)", "RANK", "WORLD_SIZE", "MASTER_ADDR", counts_processes=True).read
 
 
-_HOSTS = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
+_HOST = r"(?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
-def expand_hostlist(text: str) -> Iterator[str]:
-    """The hosts of Slurm's syntax, in order: 'gpu[001-003,007]-a,login' is gpu001-a, gpu002-a, gpu003-a, gpu007-a, login.
-
-    Raises: LauncherError for what is none.
-    """
-    if not re.fullmatch(rf"{_HOSTS}(,{_HOSTS})*", text):
+def first_host(text: str) -> str:
+    """The first host of a list in Slurm's syntax: gpu001-a of 'gpu[001-003,007]-a,login'. Raises: LauncherError."""
+    if not re.fullmatch(rf"{_HOST}(,{_HOST})*", text):
         raise _incomplete("Slurm", ["a list of hosts"], [text])
-    for part in re.findall(_HOSTS, text):
-        yield from _expand(part.strip(), text)
-
-
-def _expand(part: str, whole: str) -> Iterator[str]:
-    match = re.search(r"\[([^\[\]]*)\]", part)
-    if match is None:
-        yield part
-        return
-    for item in match.group(1).split(","):
-        first, dash, last = item.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise _incomplete("Slurm", ["a list of hosts"], [whole])
-        for number in range(int(first), int(last or first) + 1):
-            yield from _expand(part[: match.start()] + str(number).zfill(len(first)) + part[match.end() :], whole)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(_HOST, text)[0]).strip()  # type: ignore[index]

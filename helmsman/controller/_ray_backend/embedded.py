@@ -37,7 +37,7 @@ _REAP_S = 1.0
 
 
 class EmbeddedRay:
-    """An embedded Ray that has started, watched from its start. Its methods run on the event loop, except ``begin``.
+    """An embedded Ray that has started, watched from its start. Its methods run on the event loop.
 
     Args:
         processes: its processes by name, for those in CORE.
@@ -51,7 +51,6 @@ class EmbeddedRay:
         """The fields of the ClusterLostError, once it is lost."""
         self._oom = oom_count()
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._pidfds: set[int] = set()
         if hasattr(os, "pidfd_open"):  # on other systems than Linux, only Ray's own errors report its end
             for name, process in processes.items():
@@ -82,8 +81,6 @@ class EmbeddedRay:
         log.error("%s", str(self.loss).split("\n", 1)[0])
         for waiting in list(self._waiting):
             waiting.cancel()
-        for call in list(self._calls):
-            self._fail(call)
         # At once: until this process is disconnected, its next use of the raylet's object store would end it.
         self._begin_end(_END_S, keep_session=True)
 
@@ -126,17 +123,6 @@ class EmbeddedRay:
         finally:
             self._waiting.discard(waiting)
 
-    def begin(self, call: concurrent.futures.Future[Any]) -> None:
-        """Let a blocking call fail with ClusterLostError as soon as this Ray is lost, or at once."""
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        if self._error is not None:
-            self._fail(call)
-
-    def _fail(self, call: concurrent.futures.Future[Any]) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has ended just now
-            call.set_exception(self.loss)
-
 
 _current: EmbeddedRay | None = None
 """The embedded Ray that this process started last; a process has one at a time."""
@@ -171,17 +157,16 @@ async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | 
 
     Raises: TimeoutError; ClusterLostError as soon as the embedded Ray is lost.
     """
+    if _current is not None:
+        _current.require()
     if not threading.main_thread().is_alive():
-        if _current is not None:
-            _current.require()
         return function(*arguments)
-    return await asyncio.wait_for(asyncio.wrap_future(_begun(_current, function, *arguments)), limit_s)
+    return await asyncio.wait_for(answered(asyncio.wrap_future(_begun(function, *arguments))), limit_s)
 
 
 def blocking(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a blocking call of Ray's and wait for it in this thread. Raises ClusterLostError as soon as the embedded Ray is
-    lost."""
-    return function(*arguments) if _current is None else _begun(_current, function, *arguments).result()
+    """As bounded, for a thread that waits."""
+    return function(*arguments) if _current is None else run_sync(bounded(function, *arguments))
 
 
 async def answered(answer: Awaitable[T]) -> T:
@@ -189,23 +174,17 @@ async def answered(answer: Awaitable[T]) -> T:
     return await (answer if _current is None else _current.wait(answer))
 
 
-def _begun(ray: EmbeddedRay | None, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+def _begun(function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
     call: concurrent.futures.Future[T] = concurrent.futures.Future()
     call.set_running_or_notify_cancel()
-    if ray is not None:
-        ray.begin(call)
 
     def work() -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # Ray was lost meanwhile
-            try:
-                result = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - passed on to the caller, which awaits it
-                call.set_exception(error)
-            else:
-                call.set_result(result)
+        try:
+            call.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001 - passed on to the caller, which awaits it
+            call.set_exception(error)
 
-    if not call.done():
-        threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
+    threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
     return call
 
 
@@ -271,7 +250,7 @@ async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
 
 def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[None]:
     """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it has returned."""
-    call = _begun(None, function)
+    call = _begun(function)
     _shutdowns.add(call)
     call.add_done_callback(_shutdowns.discard)
     return call

@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -91,8 +91,8 @@ class WeightSync:
         )
 
 
-class Way(Protocol):
-    """How weights travel."""
+class Way:
+    """How weights travel: the trainer stores them once, and each instance reads them there, unless ``carry`` does otherwise."""
 
     def check(self, source: WeightSource, sink: WeightSink) -> None:
         """Raise ValueError where it cannot be."""
@@ -105,40 +105,38 @@ class Way(Protocol):
         Args:
             deadline: on time.monotonic's clock.
         """
+        stored = await self._store(source, form, version, deadline - time.monotonic())
+        try:
+            weights = dict.fromkeys(sink.living_ids(), stored)
+            failures = await sink.update(weights, version, deadline - time.monotonic(), kept=stored)
+        finally:
+            if isinstance(stored, ResultHandle) and not sink.keeps(stored):
+                await asyncio.to_thread(release, source.scheduler, stored)
+        return stored.nbytes if isinstance(stored, ResultHandle) else stored.num_bytes, failures
+
+    async def _store(
+        self, source: WeightSource, form: WeightFormat, version: int, timeout: float
+    ) -> ResultHandle | WeightsOnDisk:
+        raise NotImplementedError
 
 
-class ViaMemory:
+class ViaMemory(Way):
     """Worker to worker: once into shared memory of the trainer's node, or Ray's object store, from which each instance reads
     them; instances of one other node read one copy of it. Rank 0 holds all of them on its host."""
 
-    def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """See Way."""
-
-    async def carry(
-        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
-    ) -> tuple[int, Mapping[str, Exception]]:
-        handle = await self._gather(source, form, version, deadline - time.monotonic())
-        try:
-            weights = dict.fromkeys(sink.living_ids(), handle)
-            return handle.nbytes, await sink.update(weights, version, deadline - time.monotonic(), kept=handle)
-        finally:
-            if not sink.keeps(handle):
-                await asyncio.to_thread(release, source.scheduler, handle)
-
-    async def _gather(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
-        handle = await source.publish(IntoMemory(version=version), form, timeout)
-        assert isinstance(handle, ResultHandle)
+    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+        handle: ResultHandle = await source.publish(IntoMemory(version=version), form, timeout)
         return handle
 
 
-class ViaExport(ViaMemory):
+class ViaExport(Way):
     """As ViaMemory, for trainers without publish_weights: all parameters as they are, by ``export_weights``."""
 
-    async def _gather(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
+    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> ResultHandle:
         return await source.export(version, timeout)
 
 
-class ViaDisk:
+class ViaDisk(Way):
     """Files of safetensors in a folder that all workers reach. A version's folder appears when it is complete, in the layout
     that Hugging Face reads, so that other programs can take weights from it, too.
 
@@ -152,20 +150,13 @@ class ViaDisk:
             raise ValueError(f"num_kept is {num_kept}; expected 1 or more")
         self._folder, self._num_kept = os.path.abspath(folder), num_kept
 
-    def check(self, source: WeightSource, sink: WeightSink) -> None:
-        """See Way."""
-
-    async def carry(
-        self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
-    ) -> tuple[int, Mapping[str, Exception]]:
+    async def _store(self, source: WeightSource, form: WeightFormat, version: int, timeout: float) -> WeightsOnDisk:
         target = OntoDisk(version=version, folder=self._folder, num_kept=self._num_kept)
-        written = await source.publish(target, form, deadline - time.monotonic())
-        assert isinstance(written, WeightsOnDisk)
-        weights = dict.fromkeys(sink.living_ids(), written)
-        return written.num_bytes, await sink.update(weights, version, deadline - time.monotonic(), kept=written)
+        written: WeightsOnDisk = await source.publish(target, form, timeout)
+        return written
 
 
-class ViaCollective:
+class ViaCollective(Way):
     """Broadcasts of a process group (gloo on hosts, nccl, hccl) of the trainer's rank 0 and the instances, device to device.
 
     Nothing is decoded while they last. The group is made at the first sync, and again when its members have changed, one of
