@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, unless
 from helmsman.controller._bootstrap.connection import (
     Ended,

@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, ProtocolError
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, cancelled, first, unless
 from helmsman.controller._bootstrap.connection import (
     Ended,

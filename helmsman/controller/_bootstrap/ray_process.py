@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter
 from helmsman.controller._bootstrap.node_plan import NodePlan, lease, ray_start
 from helmsman.controller._node.run_registry import RANK_LABEL, RUN_LABEL

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from helmsman.api.plan import Plan, PlannedRole
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._node.checks import cpus_allowed, memory_allowed
 from helmsman.controller._node.devices import detect_devices
 from helmsman.controller._placement.admission import busy, require_feasible

@@ -16,8 +16,7 @@ from typing import Any
 
 from helmsman.api.errors import ClusterMismatchError, RayStartError
 from helmsman.api.scheduler import Timeouts
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import run_on_loop, submit
+from helmsman.controller._aio.event_loop import Deadline, run_on_loop, submit
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE, make_log_dir
 from helmsman.controller._ray_backend.embedded import (
     EmbeddedRay,

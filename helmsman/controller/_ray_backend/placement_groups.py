@@ -27,8 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from helmsman.api.errors import ClusterLostError
 from helmsman.api.plan import Plan, PlannedInstance, PlannedRole, Reservation
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import Deadline, in_thread
 from helmsman.controller._placement.admission import busy, require_feasible
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._placement.planner import plan_jobs

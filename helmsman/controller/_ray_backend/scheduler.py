@@ -18,8 +18,7 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.platform_kinds import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice, ResultHandle, Timeouts
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import await_all
+from helmsman.controller._aio.event_loop import Deadline, await_all
 from helmsman.controller._node.devices import physical_ids, visibility
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement, in_device_order

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._transport.base import describe_exit, split_returncode
 from helmsman.rpc_server._ray_forks.ray_patches import replaced
 

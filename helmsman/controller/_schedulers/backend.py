@@ -11,7 +11,7 @@ from typing import NamedTuple
 from helmsman.api.errors import WorkerStartError
 from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import Job, Timeouts
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._node.run_registry import default_log_dir, new_run_id
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement

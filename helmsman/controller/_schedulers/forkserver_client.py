@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import Deadline, in_thread
 from helmsman.controller._transport.base import tail_of
 from helmsman.rpc_server._process import guardian
 from helmsman.rpc_server._process.driver_watch import NO_PIDFD, pidfd_of_this_process

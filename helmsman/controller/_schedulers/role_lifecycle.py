@@ -17,8 +17,7 @@ import msgspec
 from helmsman.api import errors
 from helmsman.api.plan import Reservation
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import await_all, forbid_blocking, run_sync
+from helmsman.controller._aio.event_loop import Deadline, await_all, forbid_blocking, run_sync
 from helmsman.controller._node.environment import worker_environment
 from helmsman.controller._placement.placement import Placement, targets_first, tile
 from helmsman.controller._schedulers.backend import Backend, Launch, Run

@@ -14,7 +14,7 @@ from typing import TypeVar
 from helmsman.api import errors
 from helmsman.api.plan import PlannedInstance, PlannedRole, PlannedWorker
 from helmsman.api.scheduler import Job
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import Verb

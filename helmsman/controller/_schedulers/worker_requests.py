@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from helmsman.api import errors
 from helmsman.api.errors import CallError, CallTimeoutError, HelmsmanError, WorkerFailedError
 from helmsman.api.faults import DropNode, Fault, Hang, Injection, Kill, Slow
-from helmsman.controller._aio.deadline import Deadline
-from helmsman.controller._aio.event_loop import in_thread
+from helmsman.controller._aio.event_loop import Deadline, in_thread
 from helmsman.controller._placement.placement import Placement
 from helmsman.controller._transport.client import WorkerClient
 from helmsman.rpc_server._wire.messages import FaultCommand, Verb

@@ -12,7 +12,7 @@ from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError
 from helmsman.api.pairs import sample_units
 from helmsman.api.scheduler import Call, ResultHandle, Scheduler, Worker
 from helmsman.api.weights import IntoMemory, WeightFormat, WeightTarget
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._roles.call_all import call_all, release
 from helmsman.controller._roles.role_controller import RoleController, Turn
 from helmsman.controller._validation.argument_names import require_loss_settings

@@ -10,7 +10,7 @@ import msgspec
 
 from helmsman.api.fan_out import Fanout
 from helmsman.api.scheduler import ProcessState, WorkerHealth
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._transport.client import GroupPendingCall, WorkerClient, request_ids
 from helmsman.rpc_server._process.pulse import Seen, read
 from helmsman.rpc_server._wire.codec import encode
