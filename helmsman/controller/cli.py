@@ -34,7 +34,6 @@ OK, NO, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)

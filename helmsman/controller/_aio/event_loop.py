@@ -92,7 +92,6 @@ _mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weak
 
 
 def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
-    """The one mailbox of a loop."""
     mailbox = _mailboxes.get(loop)
     if mailbox is None:
         with _lock:
@@ -106,7 +105,6 @@ def run_on_loop(function: Callable[[], None]) -> None:
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Start ``coroutine`` on the loop and return its future."""
     return asyncio.run_coroutine_threadsafe(coroutine, background_loop())
 
 
@@ -212,7 +210,6 @@ class Deadline:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the operation began."""
         return time.monotonic() - self._start
 
     @property
@@ -222,5 +219,4 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether no time is left."""
         return self.remaining_s == 0.0

@@ -46,7 +46,6 @@ def stop_signals() -> asyncio.Future[Any]:
 
 
 async def first(*waited: asyncio.Future[Any]) -> None:
-    """Wait until one of them is done."""
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
 
 

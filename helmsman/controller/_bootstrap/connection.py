@@ -44,8 +44,6 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First message of a node."""
-
     rank: int
     count: int
     hostname: str
@@ -62,8 +60,6 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True):
-    """The head does not take the node."""
-
     reason: str
     ended: bool = False
     """The node belonged to an earlier run on this port, which has ended."""
@@ -104,8 +100,6 @@ class Ended(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The node leaves by itself."""
-
     reason: str
     signal: int = 0
     """That told it to."""

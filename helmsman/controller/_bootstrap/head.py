@@ -40,8 +40,6 @@ _LEAVE_S = 3.0
 
 
 class Member(msgspec.Struct):
-    """Another node, as the head sees it."""
-
     hello: Hello
     connection: PeerConnection
     state: Literal["arrived", "joined", "lost"] = "arrived"

@@ -39,7 +39,6 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of this node's part of the run; that of rank 0 is the run's."""
     identity: NodeIdentity
     command: Sequence[str]
-    """The script and its arguments."""
     address: str
     port: int
     """Of the head's Ray; 0 to lease one, with one node."""
@@ -63,7 +62,6 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of this run on this node: its token, and all that Ray writes; its path is short, for Ray's sockets."""
     dashboard: bool = False
     tls: bool = True
-    """Whether the nodes' supervisors use TLS."""
     elastic: bool = False
     """The run goes on when a node is told to leave."""
     ray_command: Sequence[str] = RAY_COMMAND
@@ -83,7 +81,6 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ray_token(secret: str, run_id: str) -> str:
-    """The token of the run's Ray cluster."""
     return hmac.new(secret.encode(), f"ray {run_id}".encode(), hashlib.sha256).hexdigest()
 
 

@@ -179,7 +179,6 @@ class NodeSeen(msgspec.Struct, frozen=True):
     """A living node of the run."""
 
     node_id: str
-    """Ray's."""
     address: str
     resources: Mapping[str, float]
     is_twice: bool = False

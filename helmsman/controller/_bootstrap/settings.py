@@ -188,7 +188,6 @@ def object_store_bytes(asked: float | None, available: int, shm_free: int) -> in
 
 
 def resource_arguments(resources: Mapping[str, float]) -> list[str]:
-    """These resources as arguments of ``ray start``."""
     arguments = [f"{flag}={int(resources[name])}" for name, flag in _FLAGS.items() if name in resources]
     others = {name: amount for name, amount in resources.items() if name not in _FLAGS}
     return [*arguments, f"--resources={json.dumps(others)}"] if others else arguments

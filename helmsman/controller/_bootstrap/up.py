@@ -101,7 +101,6 @@ def _seconds(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry the command out; returns its exit code."""
     report = status_printer(options.node_rank or 0)
     try:
         identity = identify_node(os.environ, rank=options.node_rank, count=options.num_nodes, head=options.head)
@@ -185,7 +184,6 @@ def _remove_folder(folder: Path) -> None:
 
 
 def keep_logs(run_id: str, folder: Path, report: StatusPrinter) -> None:
-    """Keep the logs of Ray of a run that failed."""
     kept = default_log_dir(run_id)
     for path in [folder / "ray_start.log", *folder.glob("ray/session_2*/logs")]:
         if path.exists():
@@ -271,7 +269,6 @@ def _amounts(plan: NodePlan) -> str:
 
 
 def describe(plan: NodePlan) -> str:
-    """A report of what will be set."""
     identity = plan.identity
     return "\n".join(
         [

@@ -35,7 +35,6 @@ class RequestState(Enum):
     ADMITTED = "admitted"
     """An instance keeps a place for it; nothing has been sent."""
     RUNNING = "running"
-    """It was sent."""
     DONE = "done"
     PARTIAL = "partial"
     ABORTED = "aborted"
@@ -43,7 +42,6 @@ class RequestState(Enum):
 
     @property
     def is_end(self) -> bool:
-        """Whether nothing follows."""
         return not TRANSITIONS[self]
 
 
@@ -57,7 +55,6 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
         **dict.fromkeys((_STATE.DONE, *_EARLY), frozenset()),
     }
 )
-"""What may follow what."""
 
 
 class RequestOptions(msgspec.Struct, metaclass=Suggesting, frozen=True, kw_only=True):
@@ -85,9 +82,7 @@ class Ticket:
         """PENDING while queued, when it can be cancelled; RUNNING once it was sent, when only abort ends it early."""
         self.state = RequestState.QUEUED
         self.number = next(_numbers)
-        """In the order of submission."""
         self.instance: Instance | None = None
-        """That has it."""
         self.sent_to = ""
         """Id of the instance that it was last sent to."""
         self.num_attempts = 0
@@ -103,7 +98,6 @@ class Ticket:
 
     @property
     def request_id(self) -> str:
-        """Of its request."""
         return self.request.request_id
 
     @property
@@ -181,14 +175,11 @@ _turns = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """One rollout instance."""
-
     instance_id: str
     capacity: int
     """Requests that it is given at once, at most."""
     health: Health = Health.HEALTHY
     error: Exception | None = None
-    """Why it does not serve."""
     version: int | None = None
     """Its weights are not newer than this; None while that is not known."""
     drains: set[object] = field(default_factory=set)
@@ -203,7 +194,6 @@ class Instance:
 
     @property
     def num_in_flight(self) -> int:
-        """How many requests it has."""
         return len(self.tickets)
 
     @property
@@ -222,7 +212,6 @@ class Instance:
         return len(self.tickets) + min(num, self.capacity) <= self.capacity and self.serves
 
     def take(self, ticket: Ticket) -> None:
-        """Count a request that it is given."""
         self.tickets[ticket] = None
         self.outstanding_tokens += ticket.num_tokens
         self.last_turn = next(_turns)
@@ -251,7 +240,6 @@ class RolloutLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that no instance has been given yet."""
     paused: bool
     instances: dict[str, InstanceLoad]
-    """By worker id."""
 
 
 _SPARE_ENTRIES = 64

@@ -64,7 +64,6 @@ class RequestFlow:
         self._changed = asyncio.Event()
         """Set for a moment whenever an instance has one request less, one less waits, or an instance serves again."""
         self.suspended: set[str] = set()
-        """By whom."""
         self.expected_version: int | None = None
         """Of the weights that were the last to be on their way to the instances."""
         self.closed = ""

@@ -54,7 +54,6 @@ class GenerateScheduler:
             raise ValueError(f"max_queue is {max_queue}; expected 1 or more")
         self._flow.slots = asyncio.Semaphore(max_queue) if max_queue is not None else None
         self.instances = self._flow.instances
-        """By id."""
 
     # --- submission -------------------------------------------------------------------------------------------------------
 

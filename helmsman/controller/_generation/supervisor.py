@@ -43,7 +43,6 @@ class _Supervised:
         return self.restarting is not None and not self.restarting.done()
 
     def cancel(self) -> None:
-        """Cancel its move, its rebuild and its timer."""
         if self.again is not None:
             self.again.cancel()
         for task in (self.restarting, self.moving):
@@ -90,7 +89,6 @@ class Supervisor:
             self._plan_restart(instance_id, supervised, pause_s=None)
 
     def forget(self, instance_id: str) -> None:
-        """Stop supervising an instance."""
         if (supervised := self._supervised.pop(instance_id, None)) is not None:
             supervised.cancel()
             self._mark_gone(instance_id, supervised)
@@ -109,7 +107,6 @@ class Supervisor:
             watch.close()
 
     def note(self, instance_id: str, event: Event, error: Exception | None = None) -> None:
-        """Apply an event to the health of an instance."""
         if (supervised := self._supervised.get(instance_id)) is None:
             return
         before, after = supervised.health, follow(supervised.health, event)

@@ -81,7 +81,6 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     """Soft limit of file descriptors."""
     open_files_hard: int
     devices: Sequence[str]
-    """Ids that this process may see."""
     device_kind: str
     temp_dir: str
     temp_free: int
@@ -94,7 +93,6 @@ class Observed(msgspec.Struct, frozen=True, kw_only=True):
     segments: Literal["reused", "fresh", "none"]
     """Whether large values travel in shared memory, and in memory that is used again."""
     clock: float
-    """time.time() when it was observed."""
 
 
 def observe(
@@ -357,8 +355,6 @@ def memory_available(environ: Mapping[str, str]) -> int:
 
 
 class MemoryGroup(msgspec.Struct, frozen=True):
-    """A control group that limits memory, in bytes."""
-
     limit: int
     used: int
     """Bytes in use, without cached files, which the kernel frees on demand; Ray counts in the same way."""

@@ -39,8 +39,6 @@ _UP_FOLDER = re.compile(rf"hm-{RUN_ID.pattern}")
 
 
 class LeftProcess(msgspec.Struct, frozen=True):
-    """A process of a run."""
-
     pid: int
     started: int
     """Clock ticks since boot, which tells it from a successor of its pid."""
@@ -51,8 +49,6 @@ class LeftProcess(msgspec.Struct, frozen=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """Remains of a run on this machine."""
-
     run_id: str
     state: str
     """alive, dead, unknown where there are processes and no record, or ended where there are only logs."""
@@ -106,7 +102,6 @@ def _removable_logs(
 
 
 def remove_old_logs() -> None:
-    """Remove the logs that the retention rule drops."""
     if not _removable_logs(log_dirs(), everything=False, living=()):
         return  # before the process table is read, which takes longer
     for left in leftovers():
@@ -157,7 +152,6 @@ def up_places(environ: Mapping[str, str]) -> list[Path]:
 
 
 def up_folder(place: Path, run_id: str) -> Path:
-    """The folder of a run of ``helmsman up``."""
     return place / f"hm-{run_id}"
 
 
@@ -236,7 +230,6 @@ def _lives(process: LeftProcess) -> bool:
 
 
 def age(seconds: float) -> str:
-    """A duration for people."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"
@@ -244,7 +237,6 @@ def age(seconds: float) -> str:
 
 
 def describe(left: Leftover) -> list[str]:
-    """Lines for people."""
     record = left.record
     who = (
         f", controller {record.pid} on {record.host} ({record.command[:80]}), {age(time.time() - record.since)} ago"

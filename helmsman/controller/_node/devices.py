@@ -98,7 +98,6 @@ class DevicePool:
         return tuple(device for device in self.ids if device not in taken)
 
     def hold(self, worker_id: str, ids: Sequence[str]) -> None:
-        """Let a worker have these devices, which are free."""
         self._held[worker_id] = tuple(ids)
 
     def holders(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -106,7 +105,6 @@ class DevicePool:
         return [(worker_id, ids) for worker_id, ids in self._held.items() if ids]
 
     def free(self, worker_ids: Sequence[str]) -> None:
-        """Take back what these workers hold."""
         for worker_id in worker_ids:
             self._held.pop(worker_id, None)
 

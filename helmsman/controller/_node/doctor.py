@@ -19,8 +19,6 @@ _RANKS: Mapping[State, int] = {"ok": 0, "warn": 1, "bad": 2}
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """A node and its checks."""
-
     node: str
     checks: list[Check]
 
@@ -33,7 +31,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> State:
-        """The worst there is."""
         checks = [check for node in self.nodes for check in node.checks] + self.between
         return max((check.state for check in checks), key=_RANKS.__getitem__, default="ok")
 

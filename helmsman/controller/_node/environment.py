@@ -109,7 +109,6 @@ class ForwardedVariable(msgspec.Struct, frozen=True, kw_only=True):
     reach: Reach
     """everywhere: every worker gets it; this machine: workers of LocalScheduler do, other nodes have their own; nowhere."""
     rule: str
-    """Why."""
 
 
 def forwarding_of(name: str) -> Forwarding:
@@ -156,5 +155,4 @@ def _thread_count(spec: SchedulingSpec) -> str:
 
 
 def as_mapping(variables: Iterable[EnvironmentVariable]) -> dict[str, str]:
-    """Names to values."""
     return {variable.name: variable.value for variable in variables}

@@ -16,8 +16,6 @@ from helmsman.api.errors import LauncherError
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """A value and its source."""
-
     value: int | str
     said_by: str
     """'SLURM_NODEID=3', '--node-rank 3'."""
@@ -42,14 +40,12 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str
     """The source; 'this machine alone' when there is none."""
     rank: int
-    """From 0, which is the head."""
     count: int
     head: str = ""
     """Host name or address of the head; '' on a head that no source names, and with one node."""
     attach_to: str = ""
     """Address of a Ray cluster that is there already; nothing is started then."""
     said_by: Mapping[str, str] = {}
-    """Field -> source."""
 
 
 ALONE = "this machine alone"

@@ -52,7 +52,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     """Secrets masked."""
     scheduler: str
-    """Class of its scheduler."""
     log_dir: str
     since: float
     """Seconds since the epoch."""
@@ -196,7 +195,6 @@ def read_runs() -> list[tuple[RunRecord, bool]]:
 
 
 def forget_run(run_id: str) -> None:
-    """Remove a record."""
     for place in _record_places():
         with contextlib.suppress(FileNotFoundError, UntrustedPathError), place.open(create=False) as folder:
             os.unlink(f"{run_id}.json", dir_fd=folder)

@@ -110,7 +110,6 @@ class OneMachine(Allocator):
             self._kind: float(len(self.devices.ids)),
         }
         self._held: dict[str, Resources] = {}
-        """Memory and custom resources by worker id."""
 
     def snapshot(self) -> ClusterSnapshot:
         free = self.devices.free_ids()

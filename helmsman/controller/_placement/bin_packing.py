@@ -37,8 +37,6 @@ Placed = dict[tuple[int, int, int], int]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class NodeClass:
-    """Nodes that are alike."""
-
     free: Amounts
     selections: Amounts
     """For each selection of nodes, whether these nodes are in it."""
@@ -47,7 +45,6 @@ class NodeClass:
     in_use: bool
     """Whether some of these are held."""
     nodes: list[int] = dataclasses.field(default_factory=list)
-    """Indexes in ascending order."""
 
 
 class Packing:
@@ -92,7 +89,6 @@ class Packing:
         return found
 
     def reset(self) -> None:
-        """Remove all bundles."""
         self.free = list(self._free_at_start)
         self._in_use = list(self._in_use_at_start)
         self._classes: dict[tuple[Amounts, Amounts, int, bool], NodeClass] = {}
@@ -100,7 +96,6 @@ class Packing:
             self.class_of(index).nodes.append(index)
 
     def class_of(self, index: int) -> NodeClass:
-        """Return the current class of a node."""
         key = self.free[index], self.selections[index], self._capacity[index], self._in_use[index]
         found = self._classes.get(key)
         if found is None:
@@ -140,14 +135,12 @@ class Packing:
     # --- use --------------------------------------------------------------------------------------------------------
 
     def fitting(self, demand: Demand) -> list[NodeClass]:
-        """Return the classes whose nodes have room for a bundle."""
         wanted = self.amounts(demand)
         self.work -= len(self._classes)
         selection = self._selection[demand.nodes]
         return [group for group in self._classes.values() if group.selections[selection] and times_in(group.free, wanted)]
 
     def put(self, demand: Demand, replicas: Sequence[int], index: int, placed: Placed) -> None:
-        """Place the bundles of these replicas on one node."""
         wanted, group = self.amounts(demand), self.class_of(index)
         del group.nodes[bisect.bisect_left(group.nodes, index)]
         if not group.nodes:

@@ -24,7 +24,6 @@ class Demand(msgspec.Struct, frozen=True):
     """A number of identical bundles."""
 
     job: int
-    """Index of the job."""
     replicas: tuple[int, ...]
     """Replica of each bundle, in rank order."""
     part: int
@@ -48,7 +47,6 @@ class Split(msgspec.Struct, frozen=True):
     demands: tuple[Demand, ...]
 
     def of_job(self, index: int) -> list[Demand]:
-        """The demands of one job."""
         return [demand for demand in self.demands if demand.job == index]
 
 

@@ -145,12 +145,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     node_id: str = ""
     node: str
-    """Address of the node."""
     num_devices: int = 0
     devices: tuple[str, ...] = ()
     """Physical ids in order; they may be unknown until the worker runs."""
     positions: tuple[int, ...] = ()
-    """Positions of these among the node's devices."""
     accelerator: str = ""
     """Ray's resource of the devices; empty for a worker without devices."""
     shared: bool = False
@@ -160,7 +158,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def planned(worker: PlannedWorker, accelerator: str) -> Placement:
-        """Return the place that a plan assigns to a worker."""
         return Placement(
             node_id=worker.node_id,
             node=worker.node,
@@ -184,15 +181,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return next((info.name for info in PLATFORMS.values() if self.devices and info.ray_resource == self.accelerator), "")
 
     def grant(self, worker_id: str) -> DeviceGrant:
-        """Return the devices that a worker in this place must see."""
         return DeviceGrant(worker_id=worker_id, kind=self.kind, ids=self.devices)
 
     def as_reservation(self) -> Reservation:
-        """Return the place in the form of the public API."""
         return Reservation(node_id=self.node_id, node=self.node, devices=self.devices)
 
     def as_planned(self, worker_id: str) -> PlannedWorker:
-        """Return the place in the form of a plan."""
         return PlannedWorker(
             worker_id=worker_id, node_id=self.node_id, node=self.node, num_devices=self.num_devices, devices=self.devices
         )

@@ -64,7 +64,6 @@ def oversized_bundle(nodes: Sequence[NodeState], free: Sequence[Resources], jobs
 
 
 def node_name(node: NodeState) -> str:
-    """Return the name of a node for people."""
     return f"{node.hostname} ({node.address})" if node.hostname and node.hostname != node.address else node.address
 
 

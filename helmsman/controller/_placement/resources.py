@@ -19,7 +19,6 @@ _FIELDS = {**dict.fromkeys(ACCELERATORS, "gpu"), "CPU": "cpu", "memory": "mem"}
 
 
 def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
-    """Return the sum of resources by name."""
     total: Resources = {}
     for part in parts:
         for name, amount in part.items():
@@ -52,8 +51,6 @@ def field_of(resource: str) -> str:
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """One node."""
-
     node_id: str
     address: str
     hostname: str = ""
@@ -69,13 +66,11 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     nodes: tuple[NodeState, ...]
     can_grow: bool = True
-    """Whether nodes could be added."""
     shared: frozenset[str] = frozenset()
     """Resources that workers share: a node needs the largest request of its workers, and not the sum."""
 
 
 def as_node(state: NodeState) -> Node:
-    """Return the node in the form of the public API."""
     kind = next((name for name in ACCELERATORS if state.total.get(name)), "")
     return Node(
         node_id=state.node_id,

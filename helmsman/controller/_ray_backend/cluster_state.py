@@ -157,7 +157,6 @@ class GroupProgress(msgspec.Struct, frozen=True):
 
 
 def group_progress(ids: Iterable[str]) -> dict[str, GroupProgress]:
-    """How far the head is with each of these groups."""
     found = dict.fromkeys(ids, GroupProgress(GroupPhase.GONE))
     for data in state._connect_and_get_accessor().get_placement_group_table():
         row = _GroupState.FromString(data)

@@ -90,7 +90,6 @@ class EmbeddedRay:
         return None if self._error is None else ClusterLostError(**self._error)
 
     def require(self) -> None:
-        """Raise ClusterLostError if it is lost."""
         if (loss := self.loss) is not None:
             raise loss
 

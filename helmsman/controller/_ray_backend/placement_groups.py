@@ -74,7 +74,6 @@ class BundleSlot(Placement, frozen=True, kw_only=True):
         return msgspec.structs.replace(super().as_reservation(), bundles=self.device_bundles, placement_group=self.group)
 
     def shares_group_of(self, other: Placement) -> bool:
-        """Whether both are bundles of one group."""
         return isinstance(other, BundleSlot) and bool(other.group.id == self.group.id)
 
 

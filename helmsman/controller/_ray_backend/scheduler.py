@@ -283,7 +283,6 @@ class RayAllocator(Allocator):
         self._here = here
 
     def require_ray(self) -> None:
-        """Raise ClusterLostError if the embedded cluster is lost."""
         if self._ray is not None:
             self._ray.require()
 

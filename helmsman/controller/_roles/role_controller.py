@@ -77,7 +77,6 @@ class RoleController(Closing):
 
     @property
     def role(self) -> str:
-        """Name of the role."""
         return self.job.role
 
     @property

@@ -71,7 +71,6 @@ class Instances(RoleController):
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Read from the scheduler which workers there are."""
         self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
 
     async def build(self, worker_ids: Sequence[str]) -> None:
@@ -115,7 +114,6 @@ class Instances(RoleController):
         return self._requests
 
     async def load(self) -> RolloutLoad:
-        """Return the figures of this moment."""
         requests = self.requests
         return RolloutLoad(
             num_queued=requests.num_queued,
@@ -148,7 +146,6 @@ class Instances(RoleController):
         return [each.instance_id for each in living if with_suspects or each.health is not Health.SUSPECT]
 
     def serving_ids(self) -> list[str]:
-        """Ids of instances that may be given requests."""
         return [id_ for id_, instance in self.requests.instances.items() if instance.serves]
 
     async def answering_ids(self) -> list[str]:

@@ -45,7 +45,6 @@ class RolloutWeights:
         self._served: tuple[ResultHandle | Weights, int] | None = None
         """Weights of the last update, where there is supervision, and their version."""
         self.version: int | None = None
-        """Of the last update."""
         self.state = WeightState.AWAKE
         """Of most instances; one that was rebuilt or has missed an update may be behind."""
         self._has_room = asyncio.Event()
@@ -53,9 +52,7 @@ class RolloutWeights:
         self._has_room.set()
         self._is_updating = False
         self._one_at_a_time = asyncio.Lock()
-        """Of updates, sleep and wake."""
         self.group_id = ""
-        """See WeightPeer."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -69,7 +66,6 @@ class RolloutWeights:
         return self._instances.why_none_will_serve()
 
     def forget(self) -> None:
-        """Release the weights that are kept. Blocks."""
         old, self._served = self._served, None
         self._release(old)
 

@@ -65,7 +65,6 @@ class Backend(abc.ABC):
     allocator: Allocator
     """Finds places for workers; OneMachine where they all run on this machine."""
     store: HandleStore
-    """Keeps the values that the script puts."""
     run: Run
     shares_process = False
     """Whether workers are threads of the script's own process, whose environment and random state they share."""

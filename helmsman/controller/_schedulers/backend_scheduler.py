@@ -79,12 +79,10 @@ class BackendScheduler(Scheduler):
 
     @property
     def run_id(self) -> str:
-        """The id of the run, in the names of what it starts."""
         return self._run.id
 
     @property
     def timeouts(self) -> Timeouts:
-        """Limits by class of operation."""
         return self._run.timeouts
 
     @timeouts.setter

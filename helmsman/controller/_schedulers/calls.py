@@ -35,7 +35,6 @@ class ValueStore:
         """Ids of recently released handles; the stores know of all of them."""
 
     def put(self, value: Any) -> ResultHandle:
-        """Keep a value of the script."""
         payload = value.payload if isinstance(value, Packed) else encode(value)
         self.require(payload.handles)
         handle = keep(self._backend.store, CONTROLLER, payload, value)
@@ -69,7 +68,6 @@ class ValueStore:
                 run_sync(client.control(Verb.RELEASE, handle.id))
 
     def forget_all(self) -> None:
-        """Drop all values that the script has put."""
         while self._put:
             self._backend.store.drop(self._put.pop())
 

@@ -143,7 +143,6 @@ class LocalProcess:
         self._log_start = log_start
         self._oom = oom_count(pid)
         self._page: mmap.mmap | None = None
-        """The process's pulse, once it is there."""
         self._watch: asyncio.Future[None] | None = None
 
     def on_end(self, react: Callable[[], None]) -> None:
@@ -190,7 +189,6 @@ class LocalProcess:
         return Ending(describe_exit(code, number, oom_kills_since(self._oom)), code, number, self._log_tail())
 
     async def observe(self, limit_s: float) -> bytes:
-        """Observe it by its page."""
         return b"" if self._page is None else await in_thread(observe, self._page, self.pid)
 
     def _log_tail(self) -> str:

@@ -41,7 +41,6 @@ class RoleLifecycle:
         self._calls = calls
 
     def create(self, jobs: Sequence[Job]) -> list[str]:
-        """As Scheduler.create_workers, of jobs that are valid."""
         roles = self._publish(jobs, "create_workers", lambda: self._start_roles(jobs))
         try:
             run_sync(self._run_commands(roles, [worker_id for role in roles for worker_id in role.worker_ids]))
@@ -53,7 +52,6 @@ class RoleLifecycle:
         return [worker_id for role in roles for worker_id in role.worker_ids]
 
     def reserve(self, job: Job) -> list[Reservation]:
-        """As Scheduler.reserve, of a job that is valid."""
         if job.scheduling_strategy.type != "separation":
             raise errors.InvalidSpecError(
                 role=job.role,

@@ -139,7 +139,6 @@ class Ranks:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """In rank order. Raises: HelmsmanError unless the controller is started."""
         return self._controller.workers
 
     async def call(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
@@ -227,7 +226,6 @@ class TrainWeights:
         self._ranks = ranks
         self.scheduler, self.role = ranks.scheduler, ranks.role
         self.group_id = ""
-        """See WeightPeer."""
         self._highest: int | None = None
         """The highest version that was told or set."""
 
@@ -250,7 +248,6 @@ class TrainWeights:
         return versions[0]
 
     async def set_version(self, version: int) -> None:
-        """Set the version on all ranks."""
         await self._ranks.replicated("set_version", version)
         self._note(version)
 

@@ -173,7 +173,6 @@ class RecoverableTraining:
         self._budget = RestartBudget(policy.max_recoveries, policy.window_s, policy.pause_s)
         self._last_loss: WorkerFailedError | None = None
         self._is_saved = False
-        """Whether there has been a checkpoint."""
 
     def run(self, first_step: int, last_step: int) -> None:
         """Do these steps, both included; those up to the last checkpoint count as done.

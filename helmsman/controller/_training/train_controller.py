@@ -75,7 +75,6 @@ class TrainController(RoleController):
             self, model_parallel_size, has_our_engine=engine_path.startswith("helmsman."), turn=lambda: self.turn
         )
         self.weight_source = TrainWeights(self._ranks)
-        """Its end of a weight sync."""
 
     # --- batches ----------------------------------------------------------------------------------------------------
 

@@ -119,7 +119,6 @@ class Channel(Transport):
         self._num_attempts = 0
         self._session = Session()
         self._awaited: dict[int, Awaited] = {}
-        """By request id."""
         self._socket: socket.socket | None = None
         """None during a reconnection."""
         self._heard_at = 0.0

@@ -79,7 +79,6 @@ class WorkerClient:
 
     @property
     def node(self) -> str:
-        """Address of its node."""
         return self.place.node
 
     # --- engine work ------------------------------------------------------------------------------------------------
@@ -103,7 +102,6 @@ class WorkerClient:
         return self._ending is None and not self._stopped
 
     def note(self, health: WorkerHealth) -> None:
-        """Store the worker's latest health."""
         self._ends_at = None if health.ends_in_s is None else time.monotonic() + health.ends_in_s
 
     @property
@@ -116,7 +114,6 @@ class WorkerClient:
         )
 
     def status(self, health: WorkerHealth | None) -> WorkerStatus:
-        """The worker's status, with its health where that is known."""
         return WorkerStatus(
             worker_id=self.worker_id, state=self.state, node=self.node, pid=self.pid, log_path=self.log_path, health=health
         )
@@ -150,13 +147,11 @@ class WorkerClient:
         self.unanswered.pop(request_id, None)
 
     def forget_result(self, request: Request, payload: Payload) -> None:
-        """Release a result that no caller awaits."""
         kept = decode(payload) if request.keep else None
         if isinstance(kept, ResultHandle):
             self.in_background(self._release(kept))
 
     def engine_of(self, request: Request) -> str | None:
-        """Name of a request's engine."""
         return self.worker_id if request.engine_name is None and request.verb is Verb.CALL else request.engine_name
 
     def in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -297,7 +292,6 @@ class PendingCall(abc.ABC):
 
     @property
     def name(self) -> str:
-        """'engine.method'."""
         request = self._outgoing.request
         return dotted(self._client.engine_of(request), request.method or request.verb.value)
 

@@ -23,14 +23,11 @@ from helmsman.controller._validation.argument_types import checked
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sync did."""
-
     version: int
     num_bytes: int
     """That left the trainer, once, however many instances there are."""
     seconds: float
     updated: tuple[str, ...]
-    """Ids of the instances that serve the version."""
     failed: dict[str, str]
     """Instance id -> why it does not."""
 

@@ -23,8 +23,6 @@ from helmsman.api.topology import AXES, Axis, Topology
 
 
 class Argument(msgspec.Struct, frozen=True):
-    """One argument of a call on all ranks."""
-
     parts: Sequence[Any]
     of_rank: Sequence[int | None]
     """Number of the part that each rank gets; None for a rank that gets nothing, which is given None."""
@@ -32,7 +30,6 @@ class Argument(msgspec.Struct, frozen=True):
     """Index of each part's first row in the value that was given; empty where no rows were cut."""
 
     def for_rank(self, rank: int) -> Any:
-        """What a rank is given."""
         part = self.of_rank[rank]
         return None if part is None else self.parts[part]
 
@@ -47,8 +44,6 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class Dispatched(msgspec.Struct, frozen=True):
-    """What each rank of a call gets."""
-
     args: Sequence[Argument]
     kwargs: Mapping[str, Argument]
     ranks: Sequence[int]

@@ -90,7 +90,6 @@ class EpisodeRunner:
         """Number of each episode that counts -> version at its start, in the order of the starts."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._given: set[asyncio.Task[Any]] = set()
-        """Episodes of rollout_batch."""
         self._workflows: set[asyncio.Task[Any]] = set()
         """All that has not ended, also where it was cancelled and is not awaited any more."""
         self._waiting: list[Episode] = []
@@ -170,7 +169,6 @@ class EpisodeRunner:
         self._changed.set()
 
     def figures(self) -> WorkflowFigures:
-        """What has become of the episodes so far."""
         return WorkflowFigures(
             num_started=self._num_started,
             num_running=len(self._running),
@@ -376,5 +374,4 @@ def _require_known(what: str, chosen: Collection[int], known: Iterable[int], sta
 
 
 def closed_error() -> HelmsmanError:
-    """What is raised after close."""
     return HelmsmanError("this WorkflowExecutor is closed; make a new one.")

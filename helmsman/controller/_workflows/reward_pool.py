@@ -111,7 +111,6 @@ class RewardWorkers:
             raise
 
     def give_back(self, process: Process) -> None:
-        """A place is free again."""
         process.num_in_flight -= 1
         self._hand_out()
 
