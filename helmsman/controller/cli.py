@@ -242,12 +242,8 @@ def _clean(options: argparse.Namespace) -> int:
 def _clean_here(
     run_ids: Sequence[str], dry_run: bool, logs: bool, dead: Sequence[str] = (), alive: Sequence[str] = ()
 ) -> list[tuple[str, list[str], list[str]]]:
-    """(the action, lines about it, problems) for each run of this machine.
-
-    Args:
-        dead: runs whose controller is known from elsewhere to be dead.
-        alive: runs whose controller is known from elsewhere to be alive.
-    """
+    """(the action, lines about it, problems) for each run of this machine. Runs that are ``dead`` or ``alive`` are so by what
+    is known from elsewhere."""
     actions = [("not used", [f"place {path}"], [reason]) for path, reason in refused_places()]
     for left in leftovers(run_ids, logs=logs, alive=alive):
         is_named, lines = left.run_id in run_ids, describe(left)

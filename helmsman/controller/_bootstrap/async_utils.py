@@ -92,11 +92,8 @@ _KILLED_S = 2.0
 async def run_script(command: Sequence[str], environ: Mapping[str, str], stop: asyncio.Future[Any], grace_s: float) -> int:
     """Run the script in the process group of this one: it may read from the terminal, and a Ctrl-C reaches it.
 
-    Args:
-        stop: when done, its result is the exception that ends the script. A signal is passed on; others are a SIGTERM to it.
-        grace_s: seconds between a signal and the kill.
-
-    Returns: its exit code, as a shell has it.
+    When ``stop`` is done, its result is the exception that ends the script: a signal is passed on, others are a SIGTERM, and
+    after ``grace_s`` seconds it is killed. Returns its exit code, as a shell has it.
 
     Raises: the result of ``stop``, once the script has ended; PreflightError when there is no such program.
     """

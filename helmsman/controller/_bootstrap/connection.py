@@ -177,13 +177,7 @@ def proof_key(secret: str, run: str) -> bytes:
 
 
 async def connect(host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, tls: bool) -> PeerConnection:
-    """Connect to a head.
-
-    Args:
-        host: name or address.
-        key: from proof_key.
-        timeouts: bound connecting, and the authentication.
-        tls: whether this node uses TLS; the head must do the same.
+    """Connect to a head, by the key of proof_key; ``tls`` must be the same there.
 
     Raises: OSError (no process listens), PeerLostError (the head accepts, and then is silent or closes, as when it is
         overloaded or ends), ProtocolError (it is not the head of this run).

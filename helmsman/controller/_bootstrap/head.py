@@ -51,10 +51,7 @@ class Member(msgspec.Struct):
 class Head:
     """The supervisor of rank 0.
 
-    Args:
-        report: prints news.
-        stop: settled with the exception that ends the run: a StoppedError, or a BootstrapError of this head.
-        make_view: of an address and an environment, the view of the head's nodes.
+    ``stop`` is settled with the exception that ends the run: a StoppedError, or a BootstrapError of this head.
     """
 
     def __init__(

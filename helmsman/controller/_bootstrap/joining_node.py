@@ -33,12 +33,7 @@ _RETRY_S = 0.2
 
 
 class JoiningNode:
-    """The supervisor of a rank above 0.
-
-    Args:
-        report: prints news.
-        stop: settled when this process is told to stop.
-    """
+    """The supervisor of a rank above 0; ``stop`` is settled when this process is told to stop."""
 
     def __init__(self, plan: NodePlan, report: StatusPrinter, stop: asyncio.Future[StoppedError]) -> None:
         self._plan, self._report, self._stop = plan, report, stop

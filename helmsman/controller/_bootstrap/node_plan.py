@@ -87,9 +87,8 @@ def ray_token(secret: str, run_id: str) -> str:
 def node_environ(plan: NodePlan, cluster: Mapping[str, str], token: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Environment of all that is started on the node.
 
-    Args:
-        cluster: Ray's variables, as the head has them.
-        token: of the Ray cluster; it is written to a file of this user alone.
+    ``cluster`` has Ray's variables, as the head has them; ``token``, of the Ray cluster, is written to a file of this user
+    alone.
     """
     plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = plan.folder / "token"
@@ -132,11 +131,7 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
-    """The command that starts Ray on this node.
-
-    Args:
-        leases: the source of all ports that need not be known beforehand.
-        head: address of the cluster to join; '' to be its head.
+    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head.
 
     Raises: PreflightError when there are not enough ports.
     """

@@ -37,13 +37,7 @@ _ANSWER_S = 2.0
 
 
 class RayProcess:
-    """``ray start --block`` as a child, and what it has started.
-
-    Args:
-        plan: of this node.
-        environ: the environment of Ray.
-        report: prints news.
-    """
+    """``ray start --block`` as a child, and what it has started."""
 
     def __init__(self, plan: NodePlan, environ: Mapping[str, str], report: StatusPrinter) -> None:
         self._plan, self._environ, self._report = plan, {**environ, TAG_VARIABLE: plan.tag}, report
@@ -56,15 +50,10 @@ class RayProcess:
         """Done when a process without which the node is none has ended; its result says which."""
 
     async def start(self, run_id: str, head: str = "") -> str:
-        """Start it, and wait until it prints that Ray is up; a start that fails within its time is tried once more.
+        """Start it to join the cluster at ``head`` ('' to be its head), and wait until it prints that Ray is up; returns the
+        address of the head. A start that fails within its time is tried once more.
 
-        Args:
-            head: address of the cluster to join; '' to be its head.
-
-        Returns: the address of the head.
-
-        Raises:
-            BootstrapError: with the end of what it printed, and the warnings and errors in the logs of Ray's processes.
+        Raises: BootstrapError with the end of what it printed, and the warnings and errors in the logs of Ray's processes.
         """
         plan, limit_s = self._plan, self._plan.ray_start_s
         if not (head or plan.port):

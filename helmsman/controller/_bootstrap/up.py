@@ -59,11 +59,7 @@ _LONGEST_PLACE = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - len("/hm-0123456789")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], node_options: argparse.ArgumentParser) -> None:
-    """Describe ``helmsman up`` to the command line.
-
-    Args:
-        node_options: the options by which a node is identified.
-    """
+    """Describe ``helmsman up`` to the command line, with the options by which a node is identified."""
     up = commands.add_parser(
         "up",
         parents=[node_options],

@@ -103,12 +103,8 @@ def observe(
     ports: Sequence[int] = HEAD_PORTS,
     environ: Mapping[str, str] | None = None,
 ) -> Observed:
-    """Look at this node; starts nothing, and takes no device.
-
-    Args:
-        rank, count, head: as for identify_node.
-        ports: TCP ports that are tried.
-    """
+    """Look at this node; starts nothing, and takes no device. ``rank``, ``count`` and ``head`` are as for identify_node; the
+    TCP ports ``ports`` are tried."""
     environ = os.environ if environ is None else environ
     launcher, launcher_error = "not clear", ""
     try:
@@ -159,11 +155,7 @@ def observe(
 
 
 def judge(seen: Observed, *, num_devices: int | None = None) -> list[Check]:
-    """Evaluate a node.
-
-    Args:
-        num_devices: accelerators that the node should have; any number will do when None.
-    """
+    """Evaluate a node, which should have ``num_devices`` accelerators; any number will do when None."""
     needed, wanted_shm = STORE_LEAST + MEMORY_BESIDE_STORE, int(seen.memory_available * OBJECT_STORE_SHARE)
     num_found = len(seen.devices)
     memory = (
@@ -363,9 +355,8 @@ class MemoryGroup(msgspec.Struct, frozen=True):
 def memory_groups(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[MemoryGroup]:
     """The control groups around this process that limit memory, of version 1 and 2.
 
-    Args:
-        own: the file with the paths of this process's groups; a container that does not show them shows its own as the root.
-        root: where the groups are mounted.
+    ``own`` is the file with the paths of this process's groups, below ``root``; a container that does not show them shows its
+    own as the root.
     """
     found = []
     paths = {"memory": "/", "": "/"} | {line.split(":", 2)[1]: line.split(":", 2)[2] for line in _read(own).splitlines()}

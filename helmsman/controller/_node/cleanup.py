@@ -61,14 +61,12 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(run_ids: Collection[str] = (), *, logs: bool = False, alive: Collection[str] = ()) -> list[Leftover]:
-    """List the processes, folders and removable logs of this user's runs on this machine, dead and alive.
+    """The processes, folders and removable logs of this user's runs on this machine, dead and alive, an entry per run.
 
     Args:
         run_ids: only these runs; all when empty.
         logs: list the logs of all runs that have ended; otherwise only those that are kept no longer.
         alive: runs that are known from elsewhere to be alive.
-
-    Returns: an entry per run.
     """
     # Records are read last: a run writes its record before all else, so that of each run that is seen here is seen, too.
     folders, log_folders = _folders(), log_dirs()

@@ -50,12 +50,9 @@ class Diagnosis(msgspec.Struct, frozen=True):
 def diagnose(
     seen: Mapping[str, Observed], *, num_devices: int | None = None, skews_s: Mapping[str, float] | None = None
 ) -> Diagnosis:
-    """Evaluate nodes.
+    """Evaluate nodes by their facts.
 
-    Args:
-        seen: node -> its facts.
-        num_devices: accelerators that each should have.
-        skews_s: node -> how far its clock is ahead of this one's, in seconds.
+    ``skews_s`` are the seconds that each clock is ahead of this one's; every node should have ``num_devices`` accelerators.
     """
     nodes = [Examined(node, judge(observed, num_devices=num_devices)) for node, observed in seen.items()]
     return Diagnosis(nodes, _between(nodes, skews_s or {}) if len(nodes) > 1 else [])

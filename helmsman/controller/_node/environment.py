@@ -135,10 +135,8 @@ def worker_environment(
 ) -> list[EnvironmentVariable]:
     """The variables that are set in a worker, sorted by name.
 
-    Args:
-        environ: the driver's environment.
-        devices: the worker's device masks and what else its scheduler wants in it.
-        same_machine: whether the worker has no environment but this: then what a program of this machine needs is in it.
+    ``devices`` has its device masks and what else its scheduler wants in it. With ``same_machine`` the worker has no
+    environment but this: then what a program of this machine needs is in it.
     """
     reaches = ("everywhere", "this machine") if same_machine else ("everywhere",)
     forwarded = {name: value for name, value in environ.items() if forwarding_of(name).reach in reaches}

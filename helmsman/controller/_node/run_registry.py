@@ -111,11 +111,8 @@ def default_log_dir(run_id: str) -> Path:
 
 
 def make_log_dir(path: Path, run_id: str) -> None:
-    """Make a run's log directory, or check that an existing one is safe to use.
-
-    Args:
-        path: default_log_dir of the run, or a directory that the user has named.
-        run_id: of the run.
+    """Make a run's log directory, its default_log_dir or one that the user has named, or check that an existing one is safe to
+    use.
 
     Raises: UntrustedPathError, LogDirectoryError.
     """

@@ -63,10 +63,8 @@ class Allocator(abc.ABC):
         return "others"
 
     def plan(self, jobs: Sequence[Job], running: Sequence[PlannedRole] = ()) -> Plan:
-        """A place for every rank in the resources that are free now.
+        """A place for every rank in the resources that are free now; the jobs may be colocated with roles that are ``running``.
 
-        Args:
-            running: roles that the jobs may be colocated with.
         Raises: PlacementInfeasibleError; PlacementTimeoutError when the jobs would fit if others held less.
         """
         snapshot = self.snapshot()

@@ -51,8 +51,6 @@ class Packing:
     """The state of a cluster while bundles are placed on it.
 
     Args:
-        nodes: the nodes of the cluster.
-        free: free resources of each node.
         demands: all demands that may be placed; they determine which resources and selectors matter.
         work: number of nodes and classes that the attempts may look at; ``work`` then holds the remainder.
     """
@@ -228,12 +226,8 @@ def _put_each(packing: Packing, demands: Iterable[Demand], placed: Placed, toget
 def _choose(packing: Packing, demand: Demand, count: int, together: bool) -> list[tuple[int, int]] | None:
     """Return (index of a node, bundles that it takes) for ``count`` bundles, or None when there is no room.
 
-    Args:
-        packing: the state of the cluster.
-        demand: the kind of bundle.
-        count: number of bundles.
-        together: whether to take as few nodes as possible: the nodes with the most room first, and for the rest the tightest
-            one that holds it. Otherwise the tightest nodes come first.
+    ``together`` takes as few nodes as possible: the nodes with the most room first, and for the rest the tightest one that
+    holds it. Otherwise the tightest nodes come first.
     """
     wanted = packing.amounts(demand)
     groups = []
@@ -303,11 +297,7 @@ def _put_one_by_one(packing: Packing, demands: Sequence[Demand], placed: Placed,
 class _Queue:
     """The nodes with room for a bundle, best first, while they fill up.
 
-    Args:
-        packing: the state of the cluster.
-        demand: the kind of bundle.
-        load: bundles of the job on each node.
-        spread: whether nodes with a low load are best, and not the tightest ones.
+    With ``spread`` those with a low ``load`` (bundles of the job) are best, else the tightest ones.
     """
 
     def __init__(self, packing: Packing, demand: Demand, load: Counter[int], spread: bool) -> None:

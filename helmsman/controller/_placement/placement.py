@@ -15,14 +15,9 @@ from helmsman.api.scheduler import Job, SchedulingSpec
 
 
 def targets_first(jobs: Sequence[Job], running: Iterable[str]) -> list[Job]:
-    """Return the colocated ones of these jobs, each after its target.
+    """Return the colocated ones of these jobs, each after its target, which may be running.
 
-    Args:
-        jobs: jobs of one start.
-        running: roles that are targets as well.
-
-    Raises:
-        RoleNotFoundError: A target is neither among the jobs nor running, or depends on the job itself.
+    Raises: RoleNotFoundError where a target is neither among the jobs nor running, or depends on the job itself.
     """
     known = {*running, *(job.role for job in jobs if job.scheduling_strategy.type == "separation")}
     waiting = [job for job in jobs if job.scheduling_strategy.type == "colocation"]
@@ -42,21 +37,14 @@ Share = tuple[tuple[int, ...], PlannedWorker]
 
 
 def tile(job: Job, target: Sequence[PlannedWorker]) -> list[Share]:
-    """Divide the target's workers among the job's replicas, neighbours together and every worker in equally many shares.
+    """Divide the target's workers, in rank order, among the job's replicas: a share for each, neighbours together and every
+    worker in equally many shares.
 
     The number of replicas must divide the number of workers, or with fork be a multiple of it. In the first case each replica
     gets the devices of neighbours on one node, in the second an equal part of one worker's devices. A device mapping of the job
     assigns the devices explicitly instead.
 
-    Args:
-        job: the colocated job.
-        target: the workers of its target in rank order.
-
-    Returns:
-        A share for each replica.
-
-    Raises:
-        InvalidSpecError: The replicas do not tile, or request other devices than their shares have.
+    Raises: InvalidSpecError where the replicas do not tile, or request other devices than their shares have.
     """
     strategy = job.scheduling_strategy
     if strategy.device_mapping:

@@ -215,24 +215,17 @@ def plan_jobs(
     of: Literal["available", "total"] = "available",
     work: int = WORK,
 ) -> Plan | Shortfall:
-    """Plan a place for every rank of all of these jobs together.
+    """Plan a place for every rank of all of these jobs together; returns the plan, or why there is none.
 
     Instances that fit one node never straddle two. Ranks with equal specs follow the order of nodes and devices. No device is
     given twice, and whole nodes are left free where possible.
 
     Args:
-        snapshot: the cluster.
-        jobs: the jobs to place, all or none of them.
         running: roles that jobs may be colocated with, besides each other.
         of: whether to use the free resources, or all resources as if the cluster were empty.
         work: number of nodes and classes of nodes that the planner may look at.
 
-    Returns:
-        The plan, or why there is none.
-
-    Raises:
-        RoleNotFoundError: A target is neither among the jobs nor running.
-        InvalidSpecError: A colocation does not tile.
+    Raises: RoleNotFoundError (a target is neither among the jobs nor running), InvalidSpecError (a colocation does not tile).
     """
     colocated = targets_first(jobs, [role.role for role in running])
     separate = [job for job in jobs if job.scheduling_strategy.type == "separation"]

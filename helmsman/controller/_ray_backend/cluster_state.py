@@ -305,11 +305,8 @@ def choose_address(address: str | None) -> str | None:
 
 
 def _require_one_node(*, is_chosen: bool) -> None:
-    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train alone.
-
-    Args:
-        is_chosen: whether the user has asked for 'local', which is then only logged.
-    """
+    """Raise ClusterNotUpError where each of several nodes would start a Ray of its own and train alone; only log it where the
+    user has asked for 'local'."""
     said = find_many_nodes(os.environ)
     if said is None:
         return

@@ -39,9 +39,7 @@ _REAP_S = 1.0
 class EmbeddedRay:
     """An embedded Ray that has started, watched from its start. Its methods run on the event loop.
 
-    Args:
-        processes: its processes by name, for those in CORE.
-        logs: the folder of their logs.
+    ``processes`` are those in CORE by name, and ``logs`` is the folder of their logs.
     """
 
     def __init__(self, processes: Mapping[str, subprocess.Popen[bytes]], logs: Path) -> None:
@@ -144,15 +142,11 @@ def current() -> EmbeddedRay | None:
 
 
 async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
-    """Run a blocking call of Ray's in a daemon thread.
+    """Run a blocking call of Ray's in a daemon thread, for at most ``limit_s`` seconds; None for calls that end by themselves
+    while the cluster is there.
 
     Not in the loop's executor: such a call may hang for ever when the cluster's head has ended, and the interpreter waits at
     its exit for the threads of executors. At that exit itself it runs on the loop, unbounded, since no thread can start then.
-
-    Args:
-        function: the call.
-        *arguments: of the call.
-        limit_s: seconds that it may take; None for those that end by themselves while the cluster is there.
 
     Raises: TimeoutError; ClusterLostError as soon as the embedded Ray is lost.
     """
@@ -331,12 +325,7 @@ _MOST_WARNINGS = 3
 
 
 def newest_session_logs(folder: Path, pattern: str) -> Path | None:
-    """The folder of logs of the newest session below a folder.
-
-    Args:
-        folder: Ray's temporary folder.
-        pattern: of the session's name.
-    """
+    """The folder of logs of the newest session below Ray's temporary folder, of a name that fits the pattern."""
     sessions = sorted(folder.glob(f"{pattern}/logs"), key=lambda path: path.stat().st_mtime)
     return sessions[-1] if sessions else None
 

@@ -61,15 +61,11 @@ def connect(
     preload: Sequence[str] | None,
     start_s: float = Timeouts().start_s,
 ) -> None:
-    """Join the cluster at ``address``, or start an embedded one for 'local'.
+    """Join the cluster at ``address``, or start an embedded one for 'local' within ``start_s`` seconds.
 
     Args:
-        address: of the cluster.
-        run_id: of the run, in the names of what is started.
         sizes: logical resources of an embedded cluster.
-        log_dir: of the run.
         preload: modules that the workers of an embedded cluster are forked with; None lets Ray start each by itself.
-        start_s: seconds that an embedded cluster may take to start.
 
     Raises: RayStartError for an embedded Ray; the errors of ray.init for another cluster.
     """
@@ -155,13 +151,8 @@ def _watched() -> EmbeddedRay:
 
 
 def _failed_start(error: BaseException, start: RayStart, others: set[int]) -> RayStartError:
-    """The error of a failed start; called while its processes still exist.
-
-    Args:
-        error: of ray.init.
-        start: whose processes ray.init has started.
-        others: processes below this one that were there before.
-    """
+    """The error of a failed start, from that of ray.init; called while its processes still exist. Processes ``others`` below
+    this one were there before."""
     from ray._common import utils
 
     table = process_table()

@@ -114,14 +114,7 @@ class RayScheduler(BackendScheduler):
 
 
 class RayBackend(Backend):
-    """An actor for each worker.
-
-    Args:
-        address: of the cluster; 'local' for an embedded one, None for the one that this process is connected to.
-        sizes: resources of an embedded cluster.
-        tls: whether connections to other machines use TLS.
-        num_nodes, preload: as for RayScheduler.
-    """
+    """An actor for each worker; ``address`` is None for the cluster that this process is connected to."""
 
     allocator: RayAllocator
     store: ControllerStore
@@ -269,13 +262,7 @@ def _devices(node: NodeState) -> Resources:
 
 
 class RayAllocator(Allocator):
-    """Takes placement groups.
-
-    Args:
-        prefix: of the names of the run's groups.
-        embedded: the embedded cluster; None on any other.
-        here: id of the script's node.
-    """
+    """Takes placement groups, whose names begin with ``prefix``; ``here`` is the id of the script's node."""
 
     def __init__(self, prefix: str, embedded: EmbeddedRay | None, here: str) -> None:
         self._prefix = prefix

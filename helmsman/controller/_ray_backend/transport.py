@@ -58,8 +58,7 @@ _SAMPLE = b"helmsman"
 class ControllerStore(RayHandleStore):
     """What the script puts.
 
-    Args:
-        publish: asks the maker of a value to copy it into Ray's object store; returns its reference. Blocks.
+    ``publish`` asks the maker of a value to copy it into Ray's object store, and returns its reference. It blocks.
     """
 
     def __init__(self, publish: Callable[[ResultHandle], Any]) -> None:
@@ -120,14 +119,8 @@ class RayWorker:
         return greeting
 
     async def adopt(self, identity: WorkerIdentity, *, tls: bool) -> Channel:
-        """Make it this worker, and open its channel.
-
-        Args:
-            identity: the worker's.
-            tls: whether a channel between machines uses TLS.
-
-        Raises: TransportLostError with the reason.
-        """
+        """Make it this worker, and open its channel, with TLS between machines if ``tls``. Raises: TransportLostError with the
+        reason."""
         self._worker_id, self.log_path = identity.worker_id, identity.log_path
         self.log_start = log_size(identity.log_path)  # for an error until it answers, where its node is this one
         self.log_start = await self._await(self._actor.adopt.remote(identity))

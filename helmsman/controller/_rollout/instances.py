@@ -134,10 +134,8 @@ class Instances(RoleController):
         return any(each.health.lives for each in self._requests.instances.values())
 
     def living_ids(self, *, with_suspects: bool = True) -> list[str]:
-        """Ids of instances that have not died; none while all are being rebuilt.
+        """Ids of instances that have not died; none while all are being rebuilt. Suspects are late with the answer to a probe.
 
-        Args:
-            with_suspects: whether those are among them that are late with the answer to a probe.
         Raises: the reason when none lives or will.
         """
         living = [each for each in self.requests.instances.values() if each.health.lives]

@@ -26,11 +26,7 @@ Prompt: TypeAlias = Sequence[int] | GenerationRequest
 
 
 class RequestMaker:
-    """Makes the requests of one role.
-
-    Args:
-        role: what their ids begin with.
-    """
+    """Makes the requests of one role, with which their ids begin."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -225,12 +221,8 @@ async def _abort_if_open(requests: GenerateScheduler, request_ids: Sequence[str]
 
 
 class RolloutRequests:
-    """Makes the requests of a role and gives them to its GenerateScheduler. Coroutines run on Helmsman's event loop.
-
-    Args:
-        instances: the role's instances.
-        samples_by_engine: whether a prompt's samples go to one instance by one call.
-    """
+    """Makes the requests of a role and gives them to its GenerateScheduler; see RolloutController. Coroutines run on Helmsman's
+    event loop. With ``samples_by_engine`` a prompt's samples go to one instance by one call."""
 
     def __init__(self, instances: Instances, *, samples_by_engine: bool) -> None:
         self._instances, self._samples_by_engine = instances, samples_by_engine
@@ -310,11 +302,8 @@ class RolloutRequests:
         return await self._instances.requests.abort(None if request_ids is None else frozenset(request_ids))
 
     async def pause(self, in_flight: InFlight, timeout: float | None, by: str = "") -> None:
-        """See RolloutController.pause.
-
-        Args:
-            by: name of a holder, whose pause only its own resume ends: an update of the weights, which resumes in any case.
-        """
+        """See RolloutController.pause. ``by`` names a holder, whose pause only its own resume ends: an update of the weights,
+        which resumes in any case."""
         _require_one_of("in_flight", in_flight, get_args(InFlight))
         requests = self._instances.requests
         requests.suspend(by)
@@ -332,13 +321,9 @@ class RolloutRequests:
     async def within(
         self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
     ) -> None:
-        """Await what becomes of requests.
+        """Await what becomes of requests, for an operation after whose error the flow goes on if it ``resumes``.
 
-        Args:
-            operation: that waits, for the error.
-            limit_s: seconds; None for no limit.
-            resumes: whether the flow goes on after an error.
-        Raises: RequestsInFlightError after the limit.
+        Raises: RequestsInFlightError after ``limit_s`` seconds.
         """
         limit = asyncio.timeout(limit_s)
         try:

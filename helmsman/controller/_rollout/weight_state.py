@@ -32,11 +32,7 @@ class RolloutWeights:
     """What the instances of a role serve. It is their WeightSink.
 
     One update is under way at a time, and the last that began says what is served. An instance that has not got that is STALE,
-    and takes no request until it has.
-
-    Args:
-        instances: the role's instances.
-        requests: whose flow stops for updates and sleep.
+    and takes no request until it has. The flow of the requests stops for updates and sleep.
     """
 
     def __init__(self, instances: Instances, requests: RolloutRequests) -> None:

@@ -72,12 +72,7 @@ class Backend(abc.ABC):
     """Whether a worker's environment is only what the script's process gives it."""
 
     def open(self, run: Run, find_worker: Callable[[str], WorkerClient]) -> None:
-        """Acquire what the backend itself needs. ``close`` follows in any case.
-
-        Args:
-            run: of the scheduler.
-            find_worker: returns a worker of the scheduler by its id. Raises WorkerNotFoundError.
-        """
+        """Acquire what the backend itself needs; ``close`` follows in any case. ``find_worker`` raises WorkerNotFoundError."""
         self.run = run
 
     @abc.abstractmethod

@@ -65,12 +65,7 @@ class LocalScheduler(BackendScheduler):
 
 
 class LocalBackend(Backend):
-    """Worker processes that a fork server of this machine starts.
-
-    Args:
-        machine: finds places for workers.
-        preload: as for LocalScheduler.
-    """
+    """Worker processes that a fork server of this machine starts."""
 
     same_machine = True
 

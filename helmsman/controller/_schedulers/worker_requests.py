@@ -23,10 +23,8 @@ _ANSWER_S = 1.0
 
 
 async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port: int) -> None:
-    """Let rank 0 listen on ``port`` and every rank, itself too, connect to it at ``address``, all at once.
+    """Let rank 0 listen on ``port`` and every rank, in order, itself too, connect to it at ``address``, all at once.
 
-    Args:
-        ranks: worker id -> its client, in rank order.
     Raises: RendezvousError; WorkerFailedError or CallTimeoutError when rank 0 does not answer.
     """
     deadline = Deadline(LIMIT_S)
@@ -64,11 +62,9 @@ async def probe(role: str, ranks: Mapping[str, WorkerClient], address: str, port
 async def inject(
     fault: Fault, target: WorkerClient, clients: Iterable[WorkerClient], why_node_stays: Callable[[Placement], str]
 ) -> list[Injection]:
-    """Inflict a fault now; returns what became of it at each worker that it concerns.
+    """Inflict a fault now; returns what became of it at each worker that it concerns, of all ``clients`` of the run.
 
-    Args:
-        clients: of all workers of the run.
-        why_node_stays: tells why the node at a place cannot be dropped itself; '' when it can. It may block.
+    ``why_node_stays`` tells why the node at a place cannot be dropped itself; '' when it can. It may block.
     """
     if not isinstance(fault, DropNode):
         return [await _health(target) or await _tell(target, _command(fault))]

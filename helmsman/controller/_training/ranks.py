@@ -19,17 +19,11 @@ from helmsman.controller._validation.argument_names import require_loss_settings
 
 
 def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Cut samples into ``num_parts`` shares of about equally many tokens.
+    """Cut samples into ``num_parts`` shares of about equally many tokens; returns the indices of each share in ascending order.
 
     Longest first, each to the share with the fewest tokens (Graham 1969, "Bounds on multiprocessing timing anomalies"): the
     largest share has at most 4/3 of the best possible, and no two shares differ by more than the longest sample. Equal inputs
-    give equal cuts.
-
-    Args:
-        lengths: tokens of each sample, 0 or more.
-        num_parts: number of shares, 1 or more.
-    Returns: for each share the indices into ``lengths`` in ascending order; empty shares when there are fewer samples than
-        shares.
+    give equal cuts. Shares are empty when there are fewer samples.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts is {num_parts}; expected 1 or more")

@@ -69,12 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class RankMonitor:
-    """Ends the ranks of a job that its scheduler's monitor reports as silent.
-
-    Args:
-        trainer: the job; its ranks may be rebuilt meanwhile.
-        policy: how often a rank is asked, and for how long it may be silent.
-    """
+    """Ends the ranks of a job that its scheduler's monitor reports as silent; they may be rebuilt meanwhile."""
 
     def __init__(self, trainer: TrainController, policy: RecoveryPolicy) -> None:
         self._trainer, self._policy, self._scheduler = trainer, policy, trainer.scheduler

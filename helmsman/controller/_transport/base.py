@@ -108,10 +108,8 @@ def split_returncode(status: int | None) -> tuple[int | None, int | None]:
 def describe_exit(exit_code: int | None, exit_signal: int | None, num_oom_kills: int = 0) -> str:
     """How a process ended, as part of a sentence.
 
-    Args:
-        exit_code: its exit code; None after a signal, and where it is not known.
-        exit_signal: the number of the signal that ended it.
-        num_oom_kills: processes that the kernel's OOM killer has ended around it since it started.
+    ``exit_code`` is None after a signal, and where it is not known; ``num_oom_kills`` counts processes that the kernel's OOM
+    killer has ended around it since it started.
     """
     if exit_signal is not None:
         name = errors.signal_name(exit_signal)
@@ -139,10 +137,7 @@ def log_size(path: str) -> int:
 def tail_of(path: str, num_lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
     """The last lines of a log file, of at most 64 KB; '' when it cannot be read.
 
-    Args:
-        path: of the file.
-        num_lines: how many lines at most.
-        start: bytes of earlier processes at the file's beginning; a shorter file has been rotated and has none.
+    ``start`` bytes at its beginning are of earlier processes; a shorter file has been rotated and has none.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -161,12 +156,7 @@ _LIMIT_S = 1.8
 
 
 class Investigation:
-    """A look-up of how a worker ended, begun on the running event loop.
-
-    Args:
-        worker_id: for the log.
-        look_up: returns how it ended; it may take longer than the calls wait.
-    """
+    """A look-up of how a worker ended, begun on the running event loop; it may take longer than the calls wait."""
 
     def __init__(self, worker_id: str, look_up: Coroutine[Any, Any, Ending]) -> None:
         self._worker_id = worker_id

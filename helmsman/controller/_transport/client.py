@@ -185,14 +185,10 @@ class WorkerClient:
     async def timed_out(
         self, request: Request, elapsed_s: float, limit_s: float, source: str, seen: CallState | None
     ) -> errors.CallTimeoutError:
-        """The error of a call that is late. A call that has not begun is withdrawn, and its error waits a moment for that.
+        """The error of a call that is late by a limit, which comes from the setting ``source``. A call that has not begun is
+        withdrawn, and its error waits a moment for that.
 
-        Args:
-            request: the call's.
-            elapsed_s: seconds since it began.
-            limit_s: its limit in seconds.
-            source: the setting that the limit comes from.
-            seen: where the worker said that the call was, shortly before the limit; None when it gave no answer.
+        ``seen`` is where the worker said that the call was, shortly before the limit; None when it gave no answer.
         """
         state, stack = "it did not answer within the limit", ""
         if request.verb in (Verb.CALL, Verb.CREATE_ENGINE):

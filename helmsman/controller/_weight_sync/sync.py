@@ -97,11 +97,8 @@ class Way:
     async def carry(
         self, source: WeightSource, sink: WeightSink, form: WeightFormat, version: int, deadline: float
     ) -> tuple[int, Mapping[str, Exception]]:
-        """Bring the weights; returns how many bytes left the trainer, and why they have not reached which instance.
-
-        Args:
-            deadline: on time.monotonic's clock.
-        """
+        """Bring the weights until a deadline on time.monotonic's clock; returns how many bytes left the trainer, and why they
+        have not reached which instance."""
         stored = await self._store(source, form, version, deadline - time.monotonic())
         try:
             weights = dict.fromkeys(sink.living_ids(), stored)

@@ -25,13 +25,9 @@ from helmsman.rpc_server._wire.codec import Packed, encode
 
 
 class CallOrder:
-    """Lets the calls of a group pass in the order in which they were made. It is used on Helmsman's event loop.
-
-    Args:
-        name: of the group.
-        max_concurrency: calls that may run at a time; None for no limit.
-        check: compares the ranks' coordinates within a limit in seconds, before the first call that is cut along an axis.
-    """
+    """Lets the calls of a group pass in the order in which they were made, ``max_concurrency`` at a time. It is used on
+    Helmsman's event loop. ``check`` compares the ranks' coordinates within a limit in seconds, before the first call that is
+    cut along an axis."""
 
     def __init__(self, name: str, max_concurrency: int | None, check: Callable[[float], Awaitable[None]]) -> None:
         self.is_checked = False
@@ -89,10 +85,9 @@ class CallOrder:
 async def compare_coordinates(
     cluster: str, engine: str | type[Any], topology: Topology, call: Callable[..., Awaitable[list[Any]]], limit_s: float
 ) -> None:
-    """Ask the workers of a cluster for their coordinates, if their class has a method for that.
+    """Ask the workers of a cluster for their coordinates, if their class has a method for that, by ``call``, which is given the
+    method's name, the calls by worker id and a limit in seconds.
 
-    Args:
-        call: calls a method on workers, given its name, their calls by worker id and a limit in seconds.
     Raises: TopologyMismatchError; GroupCallError where workers do not answer.
     """
     if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):

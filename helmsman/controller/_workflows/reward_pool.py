@@ -57,15 +57,8 @@ class Process:
 
 
 class RewardWorkers:
-    """Gives out places at workers, and restarts those that are lost.
-
-    Args:
-        role: of the workers, for messages.
-        worker_ids: of all of them, which serve.
-        capacity: scores that each takes at once.
-        max_restarts: of all together, within an hour.
-        rebuild: restarts a worker, by id; raises when it cannot.
-    """
+    """Gives out places at workers, of which each has ``capacity``, and restarts those that are lost: by ``rebuild``, which
+    raises when it cannot, and at most ``max_restarts`` of all together within an hour."""
 
     def __init__(
         self,
