@@ -113,9 +113,6 @@ def _start_on(node: Mapping[str, Any], function: Callable[..., Any], *arguments:
     return task.options(scheduling_strategy=on_node(node["NodeID"])).remote(*arguments, **keywords)
 
 
-# --- doctor -------------------------------------------------------------------------------------------------------------
-
-
 def _doctor(options: argparse.Namespace) -> int:
     ports = HEAD_PORTS if options.port is None else options.port
     if options.address:
@@ -145,9 +142,6 @@ def _observe_cluster() -> tuple[dict[str, Observed], dict[str, float]]:
         seen[name] = ray.get(_start_on(node, observe, ports=(), environ=None), timeout=60.0)
         skews_s[name] = skew_s(seen[name], asked_at, time.time())
     return seen, skews_s
-
-
-# --- plan ---------------------------------------------------------------------------------------------------------------
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -201,9 +195,6 @@ def _live(address: str | None, jobs: Sequence[Job]) -> tuple[ClusterSnapshot, st
     return snapshot(), describe_holders("helmsman/none", jobs)
 
 
-# --- env ----------------------------------------------------------------------------------------------------------------
-
-
 def _env(options: argparse.Namespace) -> int:
     report = forwarding_report(os.environ)
     shown = [each for each in report if options.all or each.reach != "nowhere"]
@@ -215,9 +206,6 @@ def _env(options: argparse.Namespace) -> int:
     if hidden:
         print(f"\n{hidden} more reach no worker (--all shows them); SchedulingSpec.env_vars sets any.")
     return OK
-
-
-# --- runs and clean -----------------------------------------------------------------------------------------------------
 
 
 def _runs(options: argparse.Namespace) -> int:

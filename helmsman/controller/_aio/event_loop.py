@@ -163,14 +163,12 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     return await running
 
 
-async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
-
-    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
-    once what they wait for needs one of these threads itself.
-    """
+def begin_in_thread(
+    function: Callable[..., T], *arguments: Any, name: str = "helmsman-blocking"
+) -> concurrent.futures.Future[T]:
+    """Run a function in a daemon thread of its own. Cancelling the future has no effect."""
     ended: concurrent.futures.Future[T] = concurrent.futures.Future()
-    ended.set_running_or_notify_cancel()  # a cancelled await leaves it running, as it does in an executor
+    ended.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
@@ -178,8 +176,17 @@ async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
         except BaseException as error:  # noqa: BLE001 - raised where the future is awaited
             ended.set_exception(error)
 
-    threading.Thread(target=work, name="helmsman-blocking", daemon=True).start()
-    return await asyncio.wrap_future(ended)
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return ended
+
+
+async def in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function that blocks for what this loop does, such as a scheduler's blocking calls.
+
+    In a thread of its own, since those of the executor are few: as many such functions as it has threads would wait for ever,
+    once what they wait for needs one of these threads itself.
+    """
+    return await asyncio.wrap_future(begin_in_thread(function, *arguments))
 
 
 async def await_all(awaitables: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

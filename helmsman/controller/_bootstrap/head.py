@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import secrets
 import socket
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from helmsman.api.errors import BootstrapError, BootstrapExit, PreflightError
+from helmsman.api.plan import ranges
 from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, unless
 from helmsman.controller._bootstrap.connection import (
@@ -121,8 +121,6 @@ class Head:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # --- the nodes --------------------------------------------------------------------------------------------------------
 
     async def _all_nodes(self, view: NodeView, deadline: Deadline) -> dict[int, NodeSeen]:
         """Wait until Ray knows every rank, with its devices. Raises: BootstrapError."""
@@ -284,6 +282,5 @@ def _summary(seen: Mapping[int, NodeSeen]) -> str:
 def _listed(missing: Mapping[int, str], most: int = 8) -> str:
     """Few by name and state, many by number."""
     first, rest = list(missing.values())[:most], list(missing)[most:]
-    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(rest), lambda pair: pair[1] - pair[0])]
-    ranks = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    ranks = ranges(rest).replace(",", ", ")
     return "; ".join([*first, f"and {len(rest)} more, ranks {ranks}"] if rest else first)

@@ -188,8 +188,6 @@ class Supervisor:
             watch.close()
             working.cancel()
 
-    # --- inside -----------------------------------------------------------------------------------------------------------
-
     def _on_report(self, report: Report) -> None:
         id_, health = report.worker_id, report.health
         if health is not None and (failure := health.failure or health.failed_engines.get(self._engine_name or id_)):

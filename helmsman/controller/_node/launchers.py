@@ -150,9 +150,6 @@ def _conflict(field: str, said: list[str], flag: str) -> LauncherError:
     )
 
 
-# --- launchers --------------------------------------------------------------------------------------------------------
-
-
 def _number(environ: Mapping[str, str], name: str) -> Fact | None:
     text = environ.get(name)
     if text is None or text == "":

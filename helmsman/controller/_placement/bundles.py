@@ -132,9 +132,6 @@ def _cuts(num_devices: int, kind: str, nodes: Sequence[NodeState], allowed: froz
     return list(dict.fromkeys([*equal[:_MAX_EQUAL_CUTS], (largest,) * whole + ((rest,) if rest else ())]))
 
 
-# --- selectors ----------------------------------------------------------------------------------------------------------
-
-
 def _selector(spec: SchedulingSpec) -> Hashable:
     return tuple(spec.nodelist), tuple(spec.exclude), tuple(sorted(spec.node_labels.items())), spec.accelerator_type
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from helmsman.api.errors import ClusterLostError, RayStartError
 from helmsman.api.extras import needed_by
-from helmsman.controller._aio.event_loop import run_sync
+from helmsman.controller._aio.event_loop import begin_in_thread, run_sync
 from helmsman.controller._node.run_registry import RUN_LABEL, RUN_VARIABLE
 from helmsman.controller._transport.base import describe_exit, split_returncode, tail_of
 from helmsman.rpc_server._process.oom import oom_count, oom_kills_since
@@ -154,7 +154,8 @@ async def bounded(function: Callable[..., T], *arguments: Any, limit_s: float | 
         _current.require()
     if not threading.main_thread().is_alive():
         return function(*arguments)
-    return await asyncio.wait_for(answered(asyncio.wrap_future(_begun(function, *arguments))), limit_s)
+    call = begin_in_thread(function, *arguments, name="helmsman-ray")
+    return await asyncio.wait_for(answered(asyncio.wrap_future(call)), limit_s)
 
 
 def blocking(function: Callable[..., T], *arguments: Any) -> T:
@@ -165,20 +166,6 @@ def blocking(function: Callable[..., T], *arguments: Any) -> T:
 async def answered(answer: Awaitable[T]) -> T:
     """Await an answer of Ray's. Raises ClusterLostError as soon as the embedded Ray is lost."""
     return await (answer if _current is None else _current.wait(answer))
-
-
-def _begun(function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
-    call: concurrent.futures.Future[T] = concurrent.futures.Future()
-    call.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            call.set_result(function(*arguments))
-        except BaseException as error:  # noqa: BLE001 - passed on to the caller, which awaits it
-            call.set_exception(error)
-
-    threading.Thread(target=work, name="helmsman-ray", daemon=True).start()
-    return call
 
 
 # --- its end ------------------------------------------------------------------------------------------------------------
@@ -243,7 +230,7 @@ async def _alone(function: Callable[[], None], *, limit_s: float) -> None:
 
 def begin_shutdown(function: Callable[[], None]) -> concurrent.futures.Future[None]:
     """Run a call that ends Ray in a daemon thread; the next Ray of this process is started when it has returned."""
-    call = _begun(function)
+    call = begin_in_thread(function, name="helmsman-ray")
     _shutdowns.add(call)
     call.add_done_callback(_shutdowns.discard)
     return call

@@ -93,8 +93,6 @@ class RoleController(Closing):
                 f"the controller of role {self.role!r} is not started; call initialize() first.", role=self.role
             )
 
-    # --- start and end ----------------------------------------------------------------------------------------------
-
     def initialize(self) -> None:
         """Start the workers, build their engines and make them ready; on an error nothing of the role remains.
 
@@ -184,8 +182,6 @@ class RoleController(Closing):
             if cause is None:
                 raise
             cause.add_note(f"and taking role {self.role!r} down failed: {error}")
-
-    # --- calls ------------------------------------------------------------------------------------------------------
 
     async def _call_workers(self, method: str, calls: Mapping[str, Call], timeout: float | None = None) -> list[Any]:
         return await call_all(self.scheduler, self.role, method, calls, engine_name=self.engine_name, timeout=timeout)

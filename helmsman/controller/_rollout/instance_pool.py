@@ -45,8 +45,6 @@ class InstancePool:
         async with self._looking:
             await self._instances.look()
 
-    # --- coming -----------------------------------------------------------------------------------------------------
-
     async def scale(self, replicas: int, migrate: bool) -> None:
         """Resize to ``replicas`` instances; concurrent calls are serialized. See RolloutController.scale."""
         if replicas < 1:
@@ -93,8 +91,6 @@ class InstancePool:
             have_weights = await await_all(map(bring, worker_ids))
             if version == self._weights.version:
                 return have_weights
-
-    # --- going ------------------------------------------------------------------------------------------------------
 
     async def drain(self, worker_ids: Collection[str], migrate: bool) -> None:
         await self._instances.requests.drain(*self._known(worker_ids), migrate=migrate)

@@ -68,8 +68,6 @@ class Instances(RoleController):
         self.num_builds: Counter[str] = Counter()
         """How often each worker was rebuilt: news of an earlier process says nothing about the present one."""
 
-    # --- life -------------------------------------------------------------------------------------------------------
-
     async def look(self) -> None:
         self._workers = tuple(await in_own_thread(self.scheduler.get_workers, self.role, 0))
 
@@ -104,8 +102,6 @@ class Instances(RoleController):
 
         run_sync(close())
         self._on_closed()
-
-    # --- which of them ----------------------------------------------------------------------------------------------
 
     @property
     def requests(self) -> GenerateScheduler:
@@ -160,8 +156,6 @@ class Instances(RoleController):
             return None
         errors = {id_: each.error or _lacks_weights(each) for id_, each in instances.items()}
         return group_error(self.role, method, errors, len(instances))
-
-    # --- calls ------------------------------------------------------------------------------------------------------
 
     async def ask(self, worker_id: str, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call an engine. Every call to an instance goes through here, so that its death is noticed whichever call meets it."""

@@ -227,8 +227,6 @@ class TrainWeights:
     def workers(self) -> tuple[Worker, ...]:
         return self._ranks.workers
 
-    # --- version ----------------------------------------------------------------------------------------------------
-
     async def version(self, timeout: float | None = None) -> int:
         versions: list[int] = await self._ranks.replicated("get_version", timeout=timeout)
         if len(set(versions)) > 1:
@@ -256,8 +254,6 @@ class TrainWeights:
 
     def _note(self, version: int) -> None:
         self._highest = version if self._highest is None else max(version, self._highest)
-
-    # --- transfer ---------------------------------------------------------------------------------------------------
 
     async def gather(self, timeout: float | None) -> ResultHandle:
         """Gather all parameters on rank 0 and return their handle."""

@@ -76,8 +76,6 @@ class TrainController(RoleController):
         )
         self.weight_source = TrainWeights(self._ranks)
 
-    # --- batches ----------------------------------------------------------------------------------------------------
-
     @checked
     async def atrain_batch(
         self,
@@ -118,8 +116,6 @@ class TrainController(RoleController):
         return await run_async(self._ranks.forward(samples, timeout))
 
     forward = blocking(aforward)
-
-    # --- weights ----------------------------------------------------------------------------------------------------
 
     @checked
     def save(self, path: str | os.PathLike[str], timeout: float | None = None, *, background: bool = False) -> None:
@@ -204,8 +200,6 @@ class TrainController(RoleController):
         return (await WeightSync(self, rollout, ViaExport()).apush(timeout)).version
 
     update_rollout = blocking(aupdate_rollout)
-
-    # --- recovery ---------------------------------------------------------------------------------------------------
 
     @checked
     def recover(self, checkpoint: str | os.PathLike[str] | None = None, timeout: float | None = None) -> int:

@@ -94,9 +94,6 @@ def _signature_names(function: Any) -> list[str] | None:
     return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
 
 
-# --- sources ------------------------------------------------------------------------------------------------------------
-
-
 def _class_arguments(module: str, definition: ast.ClassDef) -> list[str] | None:
     """Arguments of a class whose constructor names them, or is ``(self, config: Config | None = None, **fields)`` and so takes
     the fields of that struct; None for other classes."""
