@@ -177,11 +177,9 @@ def proof_key(secret: str, run: str) -> bytes:
 
 
 async def connect(host: str, port: int, key: bytes, timeouts: LinkTimeouts, *, tls: bool) -> PeerConnection:
-    """Connect to a head, by the key of proof_key; ``tls`` must be the same there.
-
-    Raises: OSError (no process listens), PeerLostError (the head accepts, and then is silent or closes, as when it is
-        overloaded or ends), ProtocolError (it is not the head of this run).
-    """
+    """Connect to a head, by the key of proof_key; ``tls`` must be the same there. Raises: OSError (no process listens),
+    PeerLostError (the head accepts, and then is silent or closes, as when it is overloaded or ends), ProtocolError (it is not
+    the head of this run)."""
     stream = await _open(host, port, timeouts.connect_s)
     try:
         await authenticate_listener(stream, key, tls=tls, limit_s=timeouts.connect_s, where=f"{host}:{port}")

@@ -76,10 +76,8 @@ class Head:
         self._door: Door | None = None
 
     async def run(self) -> int:
-        """Live; returns the exit code of the script, or 128 and the number of the signal that ended the run.
-
-        Raises: BootstrapError, with all nodes told to leave.
-        """
+        """Live; returns the exit code of the script, or 128 and the number of the signal that ended the run. Raises:
+        BootstrapError, with all nodes told to leave."""
         reason = "the head's supervisor has failed"
         try:
             code = await self._live()

@@ -131,10 +131,8 @@ def worker_ports(taken: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def ray_start(plan: NodePlan, run_id: str, leases: PortLeases, head: str = "") -> list[str]:
-    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head.
-
-    Raises: PreflightError when there are not enough ports.
-    """
+    """The command that starts Ray on this node, to join the cluster at ``head``; '' to be its head. Raises: PreflightError when
+    there are not enough ports."""
     ports = [f"{flag}={port}" for flag, port in zip(_AGENT_PORTS, lease(leases, len(_AGENT_PORTS)), strict=True)]
     first, last = worker_ports([(plan.port, plan.port), (plan.control_port, plan.control_port), port_range(os.environ)])
     where = (

@@ -165,10 +165,8 @@ class Supervisor:
         return supervised.health in (Health.RESTARTING, Health.SUSPECT) or supervised.is_restarting
 
     async def while_they_answer(self, instance_ids: Collection[str], work: Awaitable[T]) -> T:
-        """Await work on instances that are not probed yet, such as the load of a model, without a limit of its own.
-
-        Raises: the errors of ``work``; after start, InstanceLostError when one of the instances stops answering probes.
-        """
+        """Await work on instances that are not probed yet, such as the load of a model, without a limit of its own. Raises: the
+        errors of ``work``; after start, InstanceLostError when one of the instances stops answering probes."""
         if self._watch is None:
             return await work
         working = asyncio.ensure_future(work)

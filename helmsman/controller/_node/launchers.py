@@ -60,11 +60,9 @@ _FIELDS = {
 def identify_node(
     environ: Mapping[str, str], *, rank: int | None = None, count: int | None = None, head: str | None = None
 ) -> NodeIdentity:
-    """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes and --head.
-
-    Raises: LauncherError where two sources say different things, a launcher starts several processes on a node, or a part is
-        missing or makes no sense.
-    """
+    """This node's place in the run, by environment variables and the flags --node-rank, --num-nodes and --head. Raises:
+    LauncherError where two sources say different things, a launcher starts several processes on a node, or a part is missing or
+    makes no sense."""
     given = zip(_FIELDS.items(), (rank, count, head), strict=True)
     flags = {field: Fact(value, f"{flag} {value}") for (field, (_, flag)), value in given if value is not None}
     if not flags and (address := environ.get("RAY_ADDRESS", "")):

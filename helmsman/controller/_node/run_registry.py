@@ -112,10 +112,7 @@ def default_log_dir(run_id: str) -> Path:
 
 def make_log_dir(path: Path, run_id: str) -> None:
     """Make a run's log directory, its default_log_dir or one that the user has named, or check that an existing one is safe to
-    use.
-
-    Raises: UntrustedPathError, LogDirectoryError.
-    """
+    use. Raises: UntrustedPathError, LogDirectoryError."""
     own = next((place for place in log_places() if path == place.path / run_id), None)
     try:
         with own.open(run_id) if own is not None else log_directory(path, run_id):
@@ -131,10 +128,8 @@ UP = "helmsman up"
 
 
 class RunLock:
-    """A controller's hold on the record of its run.
-
-    Raises: UntrustedPathError where another user's directory has the name of ours; OSError where the record cannot be written.
-    """
+    """A controller's hold on the record of its run. Raises: UntrustedPathError where another user's directory has the name of
+    ours; OSError where the record cannot be written."""
 
     def __init__(self, run_id: str, scheduler: str, log_dir: Path) -> None:
         record = RunRecord(

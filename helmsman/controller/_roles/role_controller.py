@@ -122,9 +122,7 @@ class RoleController(Closing):
 
     def close(self) -> None:
         """Destroy the engines and end the workers. Idempotent; nothing happens when the scheduler has been closed before.
-
-        Raises: ShutdownIncompleteError.
-        """
+        Raises: ShutdownIncompleteError."""
         was_running = bool(self._workers) and not self._closed
         if was_running:
             forbid_blocking()  # before it counts as closed

@@ -321,10 +321,8 @@ class RolloutRequests:
     async def within(
         self, wait: Coroutine[Any, Any, None], operation: str, limit_s: float | None, *, resumes: bool = False
     ) -> None:
-        """Await what becomes of requests, for an operation after whose error the flow goes on if it ``resumes``.
-
-        Raises: RequestsInFlightError after ``limit_s`` seconds.
-        """
+        """Await what becomes of requests, for an operation after whose error the flow goes on if it ``resumes``. Raises:
+        RequestsInFlightError after ``limit_s`` seconds."""
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:

@@ -40,10 +40,8 @@ def split_by_tokens(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[list[int]]:
-    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always into the same share.
-
-    Raises: as sample_lengths and sample_units.
-    """
+    """Cut a batch as split_by_tokens does, the two samples of a pair (helmsman.api.pairs) always into the same share. Raises:
+    as sample_lengths and sample_units."""
     lengths = sample_lengths(samples)
     units = sample_units(samples)
     shares = split_by_tokens([sum(lengths[index] for index in unit) for unit in units], num_parts)
@@ -51,11 +49,9 @@ def split_samples(samples: Sequence[Mapping[str, Any]], num_parts: int) -> list[
 
 
 def sample_lengths(samples: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens of each sample of a batch, after checking that the batch makes sense.
-
-    Raises: ValueError naming the sample and the column, when the batch is empty, a sample has no or no flat ``input_ids``, a
-        per-token column has another length, or the samples do not all have the same columns.
-    """
+    """Tokens of each sample of a batch, after checking that the batch makes sense. Raises: ValueError naming the sample and the
+    column, when the batch is empty, a sample has no or no flat ``input_ids``, a per-token column has another length, or the
+    samples do not all have the same columns."""
     if not samples:
         raise ValueError("the batch has no samples; give at least one")
     columns = set(samples[0])
@@ -110,7 +106,7 @@ _FROM_HEAD = {"broadcast": True}
 
 
 class Ranks:
-    """The ranks of a job, as one engine. Coroutines run on Helmsman's event loop; errors are those of call_all.
+    """The ranks of a job, as one engine and as its WeightSource. Errors are those of call_all.
 
     Args:
         controller: whose workers these are.
@@ -130,6 +126,9 @@ class Ranks:
         self._controller, self._size, self._has_our_engine, self._turn = controller, model_parallel_size, has_our_engine, turn
         self.scheduler: Scheduler = controller.scheduler
         self.role = controller.role
+        self.group_id = ""
+        self._highest: int | None = None
+        """The highest weight version that was told or set."""
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -212,23 +211,10 @@ class Ranks:
             calls[worker.id] = Call(args, rpc_meta=_FROM_HEAD if self._size > 1 else None)
         return await self.call(method, calls, timeout)
 
-
-class TrainWeights:
-    """The WeightSource of a TrainController."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.scheduler, self.role = ranks.scheduler, ranks.role
-        self.group_id = ""
-        self._highest: int | None = None
-        """The highest version that was told or set."""
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        return self._ranks.workers
+    # --- weights ----------------------------------------------------------------------------------------------------
 
     async def version(self, timeout: float | None = None) -> int:
-        versions: list[int] = await self._ranks.replicated("get_version", timeout=timeout)
+        versions: list[int] = await self.replicated("get_version", timeout=timeout)
         if len(set(versions)) > 1:
             found = {worker.id: version for worker, version in zip(self.workers, versions, strict=True)}
             raise HelmsmanError(
@@ -240,7 +226,7 @@ class TrainWeights:
         return versions[0]
 
     async def set_version(self, version: int) -> None:
-        await self._ranks.replicated("set_version", version)
+        await self.replicated("set_version", version)
         self._note(version)
 
     async def raise_version(self) -> int:
@@ -257,7 +243,7 @@ class TrainWeights:
 
     async def gather(self, timeout: float | None) -> ResultHandle:
         """Gather all parameters on rank 0 and return their handle."""
-        handle = await self._ranks.on_root("export_weights", timeout=timeout, keep=True)
+        handle = await self.on_root("export_weights", timeout=timeout, keep=True)
         if not isinstance(handle, ResultHandle):
             raise HelmsmanError(
                 f"{self.workers[0].id}: export_weights returned {type(handle).__name__} on rank 0, not the parameters.",
@@ -285,9 +271,9 @@ class TrainWeights:
 
     async def publish(self, target: WeightTarget, form: WeightFormat, timeout: float | None) -> Any:
         keep = isinstance(target, IntoMemory)
-        return await self._ranks.on_root("publish_weights", target, form, timeout=timeout, keep=keep)
+        return await self.on_root("publish_weights", target, form, timeout=timeout, keep=keep)
 
     async def open_store(self, timeout: float | None) -> int:
         root = self.workers[0]
-        (port,) = await self._ranks.call("open_weight_store", {root.id: Call((root.ip,))}, timeout)
+        (port,) = await self.call("open_weight_store", {root.id: Call((root.ip,))}, timeout)
         return int(port)

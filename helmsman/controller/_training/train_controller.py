@@ -23,7 +23,7 @@ from helmsman.api.weight_exchange import ReceivesWeights
 from helmsman.controller._aio.event_loop import run_async, run_sync
 from helmsman.controller._roles.call_all import is_communication_error
 from helmsman.controller._roles.role_controller import RoleController, Turn, blocking, rank_environment
-from helmsman.controller._training.ranks import Ranks, TrainWeights
+from helmsman.controller._training.ranks import Ranks
 from helmsman.controller._validation.argument_types import checked
 from helmsman.controller._weight_sync.sync import ViaExport, WeightSync
 
@@ -74,7 +74,7 @@ class TrainController(RoleController):
         self._ranks = Ranks(
             self, model_parallel_size, has_our_engine=engine_path.startswith("helmsman."), turn=lambda: self.turn
         )
-        self.weight_source = TrainWeights(self._ranks)
+        self.weight_source = self._ranks
 
     @checked
     async def atrain_batch(

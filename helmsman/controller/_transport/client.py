@@ -21,7 +21,7 @@ from helmsman.api.fan_out import Fanout, lead_of
 from helmsman.api.scheduler import PreemptionNotice, ResultHandle, Timeouts, WorkerHealth, WorkerState, WorkerStatus
 from helmsman.controller._aio.event_loop import background_loop, forbid_blocking, in_thread, mailbox_of, run_on_loop
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._transport.base import Ending, Investigation, Transport, TransportLostError, error_in
+from helmsman.controller._transport.base import Ending, Transport, TransportLostError, error_in
 from helmsman.rpc_server._wire.codec import Payload, decode, encode, is_plain
 from helmsman.rpc_server._wire.messages import CallState, Reply, Request, Verb, dotted
 from helmsman.rpc_server._wire.wire import Outgoing
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _WITHDRAWAL_S = 0.1
 """How long the error of a call that had not begun waits for its withdrawal, so that it can say whether it ever will."""
+_CAUSE_S = 1.8
+"""How long the error of a call waits for the cause of its worker's end."""
 _LATE_ANSWER_S = 60.0
 """How long a worker may take to withdraw a late call; its caller does not wait for that."""
 
@@ -69,7 +71,8 @@ class WorkerClient:
         self._background: set[asyncio.Task[Any]] = set()
         """The event loop itself holds tasks only weakly."""
         self._ending: Ending | None = None
-        self._investigation: Investigation | None = None
+        self._looking_up: asyncio.Task[Ending] | None = None
+        self._is_cause_late = False
         self._ran_at_end: tuple[str, float] | None = None
         """The oldest call in flight when the worker died, and for how many seconds."""
         self._stopped = False
@@ -229,11 +232,18 @@ class WorkerClient:
 
     async def failed(self, request: Request) -> errors.WorkerFailedError:
         """The error of a request whose worker has ended."""
-        if self._investigation is None:
+        if self._looking_up is None:
             oldest = min(list(self.in_flight.values()), key=lambda call: call.started, default=None)
             self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
-            self._investigation = Investigation(self.worker_id, self._look_up_ending())
-        self._ending = await self._investigation.result()
+            self._looking_up = asyncio.ensure_future(self._look_up_ending())
+        await asyncio.wait([self._looking_up], timeout=_CAUSE_S)
+        if self._looking_up.done():
+            self._ending = self._looking_up.result()
+        else:
+            self._is_cause_late = True
+            self._ending = Ending(
+                f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when it arrives"
+            )
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
@@ -253,9 +263,15 @@ class WorkerClient:
         )
 
     async def _look_up_ending(self) -> Ending:
-        ending = await self.transport.ending()
-        if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
-            ending = msgspec.structs.replace(ending, cause=self._killed_because)
+        """Once for all calls that were in flight; it may take longer than they wait."""
+        try:
+            ending = await self.transport.ending()
+            if self._killed_because and ending.exit_signal in (None, signal.SIGKILL):  # else it ended before the kill
+                ending = msgspec.structs.replace(ending, cause=self._killed_because)
+        except Exception as error:  # noqa: BLE001 - the calls must end
+            ending = Ending(f"has ended; the look-up of its exit failed: {error}")
+        if self._is_cause_late:
+            log.warning("%s %s", self.worker_id, ending.cause)
         return ending
 
 

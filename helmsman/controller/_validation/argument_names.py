@@ -30,10 +30,8 @@ _Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
 
 def require_engine_arguments(role: str, engine: str | type[Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse named arguments that the constructor of an engine does not take.
-
-    Raises: InvalidSpecError for one that is known not to exist.
-    """
+    """Refuse named arguments that the constructor of an engine does not take. Raises: InvalidSpecError for one that is known
+    not to exist."""
     known = _engine_arguments(engine) if arguments else None
     for name, value in arguments.items():
         if known is not None and name not in known:

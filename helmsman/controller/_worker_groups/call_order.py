@@ -86,10 +86,8 @@ async def compare_coordinates(
     cluster: str, engine: str | type[Any], topology: Topology, call: Callable[..., Awaitable[list[Any]]], limit_s: float
 ) -> None:
     """Ask the workers of a cluster for their coordinates, if their class has a method for that, by ``call``, which is given the
-    method's name, the calls by worker id and a limit in seconds.
-
-    Raises: TopologyMismatchError; GroupCallError where workers do not answer.
-    """
+    method's name, the calls by worker id and a limit in seconds. Raises: TopologyMismatchError; GroupCallError where workers do
+    not answer."""
     if not (isinstance(engine, str) or hasattr(engine, "get_rank_info")):
         return
     calls = {f"{cluster}/{info.rank}": Call(rpc_meta={"broadcast": False}) for info in topology.ranks}

@@ -53,10 +53,8 @@ class Dispatched(msgspec.Struct, frozen=True):
 
 
 def dispatch(topology: Topology, spec: MethodSpec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dispatched:
-    """Spread the arguments of a declared method.
-
-    Raises: TypeError for arguments that the method does not take; DispatchError, UnevenBatchError.
-    """
+    """Spread the arguments of a declared method. Raises: TypeError for arguments that the method does not take; DispatchError,
+    UnevenBatchError."""
     bound = _bind(spec, args, kwargs)
     world = range(topology.world_size)
 
@@ -95,10 +93,7 @@ def dispatch_ad_hoc(
     topology: Topology, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Sequence[int]
 ) -> Dispatched:
     """Spread arguments that say themselves what is to become of them: Shard(x), Replicate(x), and bare ones, which are
-    replicated.
-
-    Raises: DispatchError, UnevenBatchError.
-    """
+    replicated. Raises: DispatchError, UnevenBatchError."""
 
     def one(what: str, value: Any) -> Argument:
         if isinstance(value, Shard):
@@ -125,10 +120,8 @@ def _each(
 
 
 def collecting_ranks(topology: Topology, sharding: AxisSharding) -> list[int]:
-    """The rank from which the results of each part come, in the order of the parts.
-
-    Raises: DispatchError for a ``take`` beyond the group's size.
-    """
+    """The rank from which the results of each part come, in the order of the parts. Raises: DispatchError for a ``take`` beyond
+    the group's size."""
     wanted = {axis: _coordinate(topology, "taken from", sharding.take, axis) for axis in AXES if axis not in sharding.shard}
     found = [info.rank for info in topology.ranks if all(info.along(axis) == coordinate for axis, coordinate in wanted.items())]
     return sorted(found, key=lambda rank: topology.part_of(rank, sharding.shard))

@@ -84,10 +84,8 @@ class RewardWorkers:
     # --- places -----------------------------------------------------------------------------------------------------------
 
     async def acquire(self, *, is_again: bool) -> Process:
-        """A place at the worker that has the fewest scores, in the order of asking; who was sent in vain comes first.
-
-        Raises: RewardWorkersSpentError when no worker is left; what close was given.
-        """
+        """A place at the worker that has the fewest scores, in the order of asking; who was sent in vain comes first. Raises:
+        RewardWorkersSpentError when no worker is left; what close was given."""
         if self._closed is not None:
             raise self._closed
         place: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
