@@ -250,11 +250,11 @@ class RolloutRequests:
         resume_from: GenerationResult | None,
     ) -> GenerationResult:
         request = self.maker.make(prompt, sampling, resume_from)
-        queue, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
+        waiting, tickets = self._instances.requests, self._put([request], options, resume_from=resume_from)
         try:
             return await asyncio.wrap_future(tickets[0].future)
         except asyncio.CancelledError:
-            withdraw(queue, tickets)
+            withdraw(waiting, tickets)
             raise
 
     async def generate(

@@ -34,6 +34,7 @@ _WITHDRAWAL_S = 0.1
 """How long the error of a call that had not begun waits for its withdrawal, so that it can say whether it ever will."""
 _CAUSE_S = 1.8
 """How long the error of a call waits for the cause of its worker's end."""
+_UNKNOWN_YET = Ending(f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when it arrives")
 _LATE_ANSWER_S = 60.0
 """How long a worker may take to withdraw a late call; its caller does not wait for that."""
 
@@ -237,13 +238,8 @@ class WorkerClient:
             self._ran_at_end = ("", 0.0) if oldest is None else (oldest.name, time.monotonic() - oldest.started)
             self._looking_up = asyncio.ensure_future(self._look_up_ending())
         await asyncio.wait([self._looking_up], timeout=_CAUSE_S)
-        if self._looking_up.done():
-            self._ending = self._looking_up.result()
-        else:
-            self._is_cause_late = True
-            self._ending = Ending(
-                f"has ended; its node did not report the cause within {_CAUSE_S:g} s. The log shows it when it arrives"
-            )
+        self._is_cause_late = not self._looking_up.done()
+        self._ending = _UNKNOWN_YET if self._is_cause_late else self._looking_up.result()
         running, running_s = self._ran_at_end or ("", 0.0)
         return errors.WorkerFailedError(
             worker_id=self.worker_id,
