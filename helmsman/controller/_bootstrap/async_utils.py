@@ -27,7 +27,6 @@ class StoppedError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it."""
         return 128 + self.number
 
 

@@ -163,8 +163,6 @@ class RayProcess:
 
 
 class NodeSeen(msgspec.Struct, frozen=True):
-    """A living node of the run."""
-
     node_id: str
     address: str
     resources: Mapping[str, float]

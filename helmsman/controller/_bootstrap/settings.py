@@ -24,8 +24,6 @@ Source = Literal["default", "your environment", "--env"]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """A variable that Helmsman sets on a node, or has from the user."""
-
     name: str
     value: str
     reason: str = ""

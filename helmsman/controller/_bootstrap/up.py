@@ -309,7 +309,6 @@ _LISTENS = "0A"
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be the same on all nodes. Raises: PreflightError without Ray."""
     try:
         ray = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:

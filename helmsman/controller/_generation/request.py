@@ -185,7 +185,6 @@ class Instance:
     drains: set[object] = field(default_factory=set)
     """Marks of those who want it to get nothing more."""
     outstanding_tokens: int = 0
-    """Of the requests that it has."""
     last_turn: int = 0
     """Grows with each request that any instance is given: where it is smaller, the last one was given longer ago."""
     tickets: dict[Ticket, None] = field(default_factory=dict)
@@ -203,7 +202,6 @@ class Instance:
 
     @property
     def serves(self) -> bool:
-        """Whether it may be given requests."""
         return self.health.serves and not self.is_draining
 
     def has_room_for(self, num: int) -> bool:
@@ -264,13 +262,11 @@ class WaitingRequests:
         return iter(self._tickets)
 
     def add(self, ticket: Ticket) -> None:
-        """Have it wait at the place that its order gives it."""
         self._tickets[ticket] = None
         heapq.heappush(self._heap, (ticket.order, ticket))
         self._tidy()
 
     def discard(self, ticket: Ticket) -> None:
-        """Have it wait no more, if it does."""
         self._tickets.pop(ticket, None)
         self._tidy()
 

@@ -16,8 +16,6 @@ from helmsman.controller._generation.routing import LeastOutstandingTokens, Rout
 
 
 class Backend(Protocol):
-    """What reaches the instances."""
-
     async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
         """Have an instance continue a prompt. Raises InstanceLostError when the instance has gone, or was never reached: it is
         taken for dead then, with all that it has, until set_health says otherwise."""
@@ -315,7 +313,6 @@ class RequestFlow:
         self.pump()
 
     def close(self, reason: str) -> None:
-        """Fail what waits and take nothing more; what runs ends with its instance. Idempotent."""
         self.closed = self.closed or reason
         for ticket in list(self.open.values()):
             if ticket.state in (RequestState.QUEUED, RequestState.ADMITTED):
@@ -323,7 +320,6 @@ class RequestFlow:
                 self._end(ticket, RequestState.FAILED, error)
 
     def set_health(self, instance_id: str, health: Health, error: Exception | None = None) -> None:
-        """Take in what supervision has found. What a dead instance had is lost now, also where its calls still hang."""
         instance = self.instances[instance_id]
         instance.health = health
         instance.error = None if health.serves else error or instance.error

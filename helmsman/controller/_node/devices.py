@@ -93,7 +93,6 @@ class DevicePool:
         self._held: dict[str, tuple[str, ...]] = {}
 
     def free_ids(self) -> tuple[str, ...]:
-        """Devices that no worker holds, in order."""
         taken = {device for ids in self._held.values() for device in ids}
         return tuple(device for device in self.ids if device not in taken)
 
@@ -101,7 +100,6 @@ class DevicePool:
         self._held[worker_id] = tuple(ids)
 
     def holders(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Workers that hold devices, with these."""
         return [(worker_id, ids) for worker_id, ids in self._held.items() if ids]
 
     def free(self, worker_ids: Sequence[str]) -> None:
@@ -109,5 +107,4 @@ class DevicePool:
             self._held.pop(worker_id, None)
 
     def environment(self, ids: Sequence[str]) -> dict[str, str]:
-        """The visibility variables for a worker that holds ``ids``."""
         return visibility(self.kind, ids)

@@ -24,8 +24,6 @@ class Examined(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """All nodes, and the differences between them."""
-
     nodes: list[Examined]
     between: list[Check]
 

@@ -94,8 +94,6 @@ _RULES: tuple[tuple[Reach, Mapping[str, str]], ...] = (
 
 
 class Forwarding(NamedTuple):
-    """How far a variable of the driver goes, and by which rule."""
-
     reach: Reach
     rule: str
 

@@ -35,8 +35,6 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """This node's place in the run."""
-
     launcher: str
     """The source; 'this machine alone' when there is none."""
     rank: int

@@ -80,7 +80,6 @@ class Packing:
         return tuple(round(resources.get(name, 0.0) * _UNIT) for name in self.names)
 
     def amounts(self, demand: Demand) -> Amounts:
-        """Return a bundle in units, in the order of ``names``."""
         found = self._amounts.get(demand.bundle)
         if found is None:
             found = self._amounts[demand.bundle] = self._in_units(dict(demand.bundle))

@@ -21,8 +21,6 @@ _MAX_SPLITS = 64
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """A number of identical bundles."""
-
     job: int
     replicas: tuple[int, ...]
     """Replica of each bundle, in rank order."""
@@ -40,8 +38,6 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One way to cut jobs into bundles."""
-
     kinds: tuple[str, ...]
     """Accelerator resource of each job; '' for a job without accelerators."""
     demands: tuple[Demand, ...]
@@ -59,7 +55,6 @@ def by_instance(demands: Iterable[Demand]) -> list[list[Demand]]:
 
 
 def change_specs(job: Job, **fields: Any) -> Job:
-    """Return the job with other values of these fields in all of its specs."""
     return msgspec.structs.replace(job, tasks=[msgspec.structs.replace(spec, **fields) for spec in job.tasks])
 
 
@@ -137,7 +132,6 @@ def _selector(spec: SchedulingSpec) -> Hashable:
 
 
 def allowed_nodes(spec: SchedulingSpec, nodes: Sequence[NodeState]) -> frozenset[int]:
-    """Return the indexes of the nodes that a spec's selectors allow."""
     if not (spec.nodelist or spec.exclude or spec.node_labels or spec.accelerator_type):
         return frozenset(range(len(nodes)))
     use, avoid = set(spec.nodelist), set(spec.exclude)

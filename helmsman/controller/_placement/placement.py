@@ -127,8 +127,6 @@ def _part(job: Job, target: Sequence[PlannedWorker], index: int, parts: int) -> 
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, and the devices on it that a worker may use."""
-
     node_id: str = ""
     node: str
     num_devices: int = 0

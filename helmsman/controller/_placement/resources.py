@@ -27,7 +27,6 @@ def total_of(parts: Iterable[Mapping[str, float]]) -> Resources:
 
 
 def missing_of(wanted: Mapping[str, float], available: Mapping[str, float]) -> Resources:
-    """Return the part of the wanted resources that is not available."""
     short = {name: amount - available.get(name, 0.0) for name, amount in wanted.items()}
     return {name: by for name, by in short.items() if by > 1e-6}
 
@@ -46,7 +45,6 @@ def _digits(gigabytes: float) -> str:
 
 
 def field_of(resource: str) -> str:
-    """Return the field of SchedulingSpec that requests a resource."""
     return f"SchedulingSpec.{_FIELDS.get(resource, 'resources')}"
 
 

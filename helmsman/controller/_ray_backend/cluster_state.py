@@ -116,7 +116,6 @@ def _neighbourhood(node: NodeState) -> tuple[str, list[Any], str]:
 
 
 def group_rows() -> list[GroupRow]:
-    """All placement groups that are not removed."""
     rows = map(_GroupState.FromString, state._connect_and_get_accessor().get_placement_group_table())
     return [
         GroupRow(

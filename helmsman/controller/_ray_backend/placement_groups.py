@@ -348,5 +348,4 @@ def _address_and_port() -> tuple[str, int]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Schedule on this node and on no other."""
     return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)

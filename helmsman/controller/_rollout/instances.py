@@ -141,8 +141,6 @@ class Instances(RoleController):
         return [id_ for id_, instance in self.requests.instances.items() if instance.serves]
 
     async def answering_ids(self) -> list[str]:
-        """Ids of living instances that answer now."""
-
         ask, limit_s = self.scheduler.monitor.ask, self.scheduler.timeouts.health_s
         reports = await asyncio.gather(*(ask(worker_id, limit_s, or_busy=False) for worker_id in self.living_ids()))
         return [report.worker_id for report in reports if report.sign is Sign.ANSWERED]

@@ -57,8 +57,6 @@ class InlineScheduler(BackendScheduler):
 
 
 class InlineBackend(Backend):
-    """An EngineHost for each worker, in this process."""
-
     shares_process = True
 
     def __init__(self, machine: OneMachine) -> None:
@@ -105,13 +103,10 @@ class InlineBackend(Backend):
 
 
 class InlineTransport(Transport):
-    """Requests to a host in this process."""
-
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Awaited, None] = {}
-        """Who waits for a reply."""
         self._has_ended = False
 
     def post(self, outgoing: Outgoing, awaited: Awaited) -> None:

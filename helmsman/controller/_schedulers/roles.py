@@ -51,7 +51,6 @@ class Role:
         self.growing = asyncio.Lock()
         """Held while it gets more workers."""
         self.restarts: dict[str, asyncio.Task[None]] = {}
-        """What restarts a worker just now."""
         self._own: dict[str, contextlib.AsyncExitStack] = {}
         """What has to be undone for a worker alone, of those that came later or were restarted."""
 
@@ -84,7 +83,6 @@ class Role:
 
     @property
     def places(self) -> dict[str, Placement]:
-        """Where its replicas are, by id in rank order."""
         return self._reserved or {worker_id: client.place for worker_id, client in self.clients.items()}
 
     @property

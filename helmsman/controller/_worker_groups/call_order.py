@@ -31,7 +31,6 @@ class CallOrder:
 
     def __init__(self, name: str, max_concurrency: int | None, check: Callable[[float], Awaitable[None]]) -> None:
         self.is_checked = False
-        """Whether the coordinates have been compared."""
         self._name = name
         self._check = check
         self._lock = asyncio.Lock()

@@ -47,7 +47,6 @@ class Dispatched(msgspec.Struct, frozen=True):
     args: Sequence[Argument]
     kwargs: Mapping[str, Argument]
     ranks: Sequence[int]
-    """Those that are called, in order."""
     cut: Cut | None = None
     """None where nothing was cut."""
 

@@ -46,7 +46,6 @@ class Process:
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
         self.num_in_flight = 0
-        """Places that were given out."""
         self.num_sent = 0
         """Scores that it has been sent and that have not ended."""
         self.last_turn = -1
@@ -137,7 +136,6 @@ class RewardWorkers:
     # --- losses -----------------------------------------------------------------------------------------------------------
 
     def on_report(self, report: Report) -> None:
-        """Lose a process that the monitor reports as dead, if the worker has one."""
         if report.sign is Sign.DEAD and (process := self._processes[report.worker_id]) is not None:
             self.lose(process, report.reason)
 
@@ -175,7 +173,6 @@ class RewardWorkers:
     # --- end --------------------------------------------------------------------------------------------------------------
 
     def close(self, error: HelmsmanError) -> None:
-        """Fail what waits, and what runs."""
         self._closed = error
         self._fail_waiting(error)
         for process in self._processes.values():
