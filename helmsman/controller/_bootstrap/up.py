@@ -13,7 +13,7 @@ from typing import Any
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, PreflightError
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, status_printer, stop_signals
 from helmsman.controller._bootstrap.head import Head
 from helmsman.controller._bootstrap.joining_node import JoiningNode

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from helmsman.api.plan import PlannedWorker, Reservation
-from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
+from helmsman.api.platforms import PLATFORMS, DeviceGrant
 from helmsman.api.scheduler import SchedulingSpec
 from helmsman.controller._placement.colocation import Share
 

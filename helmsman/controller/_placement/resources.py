@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 
 Resources = dict[str, float]
 """By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.deadline import Deadline
 from helmsman.controller._aio.event_loop import await_all

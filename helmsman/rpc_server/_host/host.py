@@ -22,11 +22,11 @@ from helmsman.api.platforms import current_platform
 from helmsman.api.scheduler import EngineSpec, ResultHandle, WorkerHealth
 from helmsman.api.suggestions import nearest
 from helmsman.api.workers import WorkerContext, within
-from helmsman.rpc_server._host import connectivity, inspection
+from helmsman.rpc_server._host import connectivity
 from helmsman.rpc_server._host.engine_calls import broadcast_arguments, construct, import_engine, needs_broadcast
 from helmsman.rpc_server._host.faults import Faults, Prepared
 from helmsman.rpc_server._host.handles import HandleStore, keep
-from helmsman.rpc_server._host.threads import EngineLoop, EngineThread
+from helmsman.rpc_server._host.threads import EngineLoop, EngineThread, all_stacks, task_stack, thread_stack
 from helmsman.rpc_server._process.environment import Environment, follow_thread_count
 from helmsman.rpc_server._process.pulse import Pulse
 from helmsman.rpc_server._wire.codec import Payload, decode, encode
@@ -168,7 +168,7 @@ class EngineHost:
             case Verb.HEALTH:
                 return msgspec.msgpack.encode(self.health())
             case Verb.STACKS:
-                return inspection.all_stacks()
+                return all_stacks()
             case Verb.CONFIGURE:
                 return self._configure(*arguments)
             case Verb.SET_ENV:
@@ -273,7 +273,7 @@ class EngineHost:
             call = tasks.get(request_id)
             if call is None or call.task is None:
                 return CallState(state="ended")
-            stack = inspection.task_stack(call.task)
+            stack = task_stack(call.task)
             return CallState(state="running", stack=stack, running=call.name, running_s=now - call.since)
 
         return {request_id: state_of(request_id) for request_id in request_ids}
@@ -474,7 +474,7 @@ def _behind(state: Literal["waiting", "withdrawn"], place: EngineThread | Engine
     running = place.occupant
     return CallState(
         state=state,
-        stack=inspection.thread_stack(place.thread),
+        stack=thread_stack(place.thread),
         running=running.name if running else None,
         running_s=time.monotonic() - running.since if running else None,
     )

@@ -1,4 +1,5 @@
-"""The two places where engine code runs in a worker: one thread for synchronous methods, one event loop for async ones."""
+"""The two places where engine code runs in a worker, one thread for synchronous methods and one event loop for async ones; and
+what their threads and tasks are doing, as text."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine
+from types import FrameType
 from typing import Any
 
 import msgspec
 
 from helmsman.rpc_server._process.pulse import CallRecord
 
+_OWN_PACKAGE = "helmsman.rpc_server."
 SWITCH_INTERVAL_S = 1e-6
 _LAST_TASKS_S = 1.0
 """For what is in flight on a loop that is stopped to end by its cancellation."""
@@ -258,3 +262,51 @@ class EngineLoop:
                     raise RuntimeError(self.failure) from error
                 self.failure = None
             return self._loop
+
+
+# --- what they are doing --------------------------------------------------------------------------------------------------
+
+
+def all_stacks() -> str:
+    """The Python stacks of all threads of this process, the newest frame last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        parts.append(f"thread {names.get(ident, '?')} ({ident})\n{_format(frame)}")
+    return "\n".join(parts)
+
+
+def thread_stack(thread: threading.Thread | None) -> str:
+    """The stack of one thread without our own frames at its root; '' when it is not running."""
+    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    return _format(frame, skip_own=True) if frame is not None else ""
+
+
+def task_stack(task: asyncio.Task[Any]) -> str:
+    """The stack of a suspended or running task, through the coroutines that it awaits."""
+    frames: list[FrameType] = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is None:
+            break
+        if not _is_own(frame):
+            frames.append(frame)
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    lines: list[str] = []
+    for frame in frames:
+        lines += traceback.format_list(traceback.StackSummary.extract([(frame, frame.f_lineno)]))
+    return "".join(lines).rstrip("\n")
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_OWN_PACKAGE)
+
+
+def _format(frame: FrameType, *, skip_own: bool = False) -> str:
+    entries = list(traceback.walk_stack(frame))
+    entries.reverse()
+    if skip_own:
+        last_own = max((index for index, (each, _) in enumerate(entries) if _is_own(each)), default=-1)
+        entries = entries[last_own + 1 :]
+    return "".join(traceback.format_list(traceback.StackSummary.extract(iter(entries)))).rstrip("\n")

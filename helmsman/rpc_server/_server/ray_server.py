@@ -15,7 +15,7 @@ import msgspec
 import ray
 
 from helmsman.api.errors import HandleLostError
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import ResultHandle, WorkerHealth
 from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
