@@ -46,7 +46,6 @@ HelmsmanError
 │   └── RequestsInFlightError (TimeoutError) they did not end, or were not returned, in time
 ├── ServerStartError                      an inference server did not get ready
 ├── ServerRequestError                    an inference server refused a request, or its answer cannot be read
-├── FaultPlanError (ValueError)           a fault plan that cannot be read
 ├── FaultsUnsupportedError                workers that share the process of the script
 ├── EpisodeTimeoutError (TimeoutError)    an episode of a workflow took too long
 ├── WorkflowFailuresError                 too many episodes have failed
