@@ -93,7 +93,6 @@ class VLLMEngine(InferenceEngine):
             raise
 
     def failure(self) -> str | None:
-        """Why it can serve no more, though its worker lives: vLLM's processes have ended. None while it can."""
         return self._instance.failure if self._instance is not None else None
 
     def destroy(self) -> None:
@@ -157,7 +156,6 @@ class VLLMEngine(InferenceEngine):
         return await asyncio.wrap_future(self._begin(lambda instance: instance.generate(requests)))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """See InferenceEngine."""
         return await asyncio.wrap_future(self._begin(lambda instance: instance.requests.abort(request_ids)))
 
     def stats(self) -> dict[str, float]:
@@ -176,7 +174,6 @@ class VLLMEngine(InferenceEngine):
         return await self._to_its_end(lambda instance: instance.update_weights(weights, version))
 
     def get_version(self) -> int:
-        """The weight version that is served."""
         return self._running().requests.version
 
     # --- sleep ------------------------------------------------------------------------------------------------------------
@@ -188,7 +185,6 @@ class VLLMEngine(InferenceEngine):
         await self._to_its_end(lambda instance: instance.sleep(level))
 
     async def wake(self, *, weights_only: bool = False) -> None:
-        """See InferenceEngine."""
         await self._to_its_end(lambda instance: instance.wake(weights_only))
 
     # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -213,7 +209,6 @@ class VLLMEngine(InferenceEngine):
 
 
 def _arguments(config: VLLMConfig) -> dict[str, Any]:
-    """Of vLLM's AsyncEngineArgs."""
     from helmsman.engines._models.model import resolve_dtype
 
     arguments: dict[str, Any] = {

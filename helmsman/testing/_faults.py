@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 
 from helmsman.api.errors import FaultsUnsupportedError, HelmsmanError

@@ -53,7 +53,6 @@ class DecodeBatch:
 
     @property
     def num_free(self) -> int:
-        """Sequences that can still be added."""
         return self.num_slots - self.num_rows
 
     def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> int:
@@ -94,11 +93,7 @@ class DecodeBatch:
         return sum(map(len, unique))
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draw the next token of every row.
-
-        Returns:
-            Tokens and their log-probabilities, by row.
-        """
+        """Draw the next token of every row; returns tokens and their log-probabilities, by row."""
         num_rows, cursor = self.num_rows, self.cache.cursor
         slots, positions = self._slots[:num_rows], self._input_positions[:num_rows]
         cursor.prefill, cursor.rows, cursor.columns, cursor.width = False, slots, positions, max(self._positions) + 1
@@ -130,7 +125,6 @@ class DecodeBatch:
         self.num_rows, self._rows = last, None
 
     def clear(self) -> None:
-        """Drop all rows."""
         self.num_rows, self._rows = 0, None
         self._sampling.clear()
         self._positions.clear()
@@ -238,14 +232,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
 
     def allocate(self) -> None:
-        """Have the pools again that were released, empty."""
         if self._released is not None:
             keys, values = self._released
             self.keys, self.values = self.keys.new_zeros(keys), self.values.new_zeros(values)
             self._released = None
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first columns of one slot to another."""
         if self.is_initialized:
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
@@ -259,7 +251,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         return 0
 
     def get_max_length(self) -> int:
-        """Columns of a slot."""
         return self._num_columns
 
 
@@ -271,7 +262,6 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layer_class_to_replicate=functools.partial(SlotLayer, self.cursor, num_slots, num_columns))
 
     def release(self) -> None:
-        """Give the memory of all slots back."""
         for layer in self.layers:
             layer.release()
 
@@ -285,7 +275,6 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first columns of one slot to another, in every layer."""
         for layer in self.layers:
             layer.move(source, target, length)
 

@@ -188,7 +188,6 @@ class Checkpointer:
     # --- random numbers ---------------------------------------------------------------------------------------------------
 
     def _random_state(self) -> dict[str, torch.Tensor]:
-        """Of this rank, which dropout draws from."""
         state = {f"random.{dist.get_rank()}.host": torch.get_rng_state()}
         if self._device.type != "cpu":
             state[f"random.{dist.get_rank()}.device"] = torch.get_device_module(self._device).get_rng_state()
@@ -250,7 +249,6 @@ def _empty_states(
 
 
 def _staged(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, sharded as the tensor is."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local().to("cpu", copy=True)
         return DTensor(local, tensor._spec, requires_grad=False)  # from_local would bring it to the mesh's device again

@@ -23,7 +23,6 @@ _num_users = 0
 
 
 def environment_int(name: str, default: int) -> int:
-    """An integer of the environment, such as RANK; ValueError names the variable when it is none."""
     text = os.environ.get(name, "")
     try:
         return int(text) if text else default
@@ -89,7 +88,6 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def leave_process_group() -> None:
-    """Give up one use of the group that join_process_group made; the last one takes it down."""
     global _num_users
     _num_users -= 1
     if _num_users == 0 and dist.is_initialized():

@@ -68,7 +68,6 @@ class FolderWriter:
         self.num_bytes = 0
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a file. Raises: OSError."""
         self._files.append(list(tensors))
         save_tensors(tensors, self._path(f"{len(self._files)}.unnamed"))
         self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())

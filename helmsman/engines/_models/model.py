@@ -100,7 +100,6 @@ def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw weights from a seed, and leave the global random state as it was."""
     with _drawing, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

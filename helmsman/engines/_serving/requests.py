@@ -30,11 +30,9 @@ class Attempt:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any of its generations waits for more of it."""
         return any(each.stop_reason is None and index not in self.has_ended for index, each in enumerate(self.generations))
 
     def close(self) -> None:
-        """Read no more of it."""
         self.is_closing = True
         if self.reading is not None:
             self.reading.cancel()
@@ -78,11 +76,9 @@ class Requests:
     # --- for updates and sleep --------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Send nothing more to the server until release."""
         self.is_held = True
 
     async def release(self) -> None:
-        """Send what waits."""
         self.is_held = False
         await self.notify()
 
@@ -98,7 +94,6 @@ class Requests:
             await self._changed.wait_for(lambda: not any(each.is_closing or not closing for each in self._attempts))
 
     async def notify(self) -> None:
-        """Let waiting requests check again whether they may go on."""
         async with self._changed:
             self._changed.notify_all()
 

@@ -105,13 +105,10 @@ class MicroBatch(msgspec.Struct, frozen=True):
     """The same tokens as the model gets them."""
 
     def to(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The columns on a device."""
         return {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
 
 
 class Batching(msgspec.Struct, frozen=True, kw_only=True):
-    """How samples become micro-batches; the same on every rank."""
-
     max_tokens: int
     """Budget of one micro-batch, padding included; a longer sample, or pair, gets a micro-batch of its own."""
     vocab_size: int
@@ -170,7 +167,6 @@ def group_samples(samples: Sequence[Columns], batching: Batching, at_least: int 
 
 
 def make_micro_batch(indices: Sequence[int], samples: Sequence[Columns], batching: Batching) -> MicroBatch:
-    """The micro-batch of these samples, given all of them."""
     chosen = [samples[index] for index in indices]
     columns = {
         name: torch.nn.utils.rnn.pad_sequence([sample[name] for sample in chosen], batch_first=True)

@@ -18,7 +18,6 @@ from helmsman.engines.train_config import Offload
 
 
 def offload_policy(offload: Offload) -> OffloadPolicy:
-    """What FSDP does with parameters and gradients."""
     if offload == "all":
         return CPUOffloadPolicy(pin_memory=current_platform.device_type != "cpu")
     return OffloadPolicy()
@@ -93,7 +92,6 @@ class HostMemory:
             pass
 
     def clear(self) -> None:
-        """Forget what waits."""
         self._between_steps.clear()
         self._asleep.clear()
         self.is_asleep = False

@@ -96,7 +96,6 @@ async def start(arguments: Mapping[str, Any], on_usage: Callable[[float], None])
 
 
 def is_on_host() -> bool:
-    """Whether vLLM computes on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

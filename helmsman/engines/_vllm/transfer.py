@@ -126,7 +126,6 @@ def read_shared(message: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def split(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Parts of at most so many bytes, or of one tensor."""
     part: dict[str, torch.Tensor] = {}
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -45,7 +45,6 @@ class VLLMWorkerExtension:
         return _outcome(begin)
 
     def helmsman_load(self, message: Mapping[str, Any]) -> Outcome:
-        """Take tensors."""
         return _outcome(lambda: _loading_of(self).load(read_shared(message).items()))
 
     def helmsman_end(self) -> Outcome:
@@ -69,8 +68,6 @@ class VLLMWorkerExtension:
 
 
 class _Loading:
-    """The state of updates in one of vLLM's workers."""
-
     def __init__(self, worker: VLLMWorkerExtension) -> None:
         self._worker = worker
         self._group: WeightGroup | None = None

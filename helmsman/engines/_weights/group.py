@@ -91,7 +91,6 @@ class WeightGroup:
                 abort()
 
     def close(self) -> None:
-        """Leave, and listen no more. Idempotent."""
         self.leave()
         self._store = None
 

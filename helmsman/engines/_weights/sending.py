@@ -16,7 +16,6 @@ T = TypeVar("T")
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
     data: Any = as_bytes(tensor.cpu()).numpy()
     return zlib.crc32(data)
 
@@ -27,8 +26,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Bucket(NamedTuple):
-    """Full tensors that are sent together."""
-
     tensors: Mapping[str, torch.Tensor]
     checksums: dict[str, int]
 
@@ -60,7 +57,6 @@ class Packer(Generic[T]):
         self._num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor, which may complete a bucket."""
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         if self._tensors and self._num_bytes + tensor.nbytes > self._bucket_bytes:
@@ -69,7 +65,6 @@ class Packer(Generic[T]):
         self._num_bytes += tensor.nbytes
 
     def finish(self) -> T:
-        """Complete the last bucket."""
         if self._tensors:
             self._put()
         return self.sink.finish()

@@ -81,13 +81,11 @@ class LossCall(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Of the function, for messages."""
         name: str = getattr(self.function, "__name__", repr(self.function))
         return name
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the batch must have ``entropy``."""
         asked = self.traits.needs_entropy
         return bool(self.kwargs.get(asked)) if isinstance(asked, str) else asked
 

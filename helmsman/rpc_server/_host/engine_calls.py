@@ -15,16 +15,7 @@ from helmsman.rpc_server._wire.remote_errors import clipped, traceback_text
 
 
 def import_engine(worker_id: str, name: str, path: str) -> Any:
-    """Import an engine's class.
-
-    Args:
-        worker_id: of this worker, for the error.
-        name: of the engine, for the error.
-        path: 'package.module.Class', or 'package.module:Class'.
-
-    Raises:
-        EngineImportError: The module or the class cannot be imported; an error inside the module comes with its traceback.
-    """
+    """Import an engine's class by 'package.module.Class' or 'package.module:Class'. Raises EngineImportError."""
     module_name, _, attribute = path.replace(":", ".").rpartition(".")
     try:
         if not module_name:

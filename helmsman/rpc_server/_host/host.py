@@ -135,7 +135,6 @@ class EngineHost:
             self.engine_thread.submit(object(), "follow_thread_count", follow_thread_count)
 
     def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
-        """Run ``work`` and reply with its result or its error."""
         try:
             result = work()
         except errors.HelmsmanError as error:
@@ -192,7 +191,6 @@ class EngineHost:
         raise errors.ProtocolError(f"{self.identity.worker_id} does not know the verb {request.verb!r}")
 
     def health(self) -> WorkerHealth:
-        """What the worker is doing now."""
         return msgspec.structs.replace(
             self._activity(),
             cpu_s=time.process_time(),
@@ -470,7 +468,6 @@ class EngineHost:
 
 
 def _behind(state: Literal["waiting", "withdrawn"], place: EngineThread | EngineLoop) -> CallState:
-    """The state of a call that has not begun behind the one that runs at this place."""
     running = place.occupant
     return CallState(
         state=state,

@@ -35,8 +35,6 @@ def share_interpreter() -> None:
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A piece of work that is under way."""
-
     request_id: object
     name: str
     since: float
@@ -57,7 +55,6 @@ class _Waiting:
         return len(self._on_withdrawal)
 
     def add(self, request_id: object, on_withdrawal: Callable[[], None]) -> None:
-        """Add a call; ``on_withdrawal`` is called in its place if it is withdrawn."""
         self._on_withdrawal[request_id] = on_withdrawal
 
     def begins(self, request_id: object) -> bool:
@@ -65,7 +62,6 @@ class _Waiting:
         return self._on_withdrawal.pop(request_id, None) is not None
 
     def withdraw(self, request_id: object) -> bool:
-        """Take back a call; False when it has begun, ended or never was."""
         with self.lock:
             on_withdrawal = self._on_withdrawal.pop(request_id, None)
         if on_withdrawal is None:
@@ -74,12 +70,10 @@ class _Waiting:
         return True
 
     def has(self, request_id: object) -> bool:
-        """Whether a call is here."""
         with self.lock:
             return request_id in self._on_withdrawal
 
     def drop_all(self) -> None:
-        """Drop all calls; nothing is called in their place."""
         with self.lock:
             self._on_withdrawal.clear()
 
@@ -102,11 +96,9 @@ class EngineThread:
         self.thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
-        """Run on a new daemon thread."""
         threading.Thread(target=self.run, name=name, daemon=True).start()
 
     def run(self) -> None:
-        """Run on the calling thread until stop."""
         self.thread = threading.current_thread()
         while (item := self._queue.get()) is not None:
             request_id, name, work = item
@@ -133,7 +125,6 @@ class EngineThread:
             self._queue.put((request_id, name, work))
 
     def stop(self) -> None:
-        """End the thread after the work that is queued."""
         self._queue.put(None)
 
 
@@ -161,7 +152,6 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 def start_loop(
     name: str, run: Callable[[asyncio.AbstractEventLoop], None] = run_loop
 ) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    """Make an event loop and have ``run`` run it on a new daemon thread. Raises RuntimeError where no thread can be started."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=run, args=(loop,), name=name, daemon=True)
     try:
@@ -230,7 +220,6 @@ class EngineLoop:
         return next((call for call in list(self.running.values()) if call.task is task), None)
 
     def counts(self) -> dict[str, int]:
-        """Calls in flight by name."""
         counts: dict[str, int] = {}
         for running in list(self.running.values()):
             counts[running.name] = counts.get(running.name, 0) + 1
@@ -245,7 +234,6 @@ class EngineLoop:
                 self._loop = None
 
     def join(self) -> None:
-        """Wait for what stop has begun, or until it is late."""
         if self.thread is not None:
             self.thread.join(2 * _LAST_TASKS_S)
 
@@ -268,7 +256,6 @@ class EngineLoop:
 
 
 def all_stacks() -> str:
-    """The Python stacks of all threads of this process, the newest frame last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():

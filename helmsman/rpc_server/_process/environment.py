@@ -27,7 +27,6 @@ class Environment:
         }
 
     def set(self, variables: Iterable[EnvironmentVariable]) -> None:
-        """Set variables, and remember who did."""
         for variable in variables:
             os.environ[variable.name] = variable.value
             self._known[variable.name] = variable
@@ -45,7 +44,6 @@ class Environment:
 
 
 def absolute_search_path() -> list[str]:
-    """This process's ``sys.path``, as other processes may use it."""
     return [os.path.abspath(folder) for folder in sys.path]
 
 

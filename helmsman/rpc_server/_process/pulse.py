@@ -50,13 +50,11 @@ class CallRecord:
         self._number = 0
 
     def begun(self, name: str, since: float) -> None:
-        """Note a call and time.monotonic() at its begin."""
         number = self._number = self._number + 1
         text = name.encode()[:_CALL_NAME_BYTES]
         self._note(number, since, len(text), text, number)
 
     def ended(self) -> None:
-        """Note that no call runs."""
         self._note_end()
 
 
@@ -109,8 +107,6 @@ class Pulse:
 
 
 class Call(NamedTuple):
-    """A call that is noted in a page."""
-
     name: str
     """'engine.method'; '' for none."""
     running_s: float
@@ -118,8 +114,6 @@ class Call(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The content of an observation."""
-
     stuck_s: float
     """Seconds since the last beat."""
     state: str
@@ -149,7 +143,6 @@ def find_page(pid: int, tag: str) -> mmap.mmap | None:
 
 
 def map_page(fd: int) -> mmap.mmap:
-    """Map a page for reading, and close its descriptor."""
     try:
         return mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
     finally:
@@ -202,7 +195,6 @@ def _field(path: str, name: bytes) -> bytes:
 
 
 def read(observation: bytes) -> Seen | None:
-    """Decode an observation; None for an empty one."""
     if len(observation) != _KERNEL.size + PAGE_BYTES:
         return None
     now, cpu_s, rss_bytes, state = _KERNEL.unpack_from(observation)

@@ -136,7 +136,6 @@ def log_directory(path: str | Path, run_id: str) -> Iterator[int]:
 
 
 def open_log(path: str | Path, run_id: str) -> int:
-    """A descriptor for appending to a log file; a new one has mode 0600. Raises UntrustedPathError, OSError."""
     whole = os.path.abspath(path)
     directory, name = os.path.split(whole)
     flags = os.O_WRONLY | os.O_APPEND | _FILE
@@ -203,7 +202,6 @@ def remove_tree(path: str | Path) -> None:
 
 
 def is_own_directory(path: str | Path) -> bool:
-    """Whether a path is a real directory of this user."""
     try:
         entry = os.lstat(path)
     except OSError:
@@ -212,7 +210,6 @@ def is_own_directory(path: str | Path) -> bool:
 
 
 def owner(uid: int) -> str:
-    """Name of a user for messages: 'ada (uid 1000)'."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:

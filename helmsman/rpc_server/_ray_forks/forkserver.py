@@ -75,8 +75,6 @@ _FOR_EACH_WORKER = {"RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "PYTHONBREAKPOINT
 
 
 class Order(NamedTuple):
-    """A worker that the raylet wants."""
-
     client: int
     """Pid of the process that it has started instead."""
     folder: str
@@ -212,7 +210,6 @@ class _ForkServer:
         return None
 
     def _leave(self) -> None:
-        """In a fork: give up what is the server's."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

@@ -108,7 +108,6 @@ class RayForks:
             self._control.sendall(json.dumps([self._key, given]).encode() + b"\n")
 
     def stop(self) -> None:
-        """End it, and the workers that are left; returns when it has exited."""
         with contextlib.suppress(OSError):  # it has exited
             self._control.shutdown(socket.SHUT_RDWR)  # also for children that this process has forked and that hold a copy
         self._control.close()
@@ -143,6 +142,5 @@ def forked_workers(run_id: str, log_path: Path, preload: Sequence[str] | None) -
 
 
 def end_forks() -> None:
-    """End the fork server and its workers. Idempotent."""
     while _running:
         _running.pop().stop()

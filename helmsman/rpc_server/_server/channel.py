@@ -100,8 +100,6 @@ def can_carry(payload: Payload, *, shares_memory: bool) -> bool:
 
 
 class _Arrival(NamedTuple):
-    """A request that has arrived, and its answer."""
-
     in_order: bool
     """Whether it is engine work, which begins in the order of arrival."""
     wire: WirePayload | None
@@ -123,7 +121,6 @@ class _Peer:
         self._connection: Connection | None = None
 
     def uses(self, connection: Connection) -> bool:
-        """Whether no other connection has replaced this one."""
         return self._connection is connection
 
     def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
@@ -157,7 +154,6 @@ class _Peer:
             self._write(self.session.keep(body, segment))
 
     def confirm(self) -> None:
-        """Send a confirmation."""
         with self._sending:
             self._write(self.session.confirmation())
 

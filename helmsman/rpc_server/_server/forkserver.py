@@ -48,8 +48,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker."""
-
     identity: WorkerIdentity
     socket_path: str
     key: bytes
@@ -67,8 +65,6 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process exists."""
-
     socket_path: str
     """Of its order."""
     pid: int
@@ -211,7 +207,6 @@ class _ForkServer:
 
 
 def worker_tag(identity: WorkerIdentity) -> str:
-    """The tag of a worker's family."""
     return f"{identity.run_id}/{identity.worker_id}"
 
 
@@ -252,7 +247,6 @@ def _become_worker(order: Spawn, listener: socket.socket, log: int, inherited: l
 
 
 def listen(path: str) -> socket.socket:
-    """A listening Unix socket at ``path`` that only this user can open."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with fitting_path(path) as address:
         listener.bind(address)

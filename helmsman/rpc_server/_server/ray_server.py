@@ -48,7 +48,6 @@ class RayHandleStore:
         self._lock = threading.Lock()
 
     def put(self, handle_id: str, payload: Payload) -> Any:
-        """Keep a payload; returns its location."""
         if self.in_segments:
             return self._segments.put(handle_id, payload)
         self._references[handle_id] = ray.put(payload)
@@ -73,7 +72,6 @@ class RayHandleStore:
             return self._references[handle.id]
 
     def drop(self, handle_id: str) -> None:
-        """Forget a value."""
         self._segments.drop(handle_id)
         self._references.pop(handle_id, None)
 
@@ -96,11 +94,9 @@ class RaySidePath:
         self.results: dict[int, Payload | ray.ObjectRef[Payload]] = {}
 
     def take(self, request_id: int) -> Payload:
-        """As SidePath's."""
         return self.arguments.pop(request_id)
 
     def keep(self, request_id: int, payload: Payload) -> None:
-        """As SidePath's."""
         self.results[request_id] = _frozen(payload)
 
 
@@ -125,8 +121,6 @@ class Granted(msgspec.Struct, frozen=True):
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What a new worker tells of itself."""
-
     pid: int
     node_id: str
     granted: Granted
@@ -135,7 +129,6 @@ class Greeting(msgspec.Struct, frozen=True):
 
 
 def granted_here() -> Granted:
-    """What this process was granted."""
     return Granted(ray.get_runtime_context().get_accelerator_ids(), _masks_of_raylet())
 
 
@@ -194,7 +187,6 @@ class RayRPCServer:
 
     @_control
     async def greet(self) -> Greeting:
-        """Say where this is, and which devices Ray has granted."""
         return Greeting(os.getpid(), ray.get_runtime_context().get_node_id(), granted_here(), oom_count())
 
     @_control
@@ -248,14 +240,12 @@ class RayRPCServer:
         return ChannelAddress(where, shares_memory, observer_port)
 
     def _start_observer(self, host: str, key: bytes, tls: bool) -> int:
-        """Start an observer of this worker for a controller on another machine; returns its port."""
         with channel.listen_tcp(host, _channel_ports()) as listener:
             start_observer(listener, key, self._pulse, tls=tls)
             return int(listener.getsockname()[1])
 
     @_control
     async def bring(self, request_id: int, arguments: Payload) -> None:
-        """Take the arguments of a request that follows by the channel."""
         self._side_path.arguments[request_id] = arguments
 
     @_control

@@ -48,7 +48,6 @@ class Payload(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of stream and buffers in bytes."""
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -221,8 +220,6 @@ def _handle_at(index: int) -> Any:
 
 
 class _HandleUnpickler(pickle.Unpickler):
-    """Gives the values in place of the handles."""
-
     def __init__(self, data: Any, buffers: Sequence[Any], values: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._values = values
@@ -250,7 +247,6 @@ def encode_arguments(worker_id: str, engine_name: str, method: str, arguments: t
 
 
 def _argument_path(path: str, num_parts: int) -> str:
-    """'arguments[0][1].x' as the caller wrote it: 'args[1].x'."""
     names = ("args", "kwargs") if num_parts == 2 else ("engine", "args", "kwargs")
     for index, name in enumerate(names):
         path = path.replace(f"arguments[{index}]", name, 1)

@@ -147,7 +147,6 @@ def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(key: object) -> str:
-    """A key as the path shows it, cut to a length that reads."""
     try:
         text = repr(key)
     except Exception:  # noqa: BLE001 - a key's own __repr__ must not hide the error that is being told
