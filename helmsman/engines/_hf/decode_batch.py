@@ -171,15 +171,9 @@ def _mask_kinds(config: Any) -> tuple[str, ...]:
 
 
 class Cursor:
-    """Where the next forward pass writes; the layers of one cache share it.
-
-    Attributes:
-        prefill: Whether a whole prompt is written, rather than one token per row.
-        rows: Prefill: (B,) the forward pass's row for each slot that is written. Decoding: (N,) the slots 0 to N - 1.
-        start: Prefill: first slot that is written.
-        columns: Decoding: (N,) the column of each slot's new token.
-        width: Decoding: number of columns that attention looks at.
-    """
+    """Where the next forward pass writes; the layers of one cache share it. In prefill whole prompts are written, from slot
+    ``start`` on, and ``rows`` (B,) is the pass's row for each slot. Decoding writes one token per row: ``rows`` (N,) are the
+    slots, ``columns`` (N,) the column of each, and attention looks at ``width`` columns."""
 
     def __init__(self) -> None:
         self.prefill = True
@@ -298,16 +292,11 @@ class SamplingRows(msgspec.Struct, frozen=True):
 
 
 def draw_uniforms(seed: int, num: int) -> torch.Tensor:
-    """The first numbers of a seed's stream: a function of seed and position alone, whatever ``num`` is.
+    """The first numbers of a seed's stream, (num,) float32 in [0, 1): a function of seed and position alone, whatever ``num``
+    is.
 
     Philox counts, so all 64 bits of the seed matter; torch's generator on the host uses 32 of them, under which two requests of
     a long run may well draw the same.
-
-    Args:
-        seed: 0 to 2**64 - 1.
-
-    Returns:
-        (num,) float32 in [0, 1), on the host.
     """
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=seed)).random(num, dtype=np.float32))
 

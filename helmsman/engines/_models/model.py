@@ -27,11 +27,7 @@ from helmsman.engines._models.heads import AUTO_CLASSES, CONFIG_ENTRIES, check_s
 
 
 def resolve_dtype(name: str) -> torch.dtype:
-    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices and float32 on the host.
-
-    Raises:
-        ValueError: There is no such type.
-    """
+    """A floating-point type by its name in torch; ``auto`` is bfloat16 on devices, float32 on the host. Raises: ValueError."""
     if name == "auto":
         return torch.float32 if current_platform.device_type == "cpu" else torch.bfloat16
     dtype = getattr(torch, name, None)

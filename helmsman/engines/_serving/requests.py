@@ -39,16 +39,10 @@ class Attempt:
 
 
 class Requests:
-    """All requests of one server. The methods run on one event loop.
-
-    Args:
-        read: Has the server generate an attempt, and calls ``take`` until all of it has ended.
-        forget: Called when an attempt is closed, for servers to which the end of the reader says nothing.
-        has_ended: Whether the server has; nothing is held back then, so that ``read`` raises.
-        max_model_len: Most tokens of a sequence; None where it is not known.
-        vocab_size: Token ids are below this; None where it is not known.
-        samples_together: Whether one attempt may have several samples, where these have no seeds.
-    """
+    """All requests of one server. The methods run on one event loop. ``read`` has the server generate an attempt, and calls
+    ``take`` until all of it has ended; ``forget`` is called when an attempt is closed, for servers to which the end of the
+    reader says nothing. When the server has ended nothing is held back, so that ``read`` raises. ``samples_together`` says
+    whether one attempt may have several samples, where these have no seeds."""
 
     def __init__(
         self,

@@ -34,11 +34,7 @@ def place(model: nn.Module, device: torch.device, offload: Offload) -> nn.Module
 
 
 class HostMemory:
-    """Where a train engine's model and optimizer are: on the device, or waiting on the host.
-
-    Args:
-        offload: What is on the host between steps.
-    """
+    """Where a train engine's model and optimizer are: on the device, or waiting on the host."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload

@@ -57,12 +57,7 @@ class VLLMWorkerExtension:
 
     def helmsman_receive(self, place: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> Outcome:
         """Take all weights from a trainer's broadcasts. The first rank is the member of its group, and sends them on to the
-        others of this instance.
-
-        Args:
-            place: A ByCollective, as plain types.
-            forms: Of Expected, as plain types.
-        """
+        others of this instance. ``place`` is a ByCollective and ``forms`` are Expected, as plain types."""
         found = msgspec.convert(place, ByCollective), msgspec.convert(forms, list[Expected])
         return _outcome(lambda: _loading_of(self).receive(*found))
 

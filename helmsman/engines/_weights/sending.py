@@ -81,19 +81,11 @@ def send_all(
     pack: Callable[[contextlib.ExitStack], Packer[T]] | None,
     what: str,
 ) -> T | None:
-    """Send all of some tensors. A collective: every rank takes part until the end, also after rank 0 has failed.
+    """Send all of some tensors, by the names under which they arrive. A collective: every rank takes part until the end, also
+    after rank 0 has failed. ``full`` gives all of a tensor; ``pack`` makes rank 0's packer, with a stack that ends with this
+    call, and is None on other ranks.
 
-    Args:
-        tensors: By the names under which they arrive.
-        full: All of a tensor, on any device; a collective.
-        pack: Makes rank 0's packer; None on other ranks. The stack ends with this call.
-        what: What this is, for messages.
-
-    Returns:
-        On rank 0 the sink's result.
-
-    Raises:
-        Exception: What rank 0 met; RuntimeError on the other ranks.
+    Returns the sink's result on rank 0. Raises what rank 0 met, and RuntimeError on the other ranks.
     """
     packer: Packer[T] | None = None
     result: T | None = None

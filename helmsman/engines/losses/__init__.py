@@ -122,11 +122,7 @@ def prepare_loss(loss: LossFn | str, kwargs: Mapping[str, Any] | None, samples: 
 
 
 def resolve_loss(loss: LossFn | str) -> LossFn:
-    """A loss from itself, its short name, or its import path ``package.module.function``.
-
-    Raises:
-        ValueError: There is no such loss.
-    """
+    """A loss from itself, its short name, or its import path ``package.module.function``. Raises: ValueError."""
     if not isinstance(loss, str):
         return _callable(loss, repr(loss))
     if loss in LOSSES:

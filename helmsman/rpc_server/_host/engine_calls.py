@@ -58,9 +58,8 @@ def needs_broadcast(engine: Any, asked: bool | None) -> bool:
 def broadcast_arguments(
     engine: Any, load: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], worker_id: str, request: Request
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The head's (args, kwargs) on every rank of the engine's model-parallel group.
-
-    The group first agrees that every rank is ready: else ranks would wait in the broadcast for one whose arguments do not load.
+    """The head's (args, kwargs) on every rank of the engine's model-parallel group. The group first agrees that every rank is
+    ready: else ranks would wait in the broadcast for one whose arguments do not load.
 
     Raises: the rank's own error where its arguments do not load, PeerNotReadyError on the others.
     """

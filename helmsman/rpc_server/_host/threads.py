@@ -79,13 +79,8 @@ class _Waiting:
 
 
 class EngineThread:
-    """Runs work one after another, in the order of submission, always on the same thread.
-
-    That order is what keeps collectives of several ranks aligned, and one thread is what keeps a device context current.
-
-    Args:
-        record: for observers outside this process, where there are any.
-    """
+    """Runs work one after another, in the order of submission, always on the same thread: the order keeps collectives of
+    several ranks aligned, and one thread keeps a device context current. ``record`` is for observers outside this process."""
 
     def __init__(self, record: CallRecord | None = None) -> None:
         self._record = record
@@ -163,12 +158,8 @@ def start_loop(
 
 
 class EngineLoop:
-    """An event loop on a thread of its own, started when the first async method is called.
-
-    Args:
-        name: of the thread.
-        record: for observers outside this process, where there are any.
-    """
+    """An event loop on a thread of its own, started when the first async method is called; ``record`` is for observers outside
+    this process."""
 
     def __init__(self, name: str, record: CallRecord | None = None) -> None:
         self._record = record

@@ -14,11 +14,7 @@ from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 
 
 class Environment:
-    """The environment of this process.
-
-    Args:
-        origin: the source of what it holds already.
-    """
+    """The environment of this process; ``origin`` is the source of what it holds already."""
 
     def __init__(self, origin: str) -> None:
         sources = {TAG_VARIABLE: "helmsman"}

@@ -149,14 +149,8 @@ def descendants(root: int, table: dict[int, Process]) -> set[int]:
 
 
 def family(worker_pid: int, tag: str) -> set[int]:
-    """Find the running processes of a worker's family.
-
-    Args:
-        tag: the worker's tag; it begins with the id of the run and a slash.
-
-    Returns:
-        Their pids, without the worker and without the caller.
-    """
+    """Pids of the running processes of a worker's family, without the worker and the caller. The tag begins with the run's id
+    and a slash."""
     mark, entry = Mark(tag.partition("/")[0], worker_pid), f"{TAG_VARIABLE}={tag}".encode()
 
     def belongs(row: Process) -> bool:
@@ -190,13 +184,10 @@ def end_family(worker_pid: int, tag: str, *, limit_s: float = 5.0) -> set[int]:
 
 
 def end_all(find: Callable[[], set[int]], *, limit_s: float = 5.0) -> set[int]:
-    """Kill the processes that ``find`` returns until it returns none.
+    """Kill the processes that ``find`` returns until it returns none; returns those that are left after ``limit_s`` seconds.
 
     Processes that clean up after others get up to a second for it: Python's trackers of shared memory, and the forkserver and
     watcher of a run within the family. They exit once the processes that they watch have exited.
-
-    Returns:
-        The pids that are left after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     patience = time.monotonic() + min(_CLEANERS_S, limit_s / 2)
@@ -292,13 +283,8 @@ def read_record(log_path: str, pid: int) -> dict[str, int | None] | None:
 
 
 def watch(worker_pid: int, pidfd: int, tag: str, log_path: str, folder: int, tracker_fd: int) -> None:
-    """Wait for a process to end, record its exit status, and end its family. The guardian's whole life.
-
-    Args:
-        log_path: beside which its end is recorded; '' for nowhere.
-        folder: a descriptor of the log's directory, held since the worker has opened its log there.
-        tracker_fd: the pipe to the tracker of shared memory, which is started when the first bytes arrive.
-    """
+    """Wait for a process to end, record its exit status beside its log, whose directory is open as ``folder``, and end its
+    family. The guardian's whole life. The tracker of shared memory is started when the first bytes arrive on ``tracker_fd``."""
     waiting = select.poll()
     for fd in (pidfd, tracker_fd):
         waiting.register(fd, select.POLLIN)

@@ -59,11 +59,7 @@ class CallRecord:
 
 
 class Pulse:
-    """The page of this process.
-
-    Args:
-        tag: unique to the worker; readers find the page by it.
-    """
+    """The page of this process; readers find it by ``tag``, which is unique to the worker."""
 
     def __init__(self, tag: str) -> None:
         self.fd = -1
@@ -80,13 +76,8 @@ class Pulse:
         """The call on the event loop that began last, whether or not it has ended."""
 
     def start(self, describe: Callable[[], bytes]) -> None:
-        """Beat on a thread of its own until this process ends.
-
-        Args:
-            describe: returns the worker's description of itself, which is kept if it fits into 3.8 kB.
-        Raises:
-            RuntimeError: No thread can be started.
-        """
+        """Beat on a thread of its own until this process ends; what ``describe`` returns is kept if it fits into 3.8 kB. Raises
+        RuntimeError where no thread can be started."""
         self._beat(describe)
         threading.Thread(target=self._keep_beating, args=(describe,), name="pulse", daemon=True).start()
 

@@ -39,12 +39,7 @@ _READ_BYTES = 1 << 16
 
 
 class RefusalLog:
-    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported.
-
-    Args:
-        report: writes a line.
-        interval_s: shortest time between two lines.
-    """
+    """Reports refused connections in bounded space: one line at most per interval, with the number of those not reported."""
 
     def __init__(self, report: Callable[[str], None], interval_s: float = REPORT_INTERVAL_S) -> None:
         self._report = report
@@ -85,17 +80,10 @@ class RefusalLog:
 
 
 class Door:
-    """Accepts connections on the running event loop and authenticates them.
+    """Accepts connections on the running event loop, authenticates them, and gives each with its peer's address to ``admit``.
 
     When too many handshakes are pending, of one address or altogether, a new connection evicts the one that has made no step
     for the longest time. So silent peers, which stay, make way for a peer of this run, which takes a few round trips.
-
-    Args:
-        listener: a listening socket, which close() closes.
-        key: the run's key.
-        tls: the listener's certificate; None for plain connections.
-        admit: takes each authenticated connection, with the peer's address.
-        refusals: where refused connections are reported.
     """
 
     def __init__(
@@ -279,13 +267,8 @@ class Connection:
 
 
 class AuthenticatedServer(abc.ABC):
-    """Serves each connection on a thread of its own, once its peer is authenticated.
-
-    Args:
-        listener: a listening socket, which close() closes.
-        key: the run's key.
-        tls: the listener's certificate; None for plain connections.
-    """
+    """Serves each connection to a listening socket, which close() closes, on a thread of its own, once its peer is
+    authenticated."""
 
     def __init__(self, listener: socket.socket, key: bytes, tls: ServerTls | None = None) -> None:
         self._listener = listener

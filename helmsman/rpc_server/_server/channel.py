@@ -125,14 +125,7 @@ class _Peer:
 
     def replace(self, connection: Connection, attempt: int, num_received: int) -> None:
         """Go on with a new connection, unless a later attempt of the controller's has come before it, or comes meanwhile.
-
-        Args:
-            connection: the new one.
-            attempt: its number.
-            num_received: messages that its other end has received.
-
-        Raises: EOFError for one that is too late, OSError, ProtocolError.
-        """
+        Raises: EOFError for one that is too late, OSError, ProtocolError."""
         with self._claiming:
             if attempt <= self._attempt:
                 raise EOFError
@@ -166,14 +159,8 @@ class _Peer:
 
 
 class ChannelServer(AuthenticatedServer):
-    """Serves the channel of one worker.
-
-    Args:
-        host: answers the requests.
-        shares_memory: whether the controller is on this machine, so that large buffers need not go over the socket.
-        tls: the certificate for connections from other machines; None for plain ones.
-        side_path: carries the payloads that the channel cannot carry; None where it can carry all.
-    """
+    """Serves the channel of one worker. ``shares_memory`` says whether the controller is on this machine, so that large buffers
+    need not go over the socket; ``side_path`` carries the payloads that the channel cannot carry."""
 
     def __init__(
         self,

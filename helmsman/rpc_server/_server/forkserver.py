@@ -100,11 +100,8 @@ decode_event = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited | FamilyEnd
 
 
 class _ForkServer:
-    """
-    Args:
-        driver: its pidfd. The channel alone is not enough: a child that the driver forked holds the driver's end of it open.
-        watcher: pid of the process that ends the run where this one cannot.
-    """
+    """It watches the driver's pidfd, too: a child that the driver forked holds the driver's end of the channel open.
+    ``watcher`` is the pid of the process that ends the run where this one cannot."""
 
     def __init__(self, channel: socket.socket, driver: int, watcher: int, run_dir: str) -> None:
         self._channel = channel
@@ -295,11 +292,7 @@ def _take_notice(host: EngineHost) -> None:
 
 
 def main(watcher: int, argv: list[str]) -> None:
-    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``.
-
-    Args:
-        watcher: what watch_driver returned.
-    """
+    """Entry point: ``FD DRIVER_PIDFD RUN_DIR MODULE,MODULE,...``, beside a watcher that watch_driver has returned."""
     driver = int(argv[1])
     channel = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(channel.fileno(), False)

@@ -36,10 +36,7 @@ from helmsman.rpc_server.ports import RANGE_VARIABLE, port_range
 
 class RayHandleStore:
     """Keeps results: in segments for processes of this machine, and in Ray's object store once another machine needs them, or
-    from the start where the controller is on another machine.
-
-    A handle carries the location of a segment, or a reference, which Ray counts as a borrowed one.
-    """
+    from the start where the controller is on another machine. A handle has the location of a segment, or a reference."""
 
     def __init__(self, *, in_segments: bool = False) -> None:
         self.in_segments = in_segments
@@ -212,15 +209,8 @@ class RayRPCServer:
 
     @_control
     async def open_channel(self, key: bytes, sample: SegmentLocation | None, tls: bool) -> ChannelAddress:
-        """Listen for the controller's connection: on a Unix socket where they share a machine, else on this node's own address.
-
-        Args:
-            key: for connections to this worker alone.
-            sample: a segment of the controller, to see whether it can be mapped here.
-            tls: whether a connection between machines uses TLS.
-
-        Raises: OSError.
-        """
+        """Listen for the controller's connection, with a key for this worker alone: on a Unix socket where ``sample``, a
+        segment of the controller, can be mapped here, else on this node's own address. Raises: OSError."""
         if self._channel is not None:
             self._channel.close()
         shares_memory = sample is not None and can_attach(sample)

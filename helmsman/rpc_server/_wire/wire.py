@@ -59,19 +59,11 @@ class WirePayload(msgspec.Struct, array_like=True):
 
 
 def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool = True) -> tuple[WirePayload, ShmSegment | None]:
-    """Make a payload ready to send to another process.
+    """Make a payload ready to send to another process: what msgpack can encode, and the segment, if one was needed, which is to
+    be kept open until the receiver has attached.
 
-    Args:
-        payload: from ``encode``.
-        threshold: buffers, and a pickle stream, of this many bytes or more go in a segment. So do smaller ones once those
-            inside the message make up 16 times as much.
-        segments: whether the receiver is on this machine; otherwise all goes inside.
-
-    Returns:
-        What msgpack can encode, and the segment, if one was needed, which is to be kept open until the receiver has attached.
-
-    Raises:
-        OSError: no memory, or no file descriptor, is left for a segment.
+    Buffers, and a pickle stream, of ``threshold`` bytes or more go in a segment. So do smaller ones once those inside the
+    message make up 16 times as much. Without ``segments`` all goes inside. Raises: OSError.
     """
     data = payload.data if isinstance(payload.data, bytes) else bytes(payload.data)
     handles = pickle.dumps(payload.handles, 5) if payload.handles else b""
@@ -99,14 +91,10 @@ def to_wire(payload: Payload, *, threshold: int = INLINE_BYTES, segments: bool =
 
 
 def from_wire(wire: WirePayload, *, populated: bool = True) -> Payload:
-    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the receiver alone.
+    """The payload that ``to_wire`` made ready. All its buffers can be written to and belong to the receiver alone. Without
+    ``populated`` the caller maps the pages of the segment (``memory.populate``).
 
-    Args:
-        wire: as it was received.
-        populated: whether the pages of a segment are mapped now, or by the caller (``memory.populate``).
-
-    Raises:
-        ProtocolError: the segment is gone, or is not what the message says.
+    Raises: ProtocolError where the segment is gone, or is not what the message says.
     """
     if not wire.is_inline and wire.segment is None and not wire.inline and wire.data:
         return Payload(wire.data, [], pickle.loads(wire.handles) if wire.handles else [])
