@@ -45,11 +45,14 @@ class Batch(Frozen):
     old one wherever they can. Slices and chunks are views. Do not change a column in place, a list least of all.
     """
 
-    __slots__ = ("__weakref__", "_columns", "_meta", "_num_padding", "_num_rows")
+    __slots__ = ("__weakref__", "_num_rows", "columns", "meta", "num_padding")
 
-    _columns: Mapping[str, Column]
-    _meta: Mapping[str, Any]
-    _num_padding: int
+    columns: Mapping[str, Column]
+    """Name -> column, read-only."""
+    meta: Mapping[str, Any]
+    """Entries that hold for all rows, read-only."""
+    num_padding: int
+    """How many rows at the end are padding."""
     _num_rows: int
 
     def __init__(
@@ -87,25 +90,10 @@ class Batch(Frozen):
         self._freeze(kept, meta or {}, next(iter(lengths.values()), 0), 0)
 
     def _freeze(self, columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> None:
-        frozen = {"_columns": MappingProxyType(dict(columns)), "_meta": MappingProxyType(dict(meta))}
-        self._fill(**frozen, _num_rows=num_rows, _num_padding=num_padding)
+        frozen = {"columns": MappingProxyType(dict(columns)), "meta": MappingProxyType(dict(meta))}
+        self._fill(**frozen, _num_rows=num_rows, num_padding=num_padding)
 
     # --- what is in it ----------------------------------------------------------------------------------------------
-
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """Name -> column, read-only."""
-        return self._columns
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """Entries that hold for all rows, read-only."""
-        return self._meta
-
-    @property
-    def num_padding(self) -> int:
-        """How many rows at the end are padding."""
-        return self._num_padding
 
     @property
     def mask(self) -> Column:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -108,13 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def _runs(instance: PlannedInstance) -> list[list[PlannedWorker]]:
     """Neighbouring ranks of one node."""
-    runs: list[list[PlannedWorker]] = []
-    for worker in instance.workers:
-        if runs and runs[-1][-1].node_id == worker.node_id:
-            runs[-1].append(worker)
-        else:
-            runs.append([worker])
-    return runs
+    return [list(run) for _, run in itertools.groupby(instance.workers, lambda worker: worker.node_id)]
 
 
 def _row(role: PlannedRole, instance: PlannedInstance, run: list[PlannedWorker]) -> tuple[str, str, str, str]:

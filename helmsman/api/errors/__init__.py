@@ -83,7 +83,6 @@ tests/api/test_errors.py a row. Fields must be picklable: errors are rebuilt fro
 ``__init__``.
 """
 
-from helmsman.api.errors._backends import *
 from helmsman.api.errors._base import HelmsmanError as HelmsmanError
 from helmsman.api.errors._base import signal_name as signal_name
 from helmsman.api.errors._calls import *

@@ -128,11 +128,14 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises: what the last save in the background met."""
+        self._join_writing()
+        with failing_together("the last save in the background"):
+            self.raise_failure()
+
+    def _join_writing(self) -> None:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        with failing_together("the last save in the background"):
-            self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise what a save in the background met, once: on rank 0 alone, so inside a block that fails together."""
@@ -142,9 +145,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until nothing is being written, and leave the group of the writers. Idempotent."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+        self._join_writing()
         if self._failure is not None:
             logger.error("the last checkpoint was not saved, and no call has raised it: %s", self._failure)
             self._failure = None

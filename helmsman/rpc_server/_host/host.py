@@ -107,10 +107,8 @@ class EngineHost:
                 self._answer(request, reply, lambda: self._control(request, payload))
                 if request.verb is Verb.SHUTDOWN:
                     self.on_shutdown()
-        except errors.HelmsmanError as error:
-            reply(Reply(request.id, False), encode(error))
         except BaseException as error:  # noqa: BLE001 - the process boundary: finding a method runs the engine's __getattr__
-            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+            self._fail(request, reply, error)
 
     def close(self) -> None:
         """Stop the host's threads and give its ports back.
@@ -137,12 +135,14 @@ class EngineHost:
     def _answer(self, request: Request, reply: ReplyFn, work: Callable[[], Any]) -> None:
         try:
             result = work()
-        except errors.HelmsmanError as error:
-            reply(Reply(request.id, False), encode(error))
         except BaseException as error:  # noqa: BLE001 - the process boundary: whatever a request causes goes back as its error
-            reply(Reply(request.id, False), encode(remote_error(self.identity, request, error)))
+            self._fail(request, reply, error)
         else:
             self._send_result(request, reply, result)
+
+    def _fail(self, request: Request, reply: ReplyFn, error: BaseException) -> None:
+        ours = error if isinstance(error, errors.HelmsmanError) else remote_error(self.identity, request, error)
+        reply(Reply(request.id, False), encode(ours))
 
     def _decline(self, request: Request, reply: ReplyFn) -> None:
         """Answer a request that is not begun, because its caller gave up; the answer lets the transport forget it."""
@@ -370,7 +370,7 @@ class EngineHost:
             try:
                 args, kwargs = self._load(request, payload)
             except errors.HelmsmanError as error:
-                reply(Reply(request.id, False), encode(error))
+                self._fail(request, reply, error)
                 return
             try:
                 try:
@@ -459,12 +459,11 @@ class EngineHost:
         except Exception as error:  # noqa: BLE001 - no room is left in which to keep or send it, as segments or Ray's store say
             if kept is not None:
                 self._store.drop(kept.id)  # its handle reaches no caller
-            failure: errors.HelmsmanError
             if isinstance(error, errors.CodecError):
                 failure = self._refusal(errors.ResultNotSerializableError, request, error)
             else:
                 failure = remote_error(self.identity, request, error)
-            reply(Reply(request.id, False), encode(failure))
+            self._fail(request, reply, failure)
 
 
 def _behind(state: Literal["waiting", "withdrawn"], place: EngineThread | EngineLoop) -> CallState:
