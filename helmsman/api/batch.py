@@ -166,11 +166,12 @@ class Batch(Frozen):
 
     def select(self, *names: str) -> Batch:
         """These columns only, in this order."""
-        return self._with({name: self[name] for name in names})
+        return _restore({name: self[name] for name in names}, self.meta, len(self), self.num_padding)
 
     def with_columns(self, **columns: Column | tuple[Any, ...]) -> Batch:
         """With these columns added, or in place of those of the same name."""
-        return self._with(Batch({**self.columns, **columns}, num_rows=len(self)).columns)
+        all_columns = Batch({**self.columns, **columns}, num_rows=len(self)).columns
+        return _restore(all_columns, self.meta, len(self), self.num_padding)
 
     def union(self, other: Batch) -> Batch:
         """The columns and meta of both, row by row.
@@ -361,9 +362,6 @@ class Batch(Frozen):
 
     def _padding_within(self, start: int, stop: int) -> int:
         return max(0, min(stop - start, stop - (len(self) - self.num_padding)))
-
-    def _with(self, columns: Mapping[str, Column]) -> Batch:
-        return _restore(columns, self.meta, len(self), self.num_padding)
 
     def _require_no_padding(self, operation: str) -> None:
         if self.num_padding:

@@ -53,8 +53,6 @@ class VLLMEngine(InferenceEngine):
         """Those under way, for destroy to see them answered before the loop ends."""
         self._destroyed = False
 
-    # --- life -------------------------------------------------------------------------------------------------------------
-
     def initialize(self) -> None:
         """Start vLLM's processes and load the model; the weights are version 0.
 
@@ -136,8 +134,6 @@ class VLLMEngine(InferenceEngine):
         """Await what must not be left half done when its caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self._begin(work)))
 
-    # --- generation -------------------------------------------------------------------------------------------------------
-
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
         """See InferenceEngine. Cancelling the call ends the request in vLLM. Raises also EngineDeadError when vLLM's processes
         have ended.
@@ -165,8 +161,6 @@ class VLLMEngine(InferenceEngine):
         the last step; and the ``version``. Takes no lock."""
         return self._running().stats()
 
-    # --- weights ----------------------------------------------------------------------------------------------------------
-
     async def update_weights(self, weights: Weights, version: int) -> int:
         """See InferenceEngine; for requests in flight, see VLLMConfig.in_flight. Weights in memory go to vLLM's processes by
         shared memory of this node, copied once; files are read by each rank; broadcasts are received by the first rank, on
@@ -176,8 +170,6 @@ class VLLMEngine(InferenceEngine):
     def get_version(self) -> int:
         return self._running().requests.version
 
-    # --- sleep ------------------------------------------------------------------------------------------------------------
-
     async def sleep(self, level: int = 1) -> None:
         """See InferenceEngine. On devices this is vLLM's sleep mode, which ``enable_sleep_mode`` prepares. On the CPU vLLM has
         none: requests are refused and the prefix cache is emptied, as elsewhere, but no memory is given back."""
@@ -186,8 +178,6 @@ class VLLMEngine(InferenceEngine):
 
     async def wake(self, *, weights_only: bool = False) -> None:
         await self._to_its_end(lambda instance: instance.wake(weights_only))
-
-    # --- adapters ---------------------------------------------------------------------------------------------------------
 
     async def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter in PEFT's layout from a folder, in place of one of this name. Needs ``max_lora_rank``."""

@@ -55,8 +55,6 @@ class Checkpointer:
         self._failure: Exception | None = None
         """Of the last save in the background, on rank 0, until it is told."""
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
-
     def save(
         self,
         path: str,
@@ -158,8 +156,6 @@ class Checkpointer:
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
 
-    # --- loading ----------------------------------------------------------------------------------------------------------
-
     def load(self, path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Read a checkpoint into a model and an optimizer that has not stepped.
 
@@ -186,8 +182,6 @@ class Checkpointer:
         self._set_random_state(random)
         return saved.progress
 
-    # --- random numbers ---------------------------------------------------------------------------------------------------
-
     def _random_state(self) -> dict[str, torch.Tensor]:
         state = {f"random.{dist.get_rank()}.host": torch.get_rng_state()}
         if self._device.type != "cpu":
@@ -210,9 +204,6 @@ def read_parameters(path: str, model: nn.Module) -> None:
     with plain_errors(f"reading {path}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(_model_tensors(model)), storage_reader=reader, no_dist=True)
-
-
-# --- what is saved ------------------------------------------------------------------------------------------------------------
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

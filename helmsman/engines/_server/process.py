@@ -155,8 +155,6 @@ class ServerProcess:
                     )
             stdin.close()
 
-    # --- threads of its own -----------------------------------------------------------------------------------------------
-
     def _pass_on_output(self) -> None:
         stdout = self._guard.stdout
         assert stdout is not None

@@ -67,8 +67,6 @@ class Requests:
         self._attempts: set[Attempt] = set()
         self._num_attempts = 0
 
-    # --- for updates and sleep --------------------------------------------------------------------------------------------
-
     def hold(self) -> None:
         self.is_held = True
 
@@ -90,8 +88,6 @@ class Requests:
     async def notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-    # --- for callers ------------------------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest], adapter: Any = None) -> list[GenerationResult]:
         """Continue one prompt, once for each request. Raises: ValueError for a wrong one; what ``read`` raises."""
@@ -130,8 +126,6 @@ class Requests:
         check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         generation = self.generations[request.request_id] = Generation(request, self._max_model_len, adapter)
         return generation
-
-    # --- attempts ---------------------------------------------------------------------------------------------------------
 
     async def _to_its_end(self, generation: Generation) -> None:
         while generation.stop_reason is None:
