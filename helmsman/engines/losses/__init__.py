@@ -16,8 +16,7 @@ from helmsman.api.pairs import PAIR
 from helmsman.api.suggestions import did_you_mean
 from helmsman.engines.losses.columns import LossResult, kl_estimate
 from helmsman.engines.losses.policy import cispo_loss, decoupled_ppo_loss, grpo_loss, gspo_loss
-from helmsman.engines.losses.preference import dpo_loss, reward_model_loss
-from helmsman.engines.losses.tokens import sft_loss, value_loss
+from helmsman.engines.losses.supervised import dpo_loss, reward_model_loss, sft_loss, value_loss
 
 __all__ = [
     "LOSSES",
