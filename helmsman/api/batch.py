@@ -369,7 +369,6 @@ class Batch(Frozen):
 
 
 def _restore(columns: Mapping[str, Column], meta: Mapping[str, Any], num_rows: int, num_padding: int) -> Batch:
-    """A batch of parts that are known to agree."""
     batch = Batch.__new__(Batch)
     batch._freeze(columns, meta, num_rows, num_padding)
     return batch
@@ -415,7 +414,6 @@ def _positive(number: int, name: str) -> int:
 
 
 def _no_column(name: str, value: Any) -> str:
-    """Why a value cannot be a column."""
     if getattr(value, "is_nested", False):
         return f"column {name!r} is a nested tensor; make a Ragged of its values() and offsets()"
     kind = "tensor or array without dimensions" if getattr(value, "shape", None) == () else type(value).__qualname__

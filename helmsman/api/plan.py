@@ -108,7 +108,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _runs(instance: PlannedInstance) -> list[list[PlannedWorker]]:
-    """Neighbouring ranks of one node."""
     return [list(run) for _, run in itertools.groupby(instance.workers, lambda worker: worker.node_id)]
 
 
@@ -144,7 +143,6 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -89,7 +89,7 @@ class RemoteBatch(Batch):
 
     @staticmethod
     def join(batches: Sequence[Batch]) -> RemoteBatch:
-        """The rows of several, without moving any. Raises: ValueError, where rows lie behind the padding of others."""
+        """The rows of several, without moving any. Raises: ValueError."""
         return RemoteBatch._joined(batches, padding_of(batches))
 
     def __repr__(self) -> str:

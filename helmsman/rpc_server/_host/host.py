@@ -92,15 +92,11 @@ class EngineHost:
                 self._begin_create(request, payload, reply)
             elif request.verb is Verb.DESTROY:
                 names = decode(payload)[0]
-                self.engine_thread.submit(
-                    request.id,
-                    "destroy",
-                    lambda: self._answer(request, reply, lambda: self._destroy_engines(names)),
-                    lambda: self._decline(request, reply),
-                )
+                work = functools.partial(self._answer, request, reply, lambda: self._destroy_engines(names))
+                self.engine_thread.submit(request.id, "destroy", work, functools.partial(self._decline, request, reply))
             elif request.verb is Verb.REACH:  # it waits for another machine, and nothing else may wait for it
-                work = functools.partial(connectivity.reach, *decode(payload))
-                threading.Thread(target=self._answer, args=(request, reply, work), name="reach", daemon=True).start()
+                reach = functools.partial(connectivity.reach, *decode(payload))
+                threading.Thread(target=self._answer, args=(request, reply, reach), name="reach", daemon=True).start()
             elif request.verb is Verb.FAULT:  # a helper has to start
                 threading.Thread(target=self._apply_fault, args=(request, payload, reply), name="fault", daemon=True).start()
             else:
@@ -384,16 +380,12 @@ class EngineHost:
             else:
                 self._send_result(request, reply, result)
 
-        def run_sync() -> None:
-            self._answer(request, reply, lambda: self._call(request, payload, engine, method))
-
-        def withdrawn() -> None:
-            self._decline(request, reply)
-
+        withdrawn = functools.partial(self._decline, request, reply)
         if inspect.iscoroutinefunction(method):
             self._loop.submit(request.id, name, run_async, withdrawn)
         else:
-            self.engine_thread.submit(request.id, name, run_sync, withdrawn)
+            work = functools.partial(self._answer, request, reply, lambda: self._call(request, payload, engine, method))
+            self.engine_thread.submit(request.id, name, work, withdrawn)
 
     def _call(self, request: Request, payload: Payload, engine: Any, method: Callable[..., Any]) -> Any:
         if needs_broadcast(engine, request.broadcast):
