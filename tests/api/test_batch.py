@@ -232,8 +232,8 @@ def test_batch_is_frozen() -> None:
     for name in ("columns", "extra"):
         with pytest.raises(AttributeError, match=f"a Batch is frozen; {name!r} cannot be set"):
             setattr(batch, name, {})
-    with pytest.raises(AttributeError, match="a Batch is frozen; '_meta' cannot be deleted"):
-        del batch._meta
+    with pytest.raises(AttributeError, match="a Batch is frozen; 'meta' cannot be deleted"):
+        del batch.meta
     for mapping in (batch.columns, batch.meta, batch):
         with pytest.raises(TypeError):
             mapping["a"] = [2]  # type: ignore[index]

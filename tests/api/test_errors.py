@@ -61,7 +61,6 @@ NEXT_STEPS = {
     "RequestDeadlineError": "Raise the deadline",
     "RequestsInFlightError": "end them with abort",
     "ServerLostError": "give the rollout controller supervision",
-    "FaultPlanError": "Write 'kill rollout/3 at step 5'",
     "FaultsUnsupportedError": "Run the drill on the 'local' or 'ray' scheduler",
     "EpisodeTimeoutError": "lower max_new_tokens",
     "WorkflowFailuresError": "Mend the workflow",

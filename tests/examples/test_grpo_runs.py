@@ -11,8 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from helmsman.testing import Hang, Kill, Slow
 from tests.examples.processes import marked, pids_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +166,12 @@ def test_rollout_workers_that_die_do_not_end_the_run(
 
 
 def test_a_drill_does_not_change_what_is_trained(sums: Path, tmp_path: Path) -> None:
-    faults = "kill rollout/0 at step 14; hang rollout/1 at step 15 for 1 s; slow rollout/1 by 3x at step 16 for 2 s"
+    plan = [
+        Kill("rollout/0", at_step=14),
+        Hang("rollout/1", at_step=15, seconds=1),
+        Slow("rollout/1", at_step=16, factor=3, seconds=2),
+    ]
+    faults = msgspec.json.encode(plan).decode()
     flags = ("--scheduler", "local", "--steps", "6")
     quiet, drilled = run(sums, tmp_path / "quiet", *flags), run(sums, tmp_path / "drill", *flags, "--faults", faults)
     assert [record["step"] for record in drilled] == list(range(19))

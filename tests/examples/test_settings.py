@@ -54,8 +54,12 @@ def test_resume_goes_on_with_the_settings_of_the_run(tmp_path: Path) -> None:
         (["--task-params", "[1]"], "not a JSON object"),
         (["--scheduler", "slurm"], "invalid choice: 'slurm'"),
         (["--task-params", "{"], "not a JSON object"),
-        (["--faults", "kil rollout/0 at step 5"], "'kil rollout/0 at step 5' cannot be read"),
-        (["--scheduler", "inline", "--faults", "kill rollout/0 at step 5"], "use --scheduler local"),
+        (["--faults", "kill rollout/0"], "not a JSON array of objects: 'kill rollout/0'"),
+        (["--faults", '[{"type": "Kil"}]'], "--faults: Invalid value 'Kil'"),
+        (
+            ["--scheduler", "inline", "--faults", '[{"type": "Kill", "worker_id": "a/0", "at_step": 5}]'],
+            "use --scheduler local",
+        ),
         (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],
 )

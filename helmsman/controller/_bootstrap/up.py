@@ -19,7 +19,7 @@ from typing import Any
 
 from helmsman.api.environment import masked
 from helmsman.api.errors import BootstrapError, PreflightError
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.version import __version__
 from helmsman.controller._bootstrap.async_utils import StatusPrinter, StoppedError, run_script, status_printer, stop_signals
 from helmsman.controller._bootstrap.head import Head

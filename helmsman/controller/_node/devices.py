@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from helmsman.api.errors import DeviceMismatchError
-from helmsman.api.platform_kinds import EMPTY_MASKS, PLATFORMS
+from helmsman.api.platforms import EMPTY_MASKS, PLATFORMS
 
 _DEVICE_FILES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from helmsman.api.environment import EnvironmentVariable, masked
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import SchedulingSpec
 from helmsman.rpc_server._process.guardian import TAG_VARIABLE
 from helmsman.rpc_server.ports import PORTS_VARIABLE

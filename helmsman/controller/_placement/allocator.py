@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from helmsman.api.plan import Plan, PlannedRole
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice
 from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._node.checks import cpus_allowed, memory_allowed

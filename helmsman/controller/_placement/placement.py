@@ -10,7 +10,7 @@ import msgspec
 
 from helmsman.api.errors import InvalidSpecError, RoleNotFoundError
 from helmsman.api.plan import PlannedWorker, Reservation
-from helmsman.api.platform_kinds import PLATFORMS, DeviceGrant
+from helmsman.api.platforms import PLATFORMS, DeviceGrant
 from helmsman.api.scheduler import Job, SchedulingSpec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from helmsman.api.plan import Node
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 
 Resources = dict[str, float]
 """By Ray's names ('CPU', 'GPU', 'NPU', 'memory' in bytes, custom ones)."""

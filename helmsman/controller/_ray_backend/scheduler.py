@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from helmsman.api import errors
-from helmsman.api.platform_kinds import PLATFORMS
+from helmsman.api.platforms import PLATFORMS
 from helmsman.api.scheduler import Job, PreemptionNotice, ResultHandle, Timeouts
 from helmsman.controller._aio.event_loop import Deadline, await_all
 from helmsman.controller._node.devices import physical_ids, visibility

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helmsman.api.generation import SamplingParams
-from helmsman.engines._hf.sampling import SamplingRows, draw_uniforms, sample_tokens
+from helmsman.engines._hf.decode_batch import SamplingRows, draw_uniforms, sample_tokens
 
 LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
 

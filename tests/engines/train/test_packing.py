@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.engines._train.attention import RowShape, row_attention
-from helmsman.engines._train.batching import Batching, check_samples, empty_micro_batch, group_samples, make_micro_batch
-from helmsman.engines._train.packing import pack, pad
+from helmsman.engines._train.batching import (
+    Batching,
+    check_samples,
+    empty_micro_batch,
+    group_samples,
+    make_micro_batch,
+    pack,
+    pad,
+)
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 

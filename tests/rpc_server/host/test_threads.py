@@ -18,7 +18,7 @@ from helmsman.rpc_server._host.handles import SegmentStore
 from helmsman.rpc_server._host.host import EngineHost
 from helmsman.rpc_server._host.threads import EngineLoop
 from helmsman.rpc_server._server.channel import ChannelServer
-from helmsman.rpc_server._server.local_server import listen
+from helmsman.rpc_server._server.forkserver import listen
 from helmsman.rpc_server._wire.auth import connect
 from helmsman.rpc_server._wire.messages import WorkerIdentity
 

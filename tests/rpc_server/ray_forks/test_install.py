@@ -21,7 +21,7 @@ from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.rpc_server._process.guardian import wait_until
 from helmsman.rpc_server._ray_forks import client as ray_fork_client
 from helmsman.rpc_server._ray_forks.client import GREETING, request
-from helmsman.rpc_server._ray_forks.worker import read_order
+from helmsman.rpc_server._ray_forks.forkserver import read_order
 from tests.processes import command_of
 
 ray = pytest.importorskip("ray")
