@@ -258,10 +258,10 @@ def test_contracts_import_without_heavy_packages() -> None:
     import_without(HEAVY, ["helmsman", *modules_of("api")])
 
 
-def test_driver_imports_without_torch_and_ray() -> None:
+def test_driver_imports_without_torch_numpy_and_ray() -> None:
     """And only the public names for Ray are missing."""
     modules = set(modules_of("api", "rpc_server", "controller")) - NEEDS_TORCH - NEEDS_RAY
-    missing = import_without({"torch", "transformers", "ray"}, sorted(modules))
+    missing = import_without({"torch", "numpy", "transformers", "ray"}, sorted(modules))
     assert {line.split()[0] for line in missing} == PUBLIC_FOR_RAY
     for line in missing:
         assert "BackendNotInstalledError" in line

@@ -140,10 +140,6 @@ READS_BEFORE = "value"
 """The loss in which the output before a token stands for the token."""
 
 
-def test_every_loss_is_tried_below() -> None:
-    assert ARGUMENTS.keys() == LOSSES.keys()
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_stands_outside_the_mask_changes_neither_loss_nor_gradient(name: str) -> None:
     outputs, batch = full_batch()

@@ -19,7 +19,7 @@ from helmsman.engines._models.distributed import join_process_group, leave_proce
 from helmsman.engines._server.weights import write_folder
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.ranks import free_port, processes, run_ranks
-from tests.engines.small_models import QWEN2, random_tokens
+from tests.engines.small_models import GPT2, LLAMA, QWEN2, random_tokens
 
 SAMPLES = [{"input_ids": random_tokens(length, seed=length)} for length in (5, 9, 12, 20, 7, 3)]
 STEPS_BEFORE, STEPS_AFTER = 2, 3
@@ -231,21 +231,9 @@ def go_on_alone(path: str) -> int:
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
-GPT2_DROPPING: dict[str, Any] = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "vocab_size": 50,
-    "resid_pdrop": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
 
 def drop_and_go_on(folder: str) -> tuple[Any, Any]:
-    engine = make(model=GPT2_DROPPING)
+    engine = make(model={**GPT2, "resid_pdrop": 0.3})
     train(engine, 2)
     engine.save(f"{folder}/checkpoint")
     expected = train(engine, 2)
@@ -288,19 +276,7 @@ def export(folder: str, model: Any) -> dict[str, Any]:
     return {"weights": weights, "errors": errors}
 
 
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "vocab_size": 50,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 """Its experts are one tensor in memory and many in files."""
 
 

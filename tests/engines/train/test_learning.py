@@ -13,19 +13,9 @@ from helmsman.api.pairs import pair_samples
 from helmsman.api.reward_shaping import token_rewards
 from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
-from tests.engines.small_models import VOCAB, random_tokens
+from tests.engines.small_models import QWEN2, VOCAB, random_tokens
 
-MODEL: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+MODEL: dict[str, Any] = {**QWEN2, "initializer_range": 0.02}
 GOOD = set(range(VOCAB // 2))
 """Tokens that are worth something."""
 

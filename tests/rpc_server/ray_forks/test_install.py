@@ -29,6 +29,8 @@ pytest.importorskip("torch")
 
 from helmsman.rpc_server._ray_forks import ray_patches  # noqa: E402 - imports of Ray come after the check for it
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"runtime_env": {"env_vars": {"TORCH_OF_ITS_OWN": "1"}}}
 """Options of an actor or task whose worker is not forked: a library that is loaded already may have wanted this variable."""
 

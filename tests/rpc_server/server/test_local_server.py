@@ -31,7 +31,7 @@ from helmsman.rpc_server._wire.wire import WirePayload, to_wire
 from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held, wait_until
 
-NUM_MESSAGES = 10_000
+NUM_MESSAGES = 2_000
 
 
 @pytest.fixture(scope="module")

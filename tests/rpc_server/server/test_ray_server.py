@@ -24,6 +24,7 @@ from tests.contract.engines import Counter
 from tests.contract.helpers import LIMIT_S, Engine, Gate, held
 
 FIRST_PORT, LAST_PORT = 23_100, 23_199
+pytestmark = pytest.mark.slow
 ray: Any = importlib.import_module("ray")
 """Imported after the scheduler's module, which decides how clusters authenticate."""
 
