@@ -46,6 +46,7 @@ def run_without(packages: list[str], code: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_helmsman_works_without_extras() -> None:
     used = """
 import asyncio

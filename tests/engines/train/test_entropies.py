@@ -59,6 +59,7 @@ def of_a_part() -> tuple[torch.Tensor, torch.Tensor]:
     return entropies.detach(), grad
 
 
+@pytest.mark.slow
 def test_distribution_entropies_vocabulary_parallel() -> None:
     logits, weights = drawn()
     logits.requires_grad_()

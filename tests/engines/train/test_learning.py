@@ -15,6 +15,8 @@ from helmsman.engines.train import FSDPTrainEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN2, VOCAB, random_tokens
 
+pytestmark = pytest.mark.slow
+
 MODEL: dict[str, Any] = {**QWEN2, "initializer_range": 0.02}
 GOOD = set(range(VOCAB // 2))
 """Tokens that are worth something."""

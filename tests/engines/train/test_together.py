@@ -12,6 +12,8 @@ from helmsman.engines.rollout import HFRolloutEngine
 from tests.engines.conftest import Make
 from tests.engines.small_models import QWEN2
 
+pytestmark = pytest.mark.slow
+
 MODEL = {**QWEN2, "initializer_range": 0.1}
 WANTED, NUM_TOKENS, GROUP_SIZE = 7, 6, 16
 

@@ -334,6 +334,7 @@ def test_destroy_keeps_foreign_process_group(make: Make) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_create_process_group_ranks_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     engine = FSDPTrainEngine(model=QWEN2, rendezvous_timeout_s=1)

@@ -155,6 +155,7 @@ def train_in_all_ways() -> dict[str, list[dict[str, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_train_batch_between_sleeps() -> None:
     for found in run_ranks(train_in_all_ways, 2):
         assert found["none"] == found["all"] == found["plain"]

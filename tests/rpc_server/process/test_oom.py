@@ -51,6 +51,7 @@ def small_group() -> Iterator[Path]:
     wait_until(is_removed, "the memory cgroup is removed")
 
 
+@pytest.mark.slow
 def test_oom_kill_named_in_worker_failure(small_group: Path) -> None:
     join = f"import os; open({str(small_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
