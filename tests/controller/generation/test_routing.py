@@ -107,24 +107,20 @@ def test_the_longest_known_prefix_decides() -> None:
     assert route(policy, able, prompt=[*system, *second]) == "i0", "the longer of two that are known in different places"
 
 
-def test_a_prefix_counts_by_all_that_comes_before_it() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        *(([*[1] * BLOCK, 7, 7], [*[1] * BLOCK, *tail], "i0") for tail in ([], [8], [8] * (BLOCK - 1))),
+        ([1, 2], [1, 2], "i0"),  # a prompt shorter than a block is known as a whole
+        ([1, 2], [1, 2, 3], "i1"),
+        ([*[1] * BLOCK, *[2] * BLOCK], [*[5] * BLOCK, *[2] * BLOCK], "i1"),  # the same block, elsewhere in the prompt
+    ],
+)
+def test_prefix_affinity_blocks(first: list[int], second: list[int], expected: str) -> None:
+    """A block counts as a whole, and with all that comes before it."""
     able, policy = instances(0, 0), prefix_affinity()
-    assert route(policy, able, prompt=[*[1] * BLOCK, *[2] * BLOCK]) == "i0"
-    assert route(policy, able, prompt=[*[5] * BLOCK, *[2] * BLOCK]) == "i1", "the same block, elsewhere in the prompt"
-
-
-@pytest.mark.parametrize("tail", [[], [8], [8] * (BLOCK - 1)])
-def test_only_whole_blocks_count(tail: list[int]) -> None:
-    able, policy = instances(0, 0), prefix_affinity()
-    assert route(policy, able, prompt=[*[1] * BLOCK, 7, 7]) == "i0"
-    assert route(policy, able, prompt=[*[1] * BLOCK, *tail]) == "i0"
-
-
-def test_a_prompt_shorter_than_a_block_is_known_as_a_whole() -> None:
-    able, policy = instances(0, 0), prefix_affinity()
-    assert route(policy, able, prompt=[1, 2]) == "i0"
-    assert route(policy, able, prompt=[1, 2]) == "i0"
-    assert route(policy, able, prompt=[1, 2, 3]) == "i1"
+    assert route(policy, able, prompt=first) == "i0"
+    assert route(policy, able, prompt=second) == expected
 
 
 @pytest.mark.parametrize("policy", [PrefixAffinity(block_tokens=BLOCK, load_factor=1.25), SessionAffinity(load_factor=1.25)])
@@ -189,7 +185,7 @@ def test_memory_is_bounded(policy: RoutingPolicy) -> None:
     """Whatever goes by: prompts, sessions, and instances that come and go."""
 
     def some(first: int) -> None:
-        for number in range(first, first + 3000):
+        for number in range(first, first + 1000):
             able = [Instance(f"i{number}", 10), Instance(f"j{number}", 10)]
             route(policy, able, prompt=list(range(number, number + 3 * BLOCK)), session=str(number))
 

@@ -168,9 +168,14 @@ async def test_submit_waits_while_the_queue_is_full_and_put_does_not() -> None:
 
 
 @virtually
-async def test_a_submission_that_is_given_up_takes_no_room() -> None:
+async def test_submit_refused_or_cancelled_takes_no_room() -> None:
     _, scheduler = make_scheduler([1], max_queue=1)
-    _, queued = [await scheduler.submit(make_request(f"r{index}")) for index in range(2)]
+    await scheduler.submit(make_request("r0"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="in use"):
+            await scheduler.submit(make_request("r0"))
+    queued = await scheduler.submit(make_request("r1"))
+    assert queued.state is S.QUEUED
     given_up, next_ = [await waits(scheduler.submit(make_request(id_))) for id_ in ("given up", "next")]
     given_up.cancel()
     await settle()
@@ -178,16 +183,6 @@ async def test_a_submission_that_is_given_up_takes_no_room() -> None:
     await scheduler.abort([queued.request_id])
     await settle()
     assert next_.done()
-
-
-@virtually
-async def test_a_submission_that_is_refused_takes_no_room() -> None:
-    _, scheduler = make_scheduler([1], max_queue=1)
-    await scheduler.submit(make_request("r"))
-    for _ in range(3):
-        with pytest.raises(ValueError, match="in use"):
-            await scheduler.submit(make_request("r"))
-    assert (await scheduler.submit(make_request("next"))).state is S.QUEUED
 
 
 @pytest.mark.parametrize(

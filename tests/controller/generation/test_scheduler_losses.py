@@ -223,36 +223,25 @@ async def test_what_is_suspected_keeps_what_it_has_and_gets_nothing() -> None:
     scheduler.set_health("i0", Health.HEALTHY)
     await settle()
     assert len(backend.open("i0")) == 2
-
-
-@virtually
-async def test_what_was_admitted_to_a_suspect_goes_elsewhere_at_once() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (ticket,) = scheduler.put([make_request("r")])
     assert ticket.instance is scheduler.instances["i0"]
-    scheduler.set_health("i0", Health.SUSPECT)
+    scheduler.set_health("i0", Health.SUSPECT)  # before it is sent, which happens in the next turn
     await settle()
     assert [(call.instance_id, call.request_id) for call in backend.calls] == [("i1", "r")]
 
 
+@pytest.mark.parametrize("is_lost_when_asked", [False, True])
 @virtually
-async def test_an_aborted_request_ends_with_its_instance() -> None:
+async def test_abort_then_loss_of_the_instance(is_lost_when_asked: bool) -> None:
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     (ticket,) = await put(scheduler, [make_request("r")])
-    await scheduler.abort(["r"])
+    if is_lost_when_asked:
+        backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+    assert await scheduler.abort(["r"]) == 1
     await backend.lose("r")
     assert ticket.state is S.ABORTED
     assert backend.sent == ["r"]
-
-
-@virtually
-async def test_the_abort_of_what_was_lost_is_no_error() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = await put(scheduler, [make_request("r")])
-    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
-    assert await scheduler.abort() == 1
-    await backend.lose("r")
-    assert ticket.state is S.ABORTED
 
 
 @pytest.mark.parametrize("what", ["abort", "drain"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helmsman.api.batch import Batch
@@ -80,31 +80,36 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("shard", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: "x".join(map(str, topology.sizes.values())))
-def test_sharding_gives_each_rank_its_share(topology: Topology, shard: tuple[Axis, ...]) -> None:
-    rest = [axis for axis in AXES if axis not in shard]
-    parts = topology.num_parts(shard)
-    for size in range(3 * topology.world_size + 1):
-        rows = list(range(size))
-        for replicate in (tuple(rest), tuple(rest[:1]), ()):
-            given_to: dict[int, Any] = {}
-
-            def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any], given_to: dict[int, Any] = given_to) -> Any:
-                given_to[info.rank] = args[0]
-                return args[0]
-
-            assert run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows) == rows
-            # As numpy cuts, over the coordinates in the order in which the axes are named.
-            shares = np.array_split(np.arange(size), parts)
-            for info in topology.ranks:
-                number = 0
-                for axis in shard:
-                    number = number * topology.sizes[axis] + info.along(axis)
-                silent = any(info.along(axis) for axis in rest if axis not in replicate)
-                assert given_to[info.rank] == (None if silent else shares[number].tolist())
+def test_axis_sharding_gives_each_rank_its_share(topology: Topology) -> None:
+    for shard in SUBSETS:
+        rest = [axis for axis in AXES if axis not in shard]
+        parts = topology.num_parts(shard)
+        sizes = {0, 1, parts, parts + 1, 3 * topology.world_size - 1}
+        for size, replicate in itertools.product(sizes, (tuple(rest), tuple(rest[:1]), ())):
+            check_shares(topology, shard, replicate, size)
 
 
+def check_shares(topology: Topology, shard: tuple[Axis, ...], replicate: tuple[Axis, ...], size: int) -> None:
+    """As numpy cuts, over the coordinates in the order in which the axes are named."""
+    given_to: dict[int, Any] = {}
+
+    def work(info: RankInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given_to[info.rank] = args[0]
+        return args[0]
+
+    rows = list(range(size))
+    assert run(topology, declared(AxisSharding(shard, replicate), remainder="uneven"), work, rows) == rows
+    shares = np.array_split(np.arange(size), topology.num_parts(shard))
+    for info in topology.ranks:
+        number = 0
+        for axis in shard:
+            number = number * topology.sizes[axis] + info.along(axis)
+        silent = any(info.along(axis) for axis in AXES if axis not in (*shard, *replicate))
+        assert given_to[info.rank] == (None if silent else shares[number].tolist())
+
+
+@settings(deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.sampled_from(TOPOLOGIES),

@@ -213,10 +213,15 @@ async def test_closing_ends_who_waits_and_what_runs() -> None:
 
     runner = EpisodeRunner(workflow)
     asked = [await waits(runner.prepare_batch(itertools.count(), 2)), await waits(runner.rollout_batch([1]))]
-    await runner.close()
-    for each in asked:
-        with pytest.raises(HelmsmanError, match="closed; make a new one"):
-            await each
+    with Stubborn() as stubborn:
+        other = EpisodeRunner(stubborn)
+        asked.append(await waits(other.rollout_batch([0])))
+        await runner.close()
+        await other.close()
+        for each in asked:
+            with pytest.raises(HelmsmanError, match="closed; make a new one"):
+                await each
+        assert stubborn.was_cancelled, "and nobody waits for its end"
     assert sorted(ended) == [0, 1, 1]
     await runner.close()
 

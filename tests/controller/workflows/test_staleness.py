@@ -18,7 +18,7 @@ from helmsman.controller._generation.scheduler import GenerateScheduler
 from helmsman.controller._workflows.episode_runner import EpisodeRunner
 from helmsman.controller._workflows.staleness import BoundedStaleness, Episode
 from helmsman.testing import EngineModel, SimulatedBackend, SimulatedInstance, log_normal_lengths, run_virtually
-from tests.controller.generation.backends import make_request, settle, virtually, waits
+from tests.controller.generation.backends import make_request, settle, virtually
 
 
 def numbers(batch: list[Episode]) -> list[int]:
@@ -165,8 +165,8 @@ def mean_lengths(sampler: BoundedStaleness, num_batches: int = 12, batch_size: i
     return run_virtually(run())
 
 
-@pytest.mark.parametrize("stops_rest", [False, True])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "stops_rest"), [(0, False), (1, True)])
 def test_taking_the_first_favours_short_ones_and_the_order_of_starts_does_not(staleness: int, stops_rest: bool) -> None:
     first, all_, first_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, takes_first=True, stops_rest=stops_rest))
     unbiased, everything, unbiased_s = mean_lengths(BoundedStaleness(staleness, oversample=1.5, stops_rest=stops_rest))
@@ -179,10 +179,13 @@ def test_taking_the_first_favours_short_ones_and_the_order_of_starts_does_not(st
 # --- age ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("staleness", "num_begun"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.25, 13)])
+@pytest.mark.parametrize(
+    ("staleness", "version", "num_begun"), [(0.0, 0, 4), (0.5, 0, 6), (1.0, 0, 8), (1.0, 100, 8), (2.25, 0, 13)]
+)
 @virtually
-async def test_so_much_of_the_next_batches_is_begun_early(staleness: float, num_begun: int) -> None:
+async def test_max_staleness_early_starts(staleness: float, version: int, num_begun: int) -> None:
     runner = EpisodeRunner(lasting(*[1.0] * 4, *[100.0] * 20), sampler=BoundedStaleness(staleness))
+    runner.set_version(version)
     assert numbers(await runner.prepare_batch(itertools.count(), 4)) == [0, 1, 2, 3]
     assert runner.figures().num_started == num_begun
 
@@ -194,15 +197,6 @@ async def test_a_slow_episode_is_left_to_a_later_batch_and_then_waited_for() -> 
     runner.set_version(1)
     assert numbers(await runner.prepare_batch(source, 2)) == [0, 3], "and now is the last time"
     assert now() == pytest.approx(100.0, abs=1e-3)
-
-
-@virtually
-async def test_a_run_that_begins_at_a_later_version_begins_no_more_than_another() -> None:
-    runner = EpisodeRunner(lasting(), sampler=BoundedStaleness(1))
-    runner.set_version(100)
-    asked = await waits(runner.prepare_batch(itertools.count(), 4))
-    assert runner.figures().num_started == 8
-    await asked
 
 
 @virtually
