@@ -33,7 +33,7 @@ S = RequestState
 
 
 @virtually
-async def test_a_deadline_ends_what_waits() -> None:
+async def test_deadline_of_a_queued_request() -> None:
     backend, scheduler = make_scheduler([1])
     scheduler.put([make_request("blocker")])
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
@@ -52,7 +52,7 @@ async def test_a_deadline_ends_what_waits() -> None:
 
 
 @virtually
-async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> None:
+async def test_deadline_of_a_running_request() -> None:
     backend, scheduler = make_scheduler([1])
     (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
     (waiting,) = scheduler.put([make_request("waiting")])
@@ -69,7 +69,7 @@ async def test_a_deadline_ends_what_runs_and_its_late_result_is_nobodys() -> Non
 
 
 @virtually
-async def test_a_deadline_that_was_kept_does_nothing() -> None:
+async def test_deadline_kept() -> None:
     backend, scheduler = make_scheduler([1])
     backend.abort_error = RuntimeError("not to be asked")
     (ticket,) = await put(scheduler, [make_request("r")], RequestOptions(deadline_s=30.0))
@@ -83,7 +83,7 @@ async def test_a_deadline_that_was_kept_does_nothing() -> None:
 
 
 @virtually
-async def test_abort_ends_each_where_it_is() -> None:
+async def test_abort_in_every_state() -> None:
     backend, scheduler = make_scheduler([1, 1])
     (running,) = await put(scheduler, [make_request("running")])
     admitted, queued, other = scheduler.put([make_request(id_) for id_ in ("admitted", "queued", "other")])
@@ -99,7 +99,7 @@ async def test_abort_ends_each_where_it_is() -> None:
 
 
 @virtually
-async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
+async def test_abort_all_is_one_call_per_instance() -> None:
     backend, scheduler = make_scheduler([2, 2, 2])
     tickets = await put(scheduler, make_requests(10))
     assert await scheduler.abort() == 10
@@ -113,7 +113,7 @@ async def test_abort_of_all_takes_one_call_for_each_instance() -> None:
 
 
 @virtually
-async def test_a_request_that_comes_to_its_end_before_the_abort_is_done() -> None:
+async def test_abort_after_the_end() -> None:
     backend, scheduler = make_scheduler([1])
     (ticket,) = await put(scheduler, [make_request("r")])
     await scheduler.abort(["r"])
@@ -122,7 +122,7 @@ async def test_a_request_that_comes_to_its_end_before_the_abort_is_done() -> Non
 
 
 @virtually
-async def test_an_instance_that_refuses_an_abort_is_told_and_stops_no_other() -> None:
+async def test_abort_refused_by_an_instance() -> None:
     backend, scheduler = make_scheduler([1, 1])
     tickets = await put(scheduler, make_requests(2))
     backend.abort_error = RuntimeError("abort is not known here")
@@ -166,7 +166,7 @@ async def test_cancel_in_another_thread() -> None:
 
 
 @virtually
-async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() -> None:
+async def test_cancel_of_a_request_given_back() -> None:
     backend, scheduler = make_scheduler([1])
     (ticket,) = await put(scheduler, [make_request("r")])
     drained = asyncio.ensure_future(scheduler.drain("i0", migrate=True))
@@ -181,7 +181,7 @@ async def test_what_came_back_from_an_instance_is_not_cancelled_but_aborted() ->
 
 
 @virtually
-async def test_many_cancelled_ones_are_passed_over() -> None:
+async def test_cancel_of_many_while_suspended() -> None:
     """In the turn of their cancellation, when the scheduler has not been told of it yet."""
     backend, scheduler = make_scheduler([1])
     scheduler.suspend()
@@ -198,7 +198,7 @@ async def test_many_cancelled_ones_are_passed_over() -> None:
 
 
 @virtually
-async def test_a_stream_gives_tickets_as_they_end() -> None:
+async def test_stream_in_order_of_ends() -> None:
     backend, scheduler = make_scheduler([3])
     tickets = await put(scheduler, make_requests(5))
     seen: list[tuple[str, RequestState]] = []
@@ -223,7 +223,7 @@ async def test_a_stream_gives_tickets_as_they_end() -> None:
 
 
 @virtually
-async def test_close_fails_what_was_not_sent_and_lets_the_rest_end() -> None:
+async def test_close_fails_unsent_requests() -> None:
     backend, scheduler = make_scheduler([1], max_queue=1)
     running, queued = [await scheduler.submit(make_request(id_)) for id_ in ("running", "queued")]
     submitting = await waits(scheduler.submit(make_request("submitting")))
@@ -260,7 +260,7 @@ async def test_close_sends_nothing_more() -> None:
 
 
 @virtually
-async def test_a_callback_may_do_anything() -> None:
+async def test_future_callbacks_may_call_the_scheduler() -> None:
     """Futures call back in the midst of what ended them."""
     backend, scheduler = make_scheduler([2, 2])
     tickets = await put(scheduler, make_requests(12))
@@ -285,7 +285,7 @@ async def test_a_callback_may_do_anything() -> None:
 
 
 @virtually
-async def test_results_of_any_shape_end_their_request() -> None:
+async def test_generate_returns_no_result() -> None:
     class Broken(HeldBackend):
         async def generate(self, instance_id: str, request: GenerationRequest) -> GenerationResult:
             return None  # type: ignore[return-value]
@@ -296,7 +296,7 @@ async def test_results_of_any_shape_end_their_request() -> None:
 
 
 @virtually
-async def test_a_call_that_was_cancelled_is_an_error_and_cancels_nobody() -> None:
+async def test_generate_call_cancelled() -> None:
     backend, scheduler = make_scheduler([1])
     ticket, other = await put(scheduler, make_requests(2))
     backend.last("r0").answer.cancel()
@@ -305,7 +305,7 @@ async def test_a_call_that_was_cancelled_is_an_error_and_cancels_nobody() -> Non
     assert states([ticket, other]) == [S.FAILED, S.RUNNING]
 
 
-def test_with_its_loop_all_requests_end() -> None:
+def test_scheduler_ends_with_its_loop() -> None:
     tickets: list[Ticket] = []
     backends: list[HeldBackend] = []
 
