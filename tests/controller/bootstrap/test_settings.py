@@ -170,10 +170,7 @@ def test_parse_resources_of_wrong_amounts() -> None:
 )
 def test_object_store_bytes_by_default(available: int, shm_free: int, expected: int) -> None:
     assert object_store_bytes(None, available, shm_free) == expected
-
-
-def test_object_store_bytes_as_asked() -> None:
-    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "also more than a share of the memory"
+    assert object_store_bytes(9.5, 10 * GIB, 10 * GIB) == int(9.5 * GIB), "as asked, also more than a share of the memory"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ async def test_put_outcomes() -> None:
     assert states([done, partial, aborted, failed]) == [S.ADMITTED] * 4
     await settle()
     assert states([done, partial, aborted, failed]) == [S.RUNNING] * 4
+    (waiting,) = await put(scheduler, [make_request("waiting")])
+    assert [(ticket.sent_to, ticket.num_attempts) for ticket in (done, waiting)] == [("i0", 1), ("", 0)]
+    assert scheduler.running() == {"i0": ["r0", "r1", "r2", "r3"]}
+    assert scheduler.running(["waiting"]) == {}
+    await scheduler.abort(["waiting"])
     backend.last("r0").end([1, 2], version=5)
     backend.last("r1").give_back([3], version=5)
     backend.last("r2").give_back()
@@ -53,16 +58,6 @@ async def test_put_outcomes() -> None:
     assert (scheduler.num_queued, scheduler.num_in_flight) == (0, 0)
     assert scheduler.instances["i0"].outstanding_tokens == 0
     assert scheduler.running() == {}
-
-
-@virtually
-async def test_put_where_requests_were_sent() -> None:
-    _, scheduler = make_scheduler([1])
-    sent, waiting = await put(scheduler, make_requests(2))
-    assert (sent.sent_to, sent.num_attempts) == ("i0", 1)
-    assert (waiting.sent_to, waiting.num_attempts) == ("", 0)
-    assert scheduler.running() == {"i0": ["r0"]}
-    assert scheduler.running(["r1"]) == {}
 
 
 @virtually

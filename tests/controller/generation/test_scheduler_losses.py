@@ -229,17 +229,30 @@ async def test_set_health_suspect_gets_nothing_new() -> None:
     assert [(call.instance_id, call.request_id) for call in backend.calls] == [("i1", "r")]
 
 
-@pytest.mark.parametrize("is_lost_when_asked", [False, True])
+LOST = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+
+
+@pytest.mark.parametrize("answer", [None, LOST])
 @virtually
-async def test_abort_then_loss_of_the_instance(is_lost_when_asked: bool) -> None:
+async def test_abort_then_loss_of_the_instance(answer: Exception | None) -> None:
     backend, scheduler = make_scheduler([1, 1], retries=RetryGeneration())
     (ticket,) = await put(scheduler, [make_request("r")])
-    if is_lost_when_asked:
-        backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
+    backend.abort_error = answer
     assert await scheduler.abort(["r"]) == 1
     await backend.lose("r")
     assert ticket.state is S.ABORTED
     assert backend.sent == ["r"]
+
+
+@virtually
+async def test_drain_of_a_lost_instance() -> None:
+    backend, scheduler = make_scheduler([1])
+    (ticket,) = await put(scheduler, make_requests(1))
+    backend.abort_error = LOST
+    drained = await waits(scheduler.drain("i0", migrate=True))
+    backend.last("r0").lose()
+    await drained
+    assert ticket.state is S.FAILED
 
 
 @pytest.mark.parametrize("what", ["abort", "drain"])
@@ -253,17 +266,6 @@ async def test_set_health_dead_ends_abort_and_drain(what: str) -> None:
     await settle()
     assert asked.done()
     assert set(states(tickets)) == ({S.ABORTED} if what == "abort" else {S.QUEUED})
-
-
-@virtually
-async def test_drain_of_a_lost_instance() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = await put(scheduler, make_requests(1))
-    backend.abort_error = InstanceLostError(instance_id="i0", reason="its node was lost", may_have_begun=True)
-    drained = await waits(scheduler.drain("i0", migrate=True))
-    backend.last("r0").lose()
-    await drained
-    assert ticket.state is S.FAILED
 
 
 @virtually

@@ -68,6 +68,8 @@ def test_generate_samples_in_a_row(scheduler: FakeScheduler) -> None:
         assert [each.token_ids for each in asyncio.run(rollout.agenerate_samples([3], 2))] == [[4], [4]]
         with pytest.raises(ValueError, match="num_samples is 0"):
             rollout.generate([[1]], num_samples=0)
+        with pytest.raises(GroupCallError, match="token 0 is no prompt"):
+            rollout.generate([[1], [0]], num_samples=2)
 
 
 def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
@@ -79,6 +81,11 @@ def test_samples_by_engine_are_one_call(scheduler: FakeScheduler) -> None:
         assert "agenerate" not in scheduler.methods("rollout/0")
         rollout.generate([[1]])
         assert "agenerate" in scheduler.methods("rollout/0") + scheduler.methods("rollout/1"), "one is a request like any"
+    with (
+        started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
+        pytest.raises(HelmsmanError, match="agenerate_samples"),
+    ):
+        rollout.generate([[1]], num_samples=2)
 
 
 def test_samples_of_a_dead_worker(scheduler: FakeScheduler) -> None:
@@ -108,14 +115,6 @@ def test_samples_fail_together(scheduler: FakeScheduler, samples_by_engine: bool
         assert not other.done()
         assert rollout.load().instances["rollout/0"].num_in_flight == 1
         finish(scheduler, 0)
-
-
-def test_samples_by_engine_without_the_method(scheduler: FakeScheduler) -> None:
-    with (
-        started(scheduler, 1, CountingRollout, samples_by_engine=True) as rollout,
-        pytest.raises(HelmsmanError, match="agenerate_samples"),
-    ):
-        rollout.generate([[1]], num_samples=2)
 
 
 # --- streams --------------------------------------------------------------------------------------------------------------
@@ -346,8 +345,3 @@ def test_submit_resume_from_refuses(scheduler: FakeScheduler, change: dict[str, 
         with pytest.raises(ValueError, match=f"resume_from, the result of 'r', {message}"):
             rollout.submit([1], sampling, resume_from=GenerationResult(**{**fields, **change}))
         assert "agenerate" not in scheduler.methods("rollout/0")
-
-
-def test_generate_samples_group_error(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, CountingRollout) as rollout, pytest.raises(GroupCallError, match="token 0 is no prompt"):
-        rollout.generate([[1], [0]], num_samples=2)
