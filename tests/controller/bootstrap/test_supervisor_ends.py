@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests.contract.helpers import wait_gone
-from tests.controller.bootstrap.nodes import MakeCable, MakeNodes, script
+from tests.controller.bootstrap.nodes import MakeCable, MakeNodes
 
 pytestmark = pytest.mark.slow
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -38,12 +38,6 @@ def test_supervisor_ray_fails_to_start_on_the_head(make_nodes: MakeNodes) -> Non
     member.ends(91, "NOT_JOINED: the run did not begin: Ray did not start on this node")
 
 
-def test_supervisor_ray_start_hangs(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(2, ray_start_s=0.3)
-    nodes.behaviour(0, "hangs")
-    nodes.start(0).ends(93, "RAY_DIED: Ray did not start on this node within 0.3 s")
-
-
 def test_supervisor_ray_does_not_answer(make_nodes: MakeNodes) -> None:
     nodes = make_nodes(1, timeout_s=0.5)
     nodes.behaviour(0, "unlisted")
@@ -68,12 +62,6 @@ def test_supervisor_ray_dies_on_the_head(make_nodes: MakeNodes) -> None:
     head.ends(93, "RAY_DIED: Ray has died on the head: raylet has ended")
     assert nodes.script_was_told(TERM)
     member.ends(0, "the run has ended: Ray has died on the head: ")
-
-
-def test_supervisor_kills_a_ray_that_ignores_sigterm(make_nodes: MakeNodes) -> None:
-    nodes = make_nodes(1, command=script("pass"))
-    nodes.behaviour(0, "raylet", "stubborn")
-    nodes.start(0).ends(0)
 
 
 # --- being told to stop -------------------------------------------------------------------------------------------------
