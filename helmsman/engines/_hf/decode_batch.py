@@ -56,17 +56,12 @@ class DecodeBatch:
         return self.num_slots - self.num_rows
 
     def add(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> int:
-        """Prefill prompts together and append them as rows. Equal prompts are computed once.
+        """Prefill prompts of 1 to ``max_len - 1`` tokens together and append them as rows. Equal prompts are computed once.
+        Returns the number of prompt tokens that were computed.
 
-        Args:
-            prompts: Token ids, 1 to ``max_len - 1`` of each.
-            sampling: Parameters of each.
-            seeds: Each decides what its sequence draws. The number for the token at position p, counted from the prompt's
-                first, is the p-th of the seed's stream, so that a continuation resumed with the same seed goes on as if it had
-                not been cut, here or on another instance.
-
-        Returns:
-            Prompt tokens that were computed.
+        Each seed decides what its sequence draws. The number for the token at position p, counted from the prompt's first, is
+        the p-th of the seed's stream, so that a continuation resumed with the same seed goes on as if it had not been cut, here
+        or on another instance.
         """
         start, end = self.num_rows, self.num_rows + len(prompts)
         unique: dict[tuple[int, ...], int] = {}
@@ -302,18 +297,13 @@ def draw_uniforms(seed: int, num: int) -> torch.Tensor:
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per sequence by inverting the cumulative distribution.
+    """Draw one token per sequence, by logits (N, V) and uniforms (N,) float32 in [0, 1), by inverting the cumulative
+    distribution.
 
     One uniform number decides each token, so what a sequence draws depends on its own logits and number alone, not on its
     neighbours in the batch. The order is temperature, top-k, top-p (arXiv:1904.09751), as in Hugging Face and vLLM.
 
-    Args:
-        logits: (N, V) of any floating-point type.
-        uniforms: (N,) float32 in [0, 1).
-        rows: The sequences' parameters.
-
-    Returns:
-        Tokens (N,) int64, and their log-probabilities (N,) float32 under the plain model: temperature 1, nothing left out.
+    Returns tokens (N,) int64, and their log-probabilities (N,) float32 under the plain model: temperature 1, nothing left out.
     """
     logits = logits.float()
     tokens = logits.argmax(-1)

@@ -65,16 +65,14 @@ class Checkpointer:
         *,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint; one that was at ``path`` is replaced when it is complete.
+        """Write a checkpoint at a folder that all ranks reach; one that was there is replaced when this is complete. The
+        tokenizer is copied from ``source``, the folder that the model came from.
 
-        Args:
-            path: A folder that all ranks reach.
-            source: The folder that the model came from, whose tokenizer is copied.
-            background: Return once the state has been copied to the host, and write it while training goes on. What
-                goes wrong then is raised by the next call of save, load, or wait.
+        With ``background`` it returns once the state has been copied to the host, and is written while training goes on. What
+        goes wrong then is raised by the next call of save, load, or wait.
 
-        Raises:
-            OSError: A rank cannot write there, or there is something else than a checkpoint; other ranks raise RuntimeError.
+        Raises: OSError where a rank cannot write there, or there is something else than a checkpoint; other ranks raise
+        RuntimeError.
         """
         self.wait()
         path = os.path.abspath(path)

@@ -53,22 +53,15 @@ _drawing = threading.Lock()
 
 
 def build_model(model: str | Mapping[str, Any], *, seed: int, dtype: torch.dtype, head: Head = "lm") -> nn.Module:
-    """Build a causal model on the host.
+    """Build a causal ``transformers`` model on the host, in evaluation mode.
 
-    Args:
-        model: A local folder in the Hugging Face layout, or a checkpoint (weights are read); or the entries of its
-            configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn).
-        seed: Seed of the drawn weights, and of a value head that the folder does not have. The global random state is left
-            as it was.
-        dtype: Floating-point type of the parameters.
-        head: ``lm`` for a model whose outputs have ``logits``; ``value`` for one that returns values (B, T) float32.
+    ``model`` is a local folder in the Hugging Face layout, or a checkpoint (weights are read); or the entries of its
+    configuration, such as ``{"model_type": "qwen2", "hidden_size": 64, ...}`` (weights are drawn). ``seed`` is that of drawn
+    weights, and of a value head that the folder does not have; the global random state is left as it was. With the head ``lm``
+    the outputs have ``logits``; with ``value`` they are values (B, T) float32.
 
-    Returns:
-        A ``transformers`` model in evaluation mode.
-
-    Raises:
-        ValueError: The folder or the model type does not exist, the checkpoint is not whole, or the folder's model has a value
-            head where none is wanted.
+    Raises: ValueError where the folder or the model type does not exist, the checkpoint is not whole, or the folder's model has
+    a value head where none is wanted.
     """
     auto_class, entries = AUTO_CLASSES[head], CONFIG_ENTRIES[head]
     if isinstance(model, str):
@@ -106,11 +99,9 @@ _LENGTH_INCLUDED = ("longrope", "su", "llama3")
 
 
 def max_positions(config: Any) -> int | None:
-    """Most tokens of a sequence for which a model was built; None where its configuration does not say.
-
-    Rotary embeddings that are scaled allow ``factor`` times as many, by the rules of vLLM. Where a configuration may include
-    the factor or not, the larger number is returned.
-    """
+    """Most tokens of a sequence for which a model was built; None where its configuration does not say. Rotary embeddings that
+    are scaled allow ``factor`` times as many, by the rules of vLLM; the larger number is returned where a configuration may
+    include it."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not positions or positions < 0:

@@ -120,16 +120,11 @@ class Batching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_samples(samples: Sequence[Sample], vocab_size: int) -> list[Columns]:
-    """The entries of each sample as tensors.
+    """The entries of each sample as tensors, all with the same entries. Without ``loss_mask`` every token but the first counts.
+    Messages name the samples of a SampleShare by their numbers in the whole batch.
 
-    Args:
-        samples: As ``helmsman.api.engines.Sample``, all with the same entries. Without ``loss_mask`` every token
-            but the first counts. Messages name the samples of a SampleShare by their numbers in the whole batch.
-        vocab_size: Token ids are below this.
-
-    Raises:
-        ValueError: A sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample, or an
-            entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
+    Raises: ValueError where a sample lacks ``input_ids``, has ids outside the vocabulary, other entries than the first sample,
+    or an entry of another length, or one that is per token in some samples only; or ``pair`` is not that of two samples.
     """
     numbers = sample_numbers(samples)
     checked: list[Columns] = [_to_columns(number, sample, vocab_size) for number, sample in zip(numbers, samples, strict=True)]

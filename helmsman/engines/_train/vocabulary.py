@@ -18,16 +18,11 @@ _CHUNK_NUMEL = 1 << 24
 def target_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup | None = None, chunk_numel: int = _CHUNK_NUMEL
 ) -> torch.Tensor:
-    """Log-probability of a target under each row of logits. With a group a collective.
+    """Log-probability, (...) float32, of targets (...) int64 under logits (..., V); of V / ranks with a group, each of whose
+    ranks has a part of the vocabulary, and then a collective.
 
-    Args:
-        logits: (..., V) of any floating-point type, or (..., V / ranks) with a group.
-        targets: (...) int64, ids of the whole vocabulary; the same on all ranks of a group.
-        group: The ranks that have the parts of the vocabulary; None where this one has all of it.
-        chunk_numel: Logits that are turned to float32 at once.
-
-    Returns:
-        (...) float32, differentiable in ``logits``; with a group the same on all its ranks, as its gradient must be.
+    Targets are ids of the whole vocabulary. It is differentiable in ``logits``; with a group the same on all its ranks, as its
+    gradient must be. ``chunk_numel`` logits are turned to float32 at once.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     picked: torch.Tensor = _TargetLogprobs.apply(flat, targets.reshape(-1), group, chunk_numel)  # type: ignore[no-untyped-call]
