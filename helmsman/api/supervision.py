@@ -63,11 +63,8 @@ class Report(NamedTuple):
 
 
 class Monitor:
-    """Watches the workers of one scheduler. It is used on Helmsman's event loop, whose clock it reads.
-
-    Args:
-        check_health, look_up_notices: check_health and preemption_notices of the scheduler.
-    """
+    """Watches the workers of one scheduler by its ``check_health`` and its ``preemption_notices``. It is used on Helmsman's
+    event loop, whose clock it reads."""
 
     def __init__(
         self,
@@ -80,16 +77,10 @@ class Monitor:
         self._looking: asyncio.Task[None] | None = None
 
     async def ask(self, worker_id: str, limit_s: float, *, or_busy: bool = True) -> Report:
-        """Probe a worker until it answers, is busy, or the limit has passed.
+        """Probe a worker until it answers, is busy (unless ``or_busy`` is False), or the limit has passed, after which it is
+        DEAD. One more probe follows the limit, since this process may have been stopped itself, with an answer unread.
 
-        Args:
-            worker_id: the worker.
-            limit_s: seconds after which it is DEAD. One more probe follows the limit, since this process may have been
-                stopped itself, with an answer unread.
-            or_busy: whether BUSY ends the probes, too.
-
-        Returns:
-            A report whose sign is ANSWERED, BUSY, DEAD or UNKNOWN.
+        Returns a report whose sign is ANSWERED, BUSY, DEAD or UNKNOWN.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit_s
@@ -143,15 +134,9 @@ class Monitor:
 
 
 class Watch:
-    """Reports on some workers to a subscriber until ``close``. Used on the event loop.
-
-    Args:
-        monitor: of their scheduler.
-        policy: when to probe, and when a worker is DEAD.
-        subscriber: called with each report, on the event loop. Its exceptions are logged.
-        worker_ids: the workers to begin with.
-        suspect_s: seconds without an answer after which a worker is SUSPECT; ``policy.dead_s`` when None.
-    """
+    """Reports on some workers to a subscriber, on the event loop, until ``close``. The policy says when to probe, and when a
+    worker is DEAD; it is SUSPECT after ``suspect_s`` seconds without an answer (``policy.dead_s`` when None). Exceptions of the
+    subscriber are logged."""
 
     def __init__(
         self,
@@ -225,12 +210,8 @@ class Watch:
 
 
 class RestartBudget:
-    """Counts restarts within a window that ends now. The time is given, in seconds on any clock that does not go back.
-
-    Args:
-        max_restarts: within ``window_s`` seconds.
-        pause_s: seconds before the first one; doubled with each more within the window.
-    """
+    """Counts restarts within a window of ``window_s`` seconds that ends now. The time is given, in seconds on any clock that
+    does not go back. There is a pause before each: ``pause_s`` before the first, doubled with each more within the window."""
 
     def __init__(self, max_restarts: int, window_s: float, pause_s: float = 0.0) -> None:
         self._max_restarts, self._window_s, self._pause_s = max_restarts, window_s, pause_s
