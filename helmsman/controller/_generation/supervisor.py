@@ -54,8 +54,6 @@ class Supervisor:
     """The health of a GenerateScheduler's instances.
 
     Args:
-        requests: told of every change.
-        policy: limits in seconds.
         monitor: of the scheduler that runs the instances. An instance that will be preempted is drained, its requests
             continue on others, and it is rebuilt, on another node if possible. If it was rebuilt in the same place, it goes on
             serving under the same notice.

@@ -1,11 +1,8 @@
 """Finds and removes processes and folders of runs whose controller was killed, by their mark or tag, and old logs.
 
-Every process that a run causes on a machine is the forkserver, a worker, Ray's own, or was started below one of these. It bears
-the run's id in its mark (see guardian.py) or in the environment with which it was started. A run counts as dead when its record
-exists and is not locked. Processes of a run without a record belong to a controller on another machine, or to one whose record
-was removed: they are listed, and ended only when the run is named.
-
-Only directories whose paths are made from a run's id are removed, and only real ones of this user.
+A run counts as dead when its record exists and is not locked. Processes without a record belong to a controller on another
+machine, or to one whose record was removed: they are ended only when the run is named. Only directories whose paths are made
+from a run's id are removed, and only real ones of this user.
 """
 
 from __future__ import annotations

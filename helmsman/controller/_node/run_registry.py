@@ -1,9 +1,7 @@
 """The runs of this machine: a record for each, which tells whether its controller lives, and directories for logs.
 
-A record is a file that its controller keeps locked. The kernel gives the lock back however the controller ends, and a forked
-child of it closes its copy at once, so a record that is not locked belongs to a controller that ended without closing.
-
-Records and logs lie in directories of this user alone. The content of a record is only shown: no path in it is ever removed.
+A record is a file that its controller keeps locked; the kernel gives the lock back however the controller ends. Records and
+logs lie in directories of this user alone. The content of a record is only shown: no path in it is ever removed.
 """
 
 from __future__ import annotations

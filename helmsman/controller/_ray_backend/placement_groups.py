@@ -1,9 +1,8 @@
 """Plans turned into Ray placement groups, together or not at all, under one deadline.
 
-A plan is made of what is free, and each bundle is asked for on the node that the plan gives it, so Ray has nothing to decide
-and grants within milliseconds. What it does not grant was taken by somebody else meanwhile: everything is given back, and the
-next try is made from a new look at the cluster after a random pause. So nobody holds a half of what he needs while he waits for
-the other half, and two controllers that want the same nodes cannot block each other for ever.
+Each bundle is asked for on the node that the plan gives it, so Ray grants within milliseconds. What it does not grant was taken
+by others meanwhile: everything is given back, and the next try follows a new look after a random pause, so two controllers that
+want the same nodes cannot block each other for ever.
 """
 
 from __future__ import annotations

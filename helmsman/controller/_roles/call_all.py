@@ -1,7 +1,6 @@
 """The one fan-out: an operation on all ranks of a role under one deadline, with one error that names the root cause first.
 
-When one rank of a training job fails, its peers fail a moment later with broken connections, or hang in a collective until
-that times out. The error is that of the rank that failed by itself; the others are counted, and their calls are observed.
+When one rank fails, its peers fail a moment later with broken connections, or hang in a collective: these are only counted.
 """
 
 from __future__ import annotations

@@ -26,12 +26,9 @@ class Instances(RoleController):
     supervision. The parts of RolloutController are built on it.
 
     Args:
-        capacity: requests that a worker has at most.
-        request_timeout_s, retries, supervision: as of RolloutController.
+        capacity, request_timeout_s, retries, supervision: as of RolloutController.
         make_queue: GenerateScheduler with its options.
-        why_hopeless: as of GenerateScheduler.
         turn: returns whose devices these are, where a trainer takes turns with the role.
-        rebuild: as of Supervisor.
         on_closed: called once nothing is served any more, before the workers end.
     """
 

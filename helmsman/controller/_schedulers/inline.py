@@ -1,8 +1,7 @@
 """InlineScheduler: all workers in the driver's process, so that a debugger's breakpoints stop inside engines.
 
-Messages go through the same codec and the same EngineHost as in a worker process, so what cannot be sent elsewhere cannot be
-sent here either. What one process cannot give: its environment, default process group and random state are shared by all
-workers, and an engine that ends the process ends the script.
+Messages go through the codec and an EngineHost as elsewhere. Environment, default process group and random state are shared by
+all workers, and an engine that ends the process ends the script.
 """
 
 from __future__ import annotations

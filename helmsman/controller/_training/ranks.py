@@ -109,7 +109,6 @@ class Ranks:
     """The ranks of a job, as one engine and as its WeightSource. Errors are those of call_all.
 
     Args:
-        controller: whose workers these are.
         model_parallel_size: neighbours that share one share of a batch.
         has_our_engine: whether all settings of a loss are known; another engine may read settings itself.
         turn: returns whose devices these are, where a rollout takes turns with the job.

@@ -90,9 +90,7 @@ class Channel(Transport):
     the caller's own thread, and read with another.
 
     Args:
-        worker_id: for the log.
         connect: makes the connection, and a new one when that is lost.
-        process: the worker's.
         shares_memory: whether the worker is on this machine.
         side_path: carries the payloads that the channel cannot carry; None where it can carry all.
     """

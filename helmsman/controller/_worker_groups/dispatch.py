@@ -1,7 +1,6 @@
 """From the arguments of a group call to what each rank gets, and from what the ranks return to one result. Pure.
 
-Each argument becomes a few parts and, for each rank, the number of the part that it gets. So what goes to many ranks is one
-object, which is packed once.
+Each argument becomes a few parts and a part's number for each rank, so what goes to many ranks is packed once.
 """
 
 from __future__ import annotations
