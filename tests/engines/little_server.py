@@ -91,7 +91,10 @@ class Server:
             self.num_refusing -= 1
             return web.Response(status=503, text="busy")
         handler = self.routes().get(route)
-        return web.Response(status=404, text="no such route") if handler is None else await handler(request, body)
+        try:
+            return web.Response(status=404, text="no such route") if handler is None else await handler(request, body)
+        except ConnectionResetError:  # its client has cancelled the request
+            return web.Response()
 
     def routes(self) -> dict[str, Any]:
         common = {"/v1/models": self.models, "/metrics": self.metrics}

@@ -126,6 +126,7 @@ async def test_agenerate_many_requests_few_connections(engine: ServerEngine) -> 
     assert seen(engine)["connections"] <= 12
 
 
+@pytest.mark.slow
 async def test_agenerate_incremental_stream(tmp_path: Path) -> None:
     async with running("sglang", tmp_path, "--incremental-streaming-output") as engine:
         require(await engine.agenerate(asked("a", [1, 2], 30)), [1, 2])
@@ -137,6 +138,7 @@ async def test_agenerate_stop_token(engine: ServerEngine) -> None:
     assert (result.token_ids, result.stop_reason) == (tokens[:3], "stop")
 
 
+@pytest.mark.slow
 async def test_agenerate_max_model_len(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, max_model_len=20) as engine:
         result = await engine.agenerate(asked("a", [1, 2, 3], 500))
@@ -197,6 +199,7 @@ async def test_agenerate_cancelled(engine: ServerEngine, dialect: str) -> None:
     require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
 
 
+@pytest.mark.slow
 @vllm_alone
 async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, stop_timeout_s=0.5) as engine:
@@ -215,12 +218,14 @@ async def test_destroy_during_hanging_update(dialect: str, tmp_path: Path) -> No
 # --- what may be sent again ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_agenerate_retries_busy_server(engine: ServerEngine) -> None:
     await engine._running().call("POST", "/refuse", body={"count": 3}, limit_s=LIMIT_S)
     require(await engine.agenerate(asked("a", [1, 2], 5)), [1, 2])
     assert len(generations(engine)) == 4
 
 
+@pytest.mark.slow
 @vllm_alone
 async def test_agenerate_server_stays_busy(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, retry_s=0.3) as engine:
@@ -230,6 +235,7 @@ async def test_agenerate_server_stays_busy(dialect: str, tmp_path: Path) -> None
         assert raised.value.status == 503
 
 
+@pytest.mark.slow
 async def test_agenerate_server_dies(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
         tasks = await begun(engine, "a", "b")
@@ -274,6 +280,7 @@ async def test_agenerate_broken_connection(engine: ServerEngine) -> None:
     assert len(generations(engine)) == 1
 
 
+@pytest.mark.slow
 @vllm_alone
 async def test_destroy_closes_connections(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path) as engine:
@@ -283,6 +290,7 @@ async def test_destroy_closes_connections(dialect: str, tmp_path: Path) -> None:
         assert session.closed
 
 
+@pytest.mark.slow
 async def test_destroy_during_retries(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
         client = engine._running()
@@ -315,6 +323,7 @@ def weights_of(form: str, folder: Path, weight: float) -> Any:
     return WeightsInMemory(tensors, {name: checksum_of(tensor) for name, tensor in tensors.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dialect", "form"),
     [("vllm", "disk"), ("vllm", "mapping"), ("sglang", "disk"), ("sglang", "memory")],
@@ -343,6 +352,7 @@ async def test_update_weights_during_requests(dialect: str, form: str, tmp_path:
         assert not os.listdir(engine._exchange)  # what was laid there for the server has gone
 
 
+@pytest.mark.slow
 async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, "--held") as engine:
         task = asyncio.create_task(engine.agenerate(asked("a", [1, 2], 1)))
@@ -353,6 +363,7 @@ async def test_update_weights_before_first_token(dialect: str, tmp_path: Path) -
         require(result, [1, 2], 1.0)
 
 
+@pytest.mark.slow
 async def test_update_weights_during_samples(tmp_path: Path) -> None:
     async with running("vllm", tmp_path) as engine:
         task = asyncio.create_task(engine.agenerate_samples([asked("a#0", [1, 2]), asked("a#1", [1, 2])]))
@@ -386,6 +397,7 @@ async def test_update_weights_that_do_not_fit(engine: ServerEngine) -> None:
     assert not seen(engine, "/pause_generation")
 
 
+@pytest.mark.slow
 async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
     async with running(dialect, tmp_path) as engine:
@@ -409,6 +421,7 @@ async def test_update_weights_torn_holds_requests(dialect: str, tmp_path: Path) 
         assert (await tasks[1]).versions[: before["b"]] == [0] * before["b"]
 
 
+@pytest.mark.slow
 @vllm_alone
 async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "torn", math.nan)
@@ -425,6 +438,7 @@ async def test_update_weights_torn_then_server_dies(dialect: str, tmp_path: Path
 # --- sleep --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
         (task,) = await begun(engine, "a")
@@ -461,6 +475,7 @@ async def test_sleep_and_wake(dialect: str, tmp_path: Path) -> None:
             assert told == [{"tags": ["weights", "kv_cache"]}, {"tags": ["weights"]}, {"tags": ["kv_cache"]}]
 
 
+@pytest.mark.slow
 @vllm_alone
 async def test_wake_without_weights_holds_requests(dialect: str, tmp_path: Path) -> None:
     async with running(dialect, tmp_path, sleep=True) as engine:
