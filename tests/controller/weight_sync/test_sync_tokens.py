@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from helmsman import HelmsmanError, RetryGeneration, SamplingParams, SupervisionPolicy, make_scheduler
 from helmsman.api.generation import GenerationResult
 from helmsman.api.weights import WeightFormat
@@ -24,7 +26,8 @@ SAMPLING = SamplingParams(max_new_tokens=110, temperature=0.0)
 NUM_PUSHES = 20
 
 
-def test_every_token_is_of_the_version_that_it_names(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_push_versions_of_tokens_among_faults(tmp_path: Path) -> None:
     """While instances are killed and built anew, come and go, and weights are brought in all ways."""
     policy = SupervisionPolicy(probe_every_s=0.2, suspect_s=10.0, dead_s=60.0, max_restarts=99, restart_pause_s=0.1)
     draw = random.Random(7)
