@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
-from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
 from helmsman.controller._aio.event_loop import background_loop, run_sync
 from helmsman.controller._generation.health import Health
@@ -99,15 +99,6 @@ def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> N
             finish(scheduler, i)
 
 
-def test_agenerate_from_any_loop(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, CountingRollout) as rollout:
-
-        async def script() -> list[GenerationResult]:
-            return await asyncio.gather(*(rollout.agenerate([i + 1]) for i in range(10)))
-
-        assert [result.token_ids for result in asyncio.run(script())] == [[i + 2] for i in range(10)]
-
-
 # --- what the caller gets wrong -------------------------------------------------------------------------------------------
 
 
@@ -142,11 +133,13 @@ def test_requests_refuse_invalid_arguments(scheduler: FakeScheduler) -> None:
         assert again.result(LIMIT_S).token_ids == [2]
 
 
-def test_controller_refuses_bounds_below_one(scheduler: FakeScheduler) -> None:
+def test_controller_refuses_invalid_bounds_and_early_use(scheduler: FakeScheduler) -> None:
     with pytest.raises(ValueError, match="max_in_flight_per_worker is 0; expected 1 or more"):
         RolloutController(scheduler, Gated, Job(role="rollout"), max_in_flight_per_worker=0)
     with pytest.raises(ValueError, match="max_queue is 0; expected 1 or more"):
         RolloutController(scheduler, Gated, Job(role="rollout"), max_queue=0)
+    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
+        RolloutController(scheduler, Gated, Job(role="rollout")).generate([[1]])
 
 
 # --- abort, pause, cancel -------------------------------------------------------------------------------------------------
@@ -293,16 +286,6 @@ def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
         rollout.generate([[1]])
     with started(scheduler, 1, CountingRollout) as again:
         assert again.generate([[1]])[0].token_ids == [2]
-
-
-def test_generate_before_initialize(scheduler: FakeScheduler) -> None:
-    rollout = RolloutController(scheduler, Gated, Job(role="rollout"))
-    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
-        rollout.generate([[1]])
-    rollout.close()
-
-
-# --- the schedulers that exist --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
