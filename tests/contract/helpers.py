@@ -206,6 +206,8 @@ def tell(**facts):
 
 
 def make(**options):
+    if backend != "inline":
+        options = {{"preload": (), **options}}  # to import torch takes its processes seconds
     if backend == "ray":
         options = {{"num_cpus": 4, **options}}
     return make_scheduler(backend, log_dir=os.path.join(folder, "logs"), **options)

@@ -109,10 +109,9 @@ class TestAnothersDirectoryOfOurName:
         assert ended.returncode == BootstrapExit.PREFLIGHT
         assert f"{planted} is not used: it is a directory" in ended.stderr + ended.stdout
 
-    @pytest.mark.parametrize("backend", OPTIONS)
-    def test_a_scheduler_does_not_write_logs_there(self, backend: str, planted: Path) -> None:
+    def test_a_scheduler_does_not_write_logs_there(self, planted: Path) -> None:
         before = sorted(os.listdir(planted))
-        with make_scheduler(backend, **OPTIONS[backend]) as scheduler, pytest.raises(HelmsmanError) as caught:
+        with make_scheduler("local", preload=()) as scheduler, pytest.raises(HelmsmanError) as caught:
             scheduler.create_workers(Job(role="a"))
         assert f"{planted} is not used: it is a directory" in str(caught.value)
         assert sorted(os.listdir(planted)) == before
@@ -230,12 +229,11 @@ class TestFolders:
         assert (shared / f"hm-{RUN_ID}").exists()
 
 
-@pytest.mark.parametrize("backend", OPTIONS)
 class TestLogs:
     """Workers append to their logs, and to nothing else."""
 
-    def test_a_default_log_directory_that_is_a_link_is_refused(self, backend: str, shared: Path, precious: Path) -> None:
-        with make_scheduler(backend, **OPTIONS[backend]) as scheduler:
+    def test_a_default_log_directory_that_is_a_link_is_refused(self, shared: Path, precious: Path) -> None:
+        with make_scheduler("local", preload=()) as scheduler:
             log_dir = default_log_dir(scheduler.run_id)  # type: ignore[attr-defined]
             if log_dir.exists():
                 for path in log_dir.iterdir():
@@ -246,6 +244,7 @@ class TestLogs:
                 scheduler.create_workers(Job(role="a"))
         assert f"{log_dir} is not used: it is a symbolic link" in str(caught.value)
 
+    @pytest.mark.parametrize("backend", OPTIONS)
     def test_a_log_file_that_is_a_link_is_refused(self, backend: str, shared: Path, precious: Path, tmp_path: Path) -> None:
         log_dir = tmp_path / "logs"
         log_dir.mkdir()
@@ -261,11 +260,11 @@ class TestLogs:
             assert log.stat().st_mode & 0o777 == 0o600
 
     @as_another_user
-    def test_a_log_directory_that_another_user_planted_is_refused(self, backend: str, shared: Path, precious: Path) -> None:
+    def test_a_log_directory_that_another_user_planted_is_refused(self, shared: Path, precious: Path) -> None:
         (shared / "logs").symlink_to(precious)
         give_to_attacker(shared / "logs")
         with (
-            make_scheduler(backend, log_dir=shared / "logs" / "mine", **OPTIONS[backend]) as scheduler,
+            make_scheduler("local", log_dir=shared / "logs" / "mine", preload=()) as scheduler,
             pytest.raises(HelmsmanError) as caught,
         ):
             scheduler.create_workers(Job(role="a"))

@@ -28,9 +28,9 @@ from tests.controller.engines import CountingRollout, RecordingTrainer
 WORKER = "w/0"
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {},
-    "local": {"num_gpus": 0, "accelerator": "cuda"},
-    "ray": {"address": "local", "num_cpus": 8, "num_gpus": 0},
+    "local": {"num_gpus": 0, "accelerator": "cuda", "preload": ()},
 }
+"""Arguments are checked before a scheduler's own part begins, so these two stand for all."""
 TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=30.0, call_s=30.0, health_s=10.0)
 
 VALUES: Sequence[Any] = (
@@ -161,7 +161,7 @@ def _wrong_for(argument: str, method: str = "") -> st.SearchStrategy[Any]:
 # --- schedulers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["inline", "local", "ray"])
+@pytest.fixture(scope="module", params=list(OPTIONS))
 def scheduler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scheduler]:
     """A scheduler with one worker, in which there is a Counter."""
     options = OPTIONS[request.param]

@@ -141,7 +141,7 @@ def test_initialize_refuses_a_ray_for_each_of_several_nodes() -> None:
     source = f"""
 import ray
 from helmsman import make_scheduler
-from helmsman.controller._ray_backend.address import choose_address
+from helmsman.controller._ray_backend.cluster_state import choose_address
 for rank in "01":
     os.environ["RANK"] = rank
     for start in (initialize, lambda: make_scheduler("ray", num_cpus=1).close()):

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from helmsman.api.errors import PreflightError
-from helmsman.controller._bootstrap.preflight import node_address, require_port, versions
+from helmsman.controller._bootstrap.up import node_address, require_port, versions
 from helmsman.controller._node.checks import address_towards
 from helmsman.controller._node.launchers import NodeIdentity
 from tests.contract.helpers import ROOT
@@ -35,7 +35,7 @@ ANSWERS = LISTENS + "listener.accept()[0].sendall({})\nsys.stdin.read()"
 
 AS_NOBODY = """
 import encodings.idna, os, sys  # the first of which Python finds late, where another user may not look
-from helmsman.controller._bootstrap.preflight import require_port
+from helmsman.controller._bootstrap.up import require_port
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -45,7 +45,7 @@ except ValueError as error:
     print(error)
 """
 WITHOUT_RAY = """
-from helmsman.controller._bootstrap.preflight import versions
+from helmsman.controller._bootstrap.up import versions
 try:
     versions()
 except ValueError as error:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller._generation.request import RequestOptions, Ticket
-from helmsman.controller._generation.request_queue import WaitingRequests
+from helmsman.controller._generation.request import RequestOptions, Ticket, WaitingRequests
 from tests.controller.generation.backends import make_request
 
 

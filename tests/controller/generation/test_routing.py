@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import RequestOptions, Ticket
+from helmsman.controller._generation.request import Instance, RequestOptions, Ticket
 from helmsman.controller._generation.routing import (
     LeastOutstandingTokens,
     PrefixAffinity,

@@ -11,9 +11,9 @@ import pytest
 from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.controller._generation.health import Health
 from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
-from helmsman.controller._generation.request_factory import sample_seed, samples_of
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._generation.scheduler import GenerateScheduler
+from helmsman.controller._rollout.request_api import sample_seed, samples_of
 from tests.controller.generation.backends import (
     HeldBackend,
     assert_empty,

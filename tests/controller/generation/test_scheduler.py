@@ -12,8 +12,7 @@ import pytest
 
 from helmsman.api.errors import HelmsmanError
 from helmsman.controller._generation.health import Health
-from helmsman.controller._generation.instance import Instance
-from helmsman.controller._generation.request import RequestOptions, RequestState, Ticket
+from helmsman.controller._generation.request import Instance, RequestOptions, RequestState, Ticket
 from tests.controller.generation.backends import (
     make_request,
     make_requests,

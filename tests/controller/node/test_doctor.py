@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from helmsman.controller._node.checks import Check, Observed, address_towards, judge, observe
-from helmsman.controller._node.doctor import diagnose, skew_s
+from helmsman.controller._node.checks import Check, Observed, address_towards, diagnose, judge, observe, skew_s
 from helmsman.controller.cli import NO, OK, main
 
 WELL = Observed(

@@ -15,10 +15,10 @@ import pytest
 from helmsman import Cluster, ClusterConfig, InlineScheduler, ResourceManager, Shard, TrainController
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler
-from helmsman.controller._aio.deadline import Deadline
+from helmsman.controller._aio.event_loop import Deadline
 from helmsman.controller._placement.allocator import Allocator
 from helmsman.controller._placement.placement import Placement
-from helmsman.controller._placement.snapshot import ClusterSnapshot, NodeState
+from helmsman.controller._placement.resources import ClusterSnapshot, NodeState
 from helmsman.controller._schedulers.backend import Backend, Launch, Run
 from helmsman.controller._schedulers.backend_scheduler import BackendScheduler
 from helmsman.controller._schedulers.inline import InlineTransport

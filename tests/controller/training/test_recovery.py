@@ -26,8 +26,7 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.local import LocalScheduler
-from helmsman.controller._training.recovery import RecoverableTraining
-from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.recovery import RecoverableTraining, RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
 from helmsman.controller._weight_sync.sync import ViaCollective, WeightSync
 from tests.contract.engines import release_interpreter

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helmsman.controller._training.recovery_policy import RecoveryPolicy
+from helmsman.controller._training.recovery import RecoveryPolicy
 
 
 @pytest.mark.parametrize(

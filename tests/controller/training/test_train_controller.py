@@ -28,7 +28,7 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Worker
 from helmsman.controller._roles.call_all import is_communication_error
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.factory import make_scheduler
-from helmsman.controller._training.batch_split import sample_lengths, split_by_tokens, split_samples
+from helmsman.controller._training.ranks import sample_lengths, split_by_tokens, split_samples
 from helmsman.controller._training.train_controller import TrainController, rank_environment  # type: ignore[attr-defined]
 from tests.controller.engines import CountingRollout, RecordingTrainer
 from tests.controller.fakes import FakeScheduler
