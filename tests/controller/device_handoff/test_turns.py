@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,11 +128,11 @@ def pair(shared: Pair) -> Iterator[Pair]:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_turns_of_reinforcement_learning(backend: str) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_turns_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -> None:
     """Each token was made by the weights of the step before, and the trainer computes the same log-probabilities."""
-    with make_scheduler(backend) as scheduler:
-        pair = Pair(scheduler, "", num_ranks=1 if backend == "inline" else 2)
+    with make_scheduler("inline") if num_ranks == 1 else contextlib.nullcontext(scheduler) as chosen:
+        pair = Pair(chosen, "-learning", num_ranks)
         for step in range(3):
             with pair.turns.rollout() as report:
                 assert report is not None

@@ -74,7 +74,7 @@ def test_push_updates_every_instance(way: str, world: str, request: pytest.Fixtu
 
 
 def test_push_on_ray() -> None:
-    with make_scheduler("ray", address="local", num_cpus=8) as cluster, World(cluster, 2, 2) as world:
+    with make_scheduler("ray", address="local", num_cpus=4) as cluster, World(cluster, 1, 2) as world:
         for way in (ViaMemory(), ViaCollective()):
             world.step()
             assert world.sync(way, form=WeightFormat(checksum=True)).push().updated == world.ids
