@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from helmsman import LocalScheduler
+from tests.engines.preload import PRELOAD
+
 
 @pytest.fixture
 def young_heap() -> Iterator[None]:
@@ -14,3 +17,17 @@ def young_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[LocalScheduler]:
+    """A scheduler whose workers have imported real engines when they start, which costs its forkserver seconds."""
+    with LocalScheduler(preload=PRELOAD) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture(scope="module")
+def engines_scheduler(forking: LocalScheduler) -> Iterator[LocalScheduler]:
+    """The same, without workers at the begin and the end of a module."""
+    yield forking
+    forking.delete_workers()

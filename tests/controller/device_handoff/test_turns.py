@@ -34,7 +34,6 @@ from helmsman.api.platforms import MemoryStats
 from helmsman.controller._device_handoff.turns import Owner, Turns
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
-from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.turn_engines"
@@ -103,9 +102,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        yield scheduler
+def scheduler(engines_scheduler: Scheduler) -> Scheduler:
+    return engines_scheduler
 
 
 @pytest.fixture(scope="module")
