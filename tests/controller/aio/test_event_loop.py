@@ -63,6 +63,7 @@ def test_mailbox_function_that_raises() -> None:
     assert ran == [1, 2]
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_mailbox_does_not_keep_its_loop() -> None:
     loop = asyncio.new_event_loop()
     mailbox_of(loop).post(loop.stop)

@@ -157,11 +157,7 @@ def test_node_address_by_route_and_interface() -> None:
     assert address == here()
     assert node_address(HEAD, interface) == (address, interface)
     assert node_address(rank_one(address), "") == (address, interface)
-
-
-def test_node_address_with_an_unknown_head_name() -> None:
-    """As in Kubernetes, where names come with their pods: the member seeks it, and tells that."""
-    assert node_address(rank_one("head.invalid"), "")[0] == here()
+    assert node_address(rank_one("head.invalid"), "")[0] == here(), "a name may come with its pod, as in Kubernetes"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,6 @@ from helmsman.api.platforms import MemoryStats
 from helmsman.controller._device_handoff.turns import Owner, Turns
 from helmsman.controller._generation.health import Health
 from tests.contract.helpers import wait_until
-from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
 
 ENGINES = "tests.controller.turn_engines"
@@ -102,9 +102,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        yield scheduler
+def scheduler(engines_scheduler: Scheduler) -> Scheduler:
+    return engines_scheduler
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +126,11 @@ def pair(shared: Pair) -> Iterator[Pair]:
 # --- turns ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["inline", "ray"])
-def test_turns_of_reinforcement_learning(backend: str) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_turns_of_reinforcement_learning(scheduler: Scheduler, num_ranks: int) -> None:
     """Each token was made by the weights of the step before, and the trainer computes the same log-probabilities."""
-    with make_scheduler(backend) as scheduler:
-        pair = Pair(scheduler, "", num_ranks=1 if backend == "inline" else 2)
+    with make_scheduler("inline") if num_ranks == 1 else contextlib.nullcontext(scheduler) as chosen:
+        pair = Pair(chosen, "-learning", num_ranks)
         for step in range(3):
             with pair.turns.rollout() as report:
                 assert report is not None

@@ -113,27 +113,19 @@ async def test_put_together_where_all_never_fit(options: dict[str, Any]) -> None
 
 @virtually
 async def test_put_together_without_withdrawn_samples() -> None:
-    backend, scheduler = make_scheduler([4])
-    scheduler.suspend()
-    samples = put_samples(scheduler, "a", 4)
-    samples[0].future.cancel()
-    samples[2].future.cancel()
-    await scheduler.abort(["a#3"])
-    scheduler.resume()
-    await settle()
-    assert backend.sent == ["a#1"]
-    assert states(samples) == [S.ABORTED, S.RUNNING, S.ABORTED, S.ABORTED]
-
-
-@virtually
-async def test_put_together_sample_withdrawn_when_admitted() -> None:
+    """Withdrawn while they wait, or when they are admitted already."""
     backend, scheduler = make_scheduler([3])
-    samples = put_samples(scheduler, "a", 3)
+    scheduler.suspend()
+    samples = put_samples(scheduler, "a", 5)
+    samples[0].future.cancel()
+    await scheduler.abort(["a#2"])
+    scheduler.resume()
     (waiting,) = scheduler.put([make_request("waiting")])
-    assert states(samples) == [S.ADMITTED] * 3
-    samples[1].future.cancel()
+    assert states(samples) == [S.ABORTED, S.ADMITTED, S.ABORTED, S.ADMITTED, S.ADMITTED]
+    samples[3].future.cancel()
     await settle()
-    assert backend.together == [("i0", ["a#0", "a#2"])]
+    assert backend.together == [("i0", ["a#1", "a#4"])]
+    assert states(samples) == [S.ABORTED, S.RUNNING, S.ABORTED, S.ABORTED, S.RUNNING]
     assert waiting.state is S.RUNNING, "its place is free"
 
 

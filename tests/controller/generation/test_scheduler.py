@@ -207,6 +207,7 @@ async def test_put_policy_with_an_invalid_choice(chosen: Any, message: str) -> N
     assert scheduler.num_queued == 0
 
 
+@pytest.mark.usefixtures("young_heap")
 @virtually
 async def test_abort_frees_waiting_requests() -> None:
     """Behind a queue that always has something better to do, others that end must not pile up."""
@@ -270,6 +271,7 @@ async def test_wait_idle_while_suspended() -> None:
     assert tickets[2].state is S.QUEUED
 
 
+@pytest.mark.usefixtures("young_heap")
 @virtually
 async def test_wait_idle_cancelled_leaves_nothing() -> None:
     _, scheduler = make_scheduler([1])

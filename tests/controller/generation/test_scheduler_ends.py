@@ -33,50 +33,28 @@ S = RequestState
 
 
 @virtually
-async def test_deadline_of_a_queued_request() -> None:
+async def test_deadline() -> None:
+    """Of requests that wait and that run; one that was kept does nothing."""
     backend, scheduler = make_scheduler([1])
-    scheduler.put([make_request("blocker")])
-    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
+    running, queued = scheduler.put(make_requests(2), RequestOptions(deadline_s=30.0))
+    (kept,) = scheduler.put([make_request("kept")], RequestOptions(deadline_s=60.0))
     await asyncio.sleep(29.9)
-    assert ticket.state is S.QUEUED
+    assert states([running, queued, kept]) == [S.RUNNING, S.QUEUED, S.QUEUED]
     await asyncio.sleep(0.2)
-    assert ticket.state is S.FAILED
-    error = ticket.future.exception(timeout=0)
-    assert isinstance(error, RequestDeadlineError)
-    assert (error.request_id, error.limit_s) == ("r", 30.0)
-    assert "it was queued" in str(error)
-    assert backend.aborts == []
-    backend.open()[0].end()
-    await settle()
-    assert backend.sent == ["blocker"]
-
-
-@virtually
-async def test_deadline_of_a_running_request() -> None:
-    backend, scheduler = make_scheduler([1])
-    (ticket,) = scheduler.put([make_request("r")], RequestOptions(deadline_s=30.0))
-    (waiting,) = scheduler.put([make_request("waiting")])
-    await asyncio.sleep(30.1)
-    error = ticket.future.exception(timeout=0)
-    assert isinstance(error, RequestDeadlineError)
-    assert "it was running on i0" in str(error)
-    assert backend.aborts == [("i0", ["r"])]
-    assert waiting.state is S.RUNNING, "its place is free"
-    await backend.end("r", [1])
-    assert ticket.state is S.FAILED
-    assert ticket.future.exception() is error
+    assert states([running, queued, kept]) == [S.FAILED, S.FAILED, S.RUNNING], "its place is free"
+    for ticket, place in ((running, "it was running on i0"), (queued, "it was queued")):
+        error = ticket.future.exception(timeout=0)
+        assert isinstance(error, RequestDeadlineError)
+        assert (error.request_id, error.limit_s) == (ticket.request_id, 30.0)
+        assert place in str(error)
+    await backend.end("r0", [1])
+    assert isinstance(running.future.exception(), RequestDeadlineError), "a late result is dropped"
     assert scheduler.num_in_flight == 1
-
-
-@virtually
-async def test_deadline_kept() -> None:
-    backend, scheduler = make_scheduler([1])
-    backend.abort_error = RuntimeError("not to be asked")
-    (ticket,) = await put(scheduler, [make_request("r")], RequestOptions(deadline_s=30.0))
-    backend.last("r").end()
+    await backend.end("kept")
     await asyncio.sleep(60.0)
-    assert ticket.state is S.DONE
-    assert backend.aborts == []
+    assert kept.state is S.DONE
+    assert backend.aborts == [("i0", ["r0"])]
+    assert backend.sent == ["r0", "kept"]
 
 
 # --- abort --------------------------------------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ async def test_group_error_earliest_of_equals() -> None:
     assert list(caught.value.errors) == ["train/2", "train/0", "train/1"]
 
 
+@pytest.mark.usefixtures("young_heap")
 @on_loop
 async def test_call_all_observes_calls_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     group = await Group.of(3)

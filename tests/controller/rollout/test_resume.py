@@ -12,10 +12,8 @@ from helmsman.api.generation import SamplingParams
 from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._generation.routing import RoundRobin
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.engines._models.model import build_model
 from tests.contract.helpers import wait_until
-from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
 
 NUM_TOKENS = 800
@@ -31,13 +29,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
+def scheduler(engines_scheduler: Scheduler) -> Iterator[Scheduler]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             patch.delenv(name, raising=False)
         patch.setenv("HELMSMAN_PLATFORM", "cpu")
-        with make_scheduler("local", preload=PRELOAD) as scheduler:
-            yield scheduler
+        yield engines_scheduler
 
 
 @pytest.fixture(scope="module")

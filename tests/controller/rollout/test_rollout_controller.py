@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helmsman.api.errors import EngineCallError, GroupCallError, HelmsmanError, WorkerFailedError
-from helmsman.api.generation import GenerationRequest, GenerationResult, SamplingParams
+from helmsman.api.generation import GenerationRequest, SamplingParams
 from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
 from helmsman.controller._aio.event_loop import background_loop, run_sync
 from helmsman.controller._generation.health import Health
@@ -18,7 +18,6 @@ from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._training.train_controller import TrainController
 from tests.controller.engines import CountingRollout
 from tests.controller.fakes import FakeScheduler
-from tests.engines.preload import PRELOAD
 
 LIMIT_S = 30.0
 
@@ -72,7 +71,7 @@ def submit_all(controller: RolloutController, prompts: Sequence[Sequence[int]], 
 # --- order, routing, bounds ---------------------------------------------------------------------------------------------
 
 
-def test_results_come_in_the_callers_order(scheduler: FakeScheduler) -> None:
+def test_generate_keeps_the_order_of_prompts(scheduler: FakeScheduler) -> None:
     with started(scheduler, 3, CountingRollout, max_in_flight_per_worker=2) as rollout:
         prompts = [[10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(40)]
         sampling = [SamplingParams(max_new_tokens=1 + i % 3) for i in range(40)]
@@ -84,7 +83,7 @@ def test_results_come_in_the_callers_order(scheduler: FakeScheduler) -> None:
         assert sorted(id_ for i in range(3) for id_ in engine(scheduler, i).served) == sorted(r.request_id for r in results)
 
 
-def test_a_request_goes_to_the_worker_with_the_fewest_outstanding_tokens(scheduler: FakeScheduler) -> None:
+def test_submit_prefers_fewest_outstanding_tokens(scheduler: FakeScheduler) -> None:
     with started(scheduler, 3) as rollout:
         submit_all(rollout, [[1] * 50, [1] * 10, [1] * 20], max_new_tokens=5)
         assert [load.outstanding_tokens for load in rollout.load().instances.values()] == [55, 15, 25]
@@ -100,19 +99,10 @@ def test_a_request_goes_to_the_worker_with_the_fewest_outstanding_tokens(schedul
             finish(scheduler, i)
 
 
-def test_requests_can_be_awaited_from_any_loop(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, CountingRollout) as rollout:
-
-        async def script() -> list[GenerationResult]:
-            return await asyncio.gather(*(rollout.agenerate([i + 1]) for i in range(10)))
-
-        assert [result.token_ids for result in asyncio.run(script())] == [[i + 2] for i in range(10)]
-
-
 # --- what the caller gets wrong -------------------------------------------------------------------------------------------
 
 
-def test_what_makes_no_sense_is_said_before_anything_is_sent(scheduler: FakeScheduler) -> None:
+def test_requests_refuse_invalid_arguments(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1) as rollout:
         num_sent = len(scheduler.sent)
         request = GenerationRequest(request_id="mine", prompt_ids=[1])
@@ -143,17 +133,19 @@ def test_what_makes_no_sense_is_said_before_anything_is_sent(scheduler: FakeSche
         assert again.result(LIMIT_S).token_ids == [2]
 
 
-def test_bounds_below_one_are_refused(scheduler: FakeScheduler) -> None:
+def test_controller_refuses_invalid_bounds_and_early_use(scheduler: FakeScheduler) -> None:
     with pytest.raises(ValueError, match="max_in_flight_per_worker is 0; expected 1 or more"):
         RolloutController(scheduler, Gated, Job(role="rollout"), max_in_flight_per_worker=0)
     with pytest.raises(ValueError, match="max_queue is 0; expected 1 or more"):
         RolloutController(scheduler, Gated, Job(role="rollout"), max_queue=0)
+    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
+        RolloutController(scheduler, Gated, Job(role="rollout")).generate([[1]])
 
 
 # --- abort, pause, cancel -------------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_await_withdraws_its_request(scheduler: FakeScheduler) -> None:
+def test_agenerate_cancelled_withdraws_the_request(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
         running, waiting = (asyncio.run_coroutine_threadsafe(rollout.agenerate([1]), background_loop()) for _ in range(2))
         settle()
@@ -170,7 +162,7 @@ def test_a_cancelled_await_withdraws_its_request(scheduler: FakeScheduler) -> No
 # --- failures -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_death_fails_its_own_requests_once_and_the_others_go_on(scheduler: FakeScheduler) -> None:
+def test_death_fails_its_own_requests_once(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         futures = submit_all(rollout, [[1]] * 6)  # 0 and 2 on the first worker, 1 and 3 on the second, 4 and 5 wait
         scheduler.kill("rollout/0")
@@ -189,35 +181,23 @@ def test_a_death_fails_its_own_requests_once_and_the_others_go_on(scheduler: Fak
         assert scheduler.methods("rollout/0").count("update_weights") == 0
 
 
-def test_when_all_are_dead_every_request_fails(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 2, max_in_flight_per_worker=1) as rollout:
-        futures = submit_all(rollout, [[1]] * 3)
-        scheduler.kill("rollout/0")
-        scheduler.kill("rollout/1")
-        for future in futures[:2]:
+@pytest.mark.parametrize(("replicas", "failure"), [(1, WorkerFailedError), (2, GroupCallError)])
+def test_death_of_all_fails_every_request(scheduler: FakeScheduler, replicas: int, failure: type[HelmsmanError]) -> None:
+    with started(scheduler, replicas, max_in_flight_per_worker=1) as rollout:
+        *running, waiting = submit_all(rollout, [[1]] * (replicas + 1))
+        for index in range(replicas):
+            scheduler.kill(f"rollout/{index}")
+        for future in running:
             with pytest.raises(WorkerFailedError):
                 future.result(LIMIT_S)
-        with pytest.raises(GroupCallError, match="failed on 2 of 2 ranks"):
-            futures[2].result(LIMIT_S)
-        with pytest.raises(GroupCallError, match="failed on 2 of 2 ranks"):
-            rollout.submit([1])
-        with pytest.raises(GroupCallError, match="failed on 2 of 2 ranks"):
-            rollout.versions()
+        message = "failed on 2 of 2 ranks" if replicas > 1 else "rollout/0"
+        for call in (lambda: waiting.result(LIMIT_S), lambda: rollout.submit([1]), rollout.versions):
+            with pytest.raises(failure, match=message):
+                call()
         assert rollout.load().num_queued == 0
 
 
-def test_the_only_worker_dies_with_a_plain_error(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
-        futures = submit_all(rollout, [[1]] * 2)
-        scheduler.kill("rollout/0")
-        for future in futures:
-            with pytest.raises(WorkerFailedError):
-                future.result(LIMIT_S)
-        with pytest.raises(WorkerFailedError):
-            rollout.generate([[1]])
-
-
-def test_generate_tells_the_failure_and_aborts_the_rest(scheduler: FakeScheduler) -> None:
+def test_generate_failure_aborts_the_rest(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, max_in_flight_per_worker=2) as rollout:
         other = submit_all(rollout, [[5]])[0]
         with pytest.raises(GroupCallError, match="token 0 is no prompt") as caught:
@@ -229,13 +209,7 @@ def test_generate_tells_the_failure_and_aborts_the_rest(scheduler: FakeScheduler
         assert rollout.load().num_queued == 0
         finish(scheduler, 0)
         assert other.result(LIMIT_S).stop_reason == "length"
-
-
-def test_a_request_that_the_engine_refuses_does_not_exclude_its_worker(scheduler: FakeScheduler) -> None:
-    with started(scheduler, 1, CountingRollout) as rollout:
-        with pytest.raises(EngineCallError, match="token 0 is no prompt"):
-            rollout.generate([[0]])
-        assert rollout.generate([[1]])[0].token_ids == [2]
+        assert {load.state for load in rollout.load().instances.values()} == {Health.HEALTHY}
 
 
 # --- weights --------------------------------------------------------------------------------------------------------------
@@ -252,7 +226,7 @@ class Sticks(CountingRollout):
         return await super().update_weights(weights, version)
 
 
-def test_a_worker_without_the_new_weights_serves_nothing_until_it_has_them(scheduler: FakeScheduler) -> None:
+def test_update_weights_stale_worker_serves_nothing(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, Sticks) as rollout:
         with pytest.raises(GroupCallError, match="rollout/1 serves weight version 0 after an update to 1"):
             rollout.update_weights({"weight": []}, 1)
@@ -267,7 +241,7 @@ def test_a_worker_without_the_new_weights_serves_nothing_until_it_has_them(sched
         assert [engine(scheduler, i).num_updates for i in range(2)] == [2, 2]
 
 
-def test_when_no_worker_took_the_weights_requests_fail_with_the_reason(scheduler: FakeScheduler) -> None:
+def test_update_weights_refused_by_all(scheduler: FakeScheduler) -> None:
     with started(scheduler, 1, max_in_flight_per_worker=1) as rollout:
         futures = submit_all(rollout, [[1]] * 2)
         with pytest.raises(EngineCallError, match="KeyError"):
@@ -282,7 +256,7 @@ def test_when_no_worker_took_the_weights_requests_fail_with_the_reason(scheduler
         assert rollout.load().instances["rollout/0"].state is Health.HEALTHY
 
 
-def test_a_death_during_the_update_is_told_and_the_others_serve_on(scheduler: FakeScheduler) -> None:
+def test_update_weights_with_a_dead_worker(scheduler: FakeScheduler) -> None:
     with started(scheduler, 2, CountingRollout) as rollout:
         scheduler.kill("rollout/1")
         with pytest.raises(GroupCallError) as caught:
@@ -295,7 +269,7 @@ def test_a_death_during_the_update_is_told_and_the_others_serve_on(scheduler: Fa
 # --- life -----------------------------------------------------------------------------------------------------------------
 
 
-def test_closing_fails_what_waits_and_is_idempotent(scheduler: FakeScheduler) -> None:
+def test_close_fails_waiting_requests(scheduler: FakeScheduler) -> None:
     rollout = started(scheduler, 1, max_in_flight_per_worker=1, max_queue=1)
     running, waiting = submit_all(rollout, [[1]] * 2)
     blocked = asyncio.run_coroutine_threadsafe(rollout.asubmit([1]), background_loop())
@@ -314,73 +288,43 @@ def test_closing_fails_what_waits_and_is_idempotent(scheduler: FakeScheduler) ->
         assert again.generate([[1]])[0].token_ids == [2]
 
 
-def test_use_before_the_start_says_what_to_do(scheduler: FakeScheduler) -> None:
-    rollout = RolloutController(scheduler, Gated, Job(role="rollout"))
-    with pytest.raises(HelmsmanError, match=r"not started; call initialize\(\) first"):
-        rollout.generate([[1]])
-    rollout.close()
+@pytest.fixture(scope="module")
+def local() -> Iterator[Scheduler]:
+    with make_scheduler("local", preload=()) as scheduler:
+        yield scheduler
 
 
-# --- the schedulers that exist --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["inline", "local"])
-def test_prompts_come_back_on_a_scheduler(name: str) -> None:
-    with (
-        make_scheduler(name) as scheduler,
-        started(scheduler, 2, "tests.controller.engines.CountingRollout", max_in_flight_per_worker=8) as rollout,
-    ):
+@pytest.mark.slow
+def test_generate_on_processes(local: Scheduler) -> None:
+    with started(local, 2, "tests.controller.engines.CountingRollout", max_in_flight_per_worker=8) as rollout:
         prompts = [[i + 1, i + 2] for i in range(100)]
         results = rollout.generate(prompts, SamplingParams(max_new_tokens=2, seed=3))
         assert [result.token_ids for result in results] == [[i + 2, i + 3] for i in range(100)]
         assert rollout.update_weights({"weight": [1.0]}, 4) == 4
         assert rollout.versions() == {"rollout/0": 4, "rollout/1": 4}
-        figures = [scheduler.call_engine(worker.id, "figures") for worker in rollout.workers]
+        figures = [local.call_engine(worker.id, "figures") for worker in rollout.workers]
         assert [num_updates for num_updates, _, _ in figures] == [1, 1]
         assert all(most_at_once <= 8 for _, most_at_once, _ in figures)
         assert sorted(id_ for _, _, served in figures for id_ in served) == sorted(r.request_id for r in results)
 
 
-def test_a_killed_process_fails_its_requests_and_the_other_serves_on() -> None:
-    with (
-        make_scheduler("local", preload=PRELOAD) as scheduler,
-        started(scheduler, 2, "tests.controller.engines.CountingRollout") as first,
-    ):
-        assert [r.stop_reason for r in first.generate([[1]] * 4)] == ["length"] * 4
-        first.close()
-        options = {"engine_kwargs": {"gated": True}, "max_in_flight_per_worker": 2}
-        with started(scheduler, 2, "tests.controller.engines.CountingRollout", **options) as rollout:
-            futures = [rollout.submit([1, 2, 3]) for _ in range(6)]
-            with pytest.raises(WorkerFailedError):
-                scheduler.call_engine("rollout/0", "die")
-            for index in (0, 2):
-                with pytest.raises(WorkerFailedError, match="SIGKILL"):
-                    futures[index].result(LIMIT_S)
-            while not all(future.done() for future in futures):
-                scheduler.call_engine("rollout/1", "finish")
-            assert [futures[i].result().request_id for i in (1, 3, 4, 5)] == [f"rollout-{i}" for i in (1, 3, 4, 5)]
-            _, _, served = scheduler.call_engine("rollout/1", "figures")
-            assert served == ["rollout-1", "rollout-3", "rollout-4", "rollout-5"]
-            assert rollout.update_weights({"weight": []}, 2) == 2
-
-
-def test_rollouts_can_share_the_workers_of_another_role() -> None:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        actor = TrainController(scheduler, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2))
-        strategy = SchedulingStrategy(type="colocation", target="actor")
-        job = Job(role="rollout", replicas=2, scheduling_strategy=strategy)
-        rollout = RolloutController(scheduler, "tests.controller.engines.CountingRollout", job)
-        actor.initialize()
-        rollout.initialize()
-        assert len({status.pid for status in scheduler.status()}) == 2
-        assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
-        assert actor.update_rollout(rollout) == 0
-        with pytest.raises(WorkerFailedError):
-            scheduler.call_engine("rollout/1", "die")
-        with pytest.raises(GroupCallError, match="SIGKILL"):
-            rollout.versions()
-        assert [load.state for load in rollout.load().instances.values()] == [Health.HEALTHY, Health.DEAD]
-        assert len(rollout.generate([[1], [2]])) == 2
-        actor.close()  # takes along what shares its workers
-        rollout.close()
-        assert scheduler.status() == []
+@pytest.mark.slow
+def test_rollout_in_workers_of_another_role(local: Scheduler) -> None:
+    actor = TrainController(local, "tests.controller.engines.RecordingTrainer", Job(role="actor", replicas=2))
+    strategy = SchedulingStrategy(type="colocation", target="actor")
+    job = Job(role="rollout", replicas=2, scheduling_strategy=strategy)
+    rollout = RolloutController(local, "tests.controller.engines.CountingRollout", job)
+    actor.initialize()
+    rollout.initialize()
+    assert len({status.pid for status in local.status()}) == 2
+    assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
+    assert actor.update_rollout(rollout) == 0
+    with pytest.raises(WorkerFailedError):
+        local.call_engine("rollout/1", "die")
+    with pytest.raises(GroupCallError, match="SIGKILL"):
+        rollout.versions()
+    assert [load.state for load in rollout.load().instances.values()] == [Health.HEALTHY, Health.DEAD]
+    assert len(rollout.generate([[1], [2]])) == 2
+    actor.close()  # takes along what shares its workers
+    rollout.close()
+    assert local.status() == []

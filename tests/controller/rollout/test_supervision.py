@@ -27,8 +27,10 @@ from tests.contract.helpers import stop, wait_until
 POLICY = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=1.5, restart_pause_s=0.05)
 ENGINE = "tests.controller.engines.CountingRollout"
 
+pytestmark = pytest.mark.slow
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def scheduler() -> Iterator[Scheduler]:
     with make_scheduler("local", preload=()) as scheduler:
         yield scheduler
@@ -62,7 +64,7 @@ def _all_serve(rollout: RolloutController) -> bool:
     return all(each.state is Health.HEALTHY for each in rollout.load().instances.values())
 
 
-def test_a_killed_worker_comes_back_with_the_weights_and_its_requests_go_on_elsewhere(scheduler: Scheduler) -> None:
+def test_killed_worker_is_rebuilt(scheduler: Scheduler) -> None:
     with _rollout(scheduler, max_in_flight_per_worker=4) as rollout:
         assert rollout.update_weights({"weight": [1.0]}, 3) == 3
         futures = [rollout.submit([i + 1, i + 2], SamplingParams(max_new_tokens=2)) for i in range(200)]
@@ -76,7 +78,7 @@ def test_a_killed_worker_comes_back_with_the_weights_and_its_requests_go_on_else
         assert len(scheduler.call_engine("rollout/0", "figures")[2]) > len(served), "it serves again"
 
 
-def test_the_death_of_an_engines_own_process_is_the_instances_though_its_worker_lives(scheduler: Scheduler) -> None:
+def test_engine_child_death_is_the_death_of_the_instance(scheduler: Scheduler) -> None:
     with _rollout_of_children(scheduler, gated=True) as rollout:
         rollout.update_weights({"weight": [1.0]}, 3)
         futures = [rollout.submit([i + 1]) for i in range(4)]
@@ -91,7 +93,7 @@ def test_the_death_of_an_engines_own_process_is_the_instances_though_its_worker_
         assert rollout.versions() == {"rollout/0": 3, "rollout/1": 3}
 
 
-def test_an_idle_engines_own_process_is_missed_by_the_probe(scheduler: Scheduler) -> None:
+def test_probe_detects_death_of_an_idle_engines_child(scheduler: Scheduler) -> None:
     with _rollout_of_children(scheduler) as rollout:
         rollout.update_weights({"weight": [1.0]}, 3)
         worker, child = _pid(scheduler, "rollout/0"), scheduler.call_engine("rollout/0", "child_pid")
@@ -100,7 +102,7 @@ def test_an_idle_engines_own_process_is_missed_by_the_probe(scheduler: Scheduler
         assert {version for result in rollout.generate([[1]] * 8) for version in result.versions} == {3}
 
 
-def test_a_rollout_goes_to_sleep_though_an_engines_own_process_has_died(scheduler: Scheduler) -> None:
+def test_sleep_with_dead_engine_child(scheduler: Scheduler) -> None:
     with _rollout_of_children(scheduler, supervision=None) as rollout:  # so that it is the call that meets the death
         os.kill(scheduler.call_engine("rollout/0", "child_pid"), signal.SIGKILL)
         wait_until(lambda: scheduler.call_engine("rollout/0", "failure") is not None, "it has ended")
@@ -123,9 +125,7 @@ def _sleepy(scheduler: Scheduler, hold: Path, policy: SupervisionPolicy = POLICY
     return rollout
 
 
-def test_what_is_built_anew_while_the_others_fall_asleep_does_so_and_wakes_with_them(
-    scheduler: Scheduler, tmp_path: Path
-) -> None:
+def test_sleep_reaches_worker_under_rebuild(scheduler: Scheduler, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     with _sleepy(scheduler, hold, SupervisionPolicy(restart_pause_s=0.05)) as rollout:
         updating = asyncio.run_coroutine_threadsafe(rollout.aupdate_weights({"weight": "held"}, 3), background_loop())
@@ -155,9 +155,7 @@ def _ask(scheduler: Scheduler, worker_id: str, method: str, otherwise: Any) -> A
         return otherwise
 
 
-def test_one_that_hangs_holds_a_sleep_up_until_it_is_given_up_and_the_next_one_not_at_all(
-    scheduler: Scheduler, tmp_path: Path
-) -> None:
+def test_sleep_waits_for_a_hanging_worker_once(scheduler: Scheduler, tmp_path: Path) -> None:
     with _sleepy(scheduler, tmp_path / "hold") as rollout:
         hanging = _pid(scheduler, "rollout/0")
         stop(hanging)
@@ -169,13 +167,10 @@ def test_one_that_hangs_holds_a_sleep_up_until_it_is_given_up_and_the_next_one_n
         wait_until(lambda: _others_serve(rollout, scheduler, {hanging}), "it is built anew")
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_what_waits_for_instances_that_sleep_fails_when_all_are_dead_for_good(
-    scheduler: Scheduler, tmp_path: Path, level: int
-) -> None:
+def test_sleep_fails_requests_when_all_are_dead(scheduler: Scheduler, tmp_path: Path) -> None:
     policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.5, dead_s=10.0, max_restarts=0)
     with _sleepy(scheduler, tmp_path / "hold", policy) as rollout:
-        rollout.sleep(level)
+        rollout.sleep(2)
         waiting = rollout.submit([1])
         _kill_all(rollout, scheduler)
         assert isinstance(waiting.exception(30), GroupCallError)
@@ -202,7 +197,7 @@ def _num_served(scheduler: Scheduler) -> int:
     return sum(len(scheduler.call_engine(worker_id, "figures")[2]) for worker_id in ("rollout/0", "rollout/1"))
 
 
-def test_more_workers_die_at_once_than_the_event_loop_has_threads(scheduler: Scheduler) -> None:
+def test_more_deaths_at_once_than_loop_threads(scheduler: Scheduler) -> None:
     num = min(32, (os.cpu_count() or 1) + 4) + 1  # of an executor, by default
     rollout = RolloutController(
         scheduler, ENGINE, Job(role="rollout", replicas=num, tasks=[SchedulingSpec(cpu=0.0)]), supervision=POLICY
@@ -214,25 +209,8 @@ def test_more_workers_die_at_once_than_the_event_loop_has_threads(scheduler: Sch
         assert len(rollout.generate([[1]] * num)) == num
 
 
-def test_a_worker_that_hangs_while_it_is_built_is_built_once_more(scheduler: Scheduler, tmp_path: Path) -> None:
-    stops = tmp_path / "stops"
-    rollout = RolloutController(
-        scheduler,
-        "tests.controller.engines.CountingRolloutThatStops",
-        Job(role="rollout"),
-        engine_args=(str(stops),),
-        supervision=POLICY,
-    )
-    with rollout:
-        rollout.initialize()
-        stops.touch()
-        before = _kill_all(rollout, scheduler)
-        wait_until(lambda: not stops.exists(), "its constructor has stopped its process")
-        wait_until(lambda: _others_serve(rollout, scheduler, before), "it is back")
-        assert len(rollout.generate([[1]])) == 1
-
-
-def test_workers_are_not_added_when_one_of_them_hangs_while_it_is_built(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_worker_that_hangs_while_built(scheduler: Scheduler, tmp_path: Path) -> None:
+    """It is not added; one that serves already is built once more."""
     stops = tmp_path / "stops"
     rollout = RolloutController(
         scheduler,
@@ -247,18 +225,16 @@ def test_workers_are_not_added_when_one_of_them_hangs_while_it_is_built(schedule
         with pytest.raises(InstanceLostError, match="has not answered for 1.5 s"):
             rollout.scale(2)
         assert list(rollout.load().instances) == ["rollout/0"]
+        stops.touch()
+        before = _kill_all(rollout, scheduler)
+        wait_until(lambda: not stops.exists(), "its constructor has stopped its process")
+        wait_until(lambda: _others_serve(rollout, scheduler, before), "it is back")
         (new,) = rollout.add()
         assert len(rollout.generate([[1]] * 8)) == 8
         assert scheduler.call_engine(new, "figures")[2]
 
 
-def test_requests_wait_for_workers_that_come_back(scheduler: Scheduler) -> None:
-    with _rollout(scheduler) as rollout:
-        _kill_all(rollout, scheduler)
-        assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
-
-
-def test_a_worker_that_hangs_is_given_up_and_built_anew(scheduler: Scheduler) -> None:
+def test_hanging_worker_is_suspected_then_rebuilt(scheduler: Scheduler) -> None:
     with _rollout(scheduler) as rollout:
         stopped = _pid(scheduler, "rollout/1")
         stop(stopped)
@@ -268,7 +244,7 @@ def test_a_worker_that_hangs_is_given_up_and_built_anew(scheduler: Scheduler) ->
         assert len(rollout.generate([[1]] * 6)) == 6
 
 
-def test_calls_that_hung_with_a_worker_do_not_cost_the_next_one_its_life(scheduler: Scheduler) -> None:
+def test_hung_calls_do_not_condemn_the_next_worker(scheduler: Scheduler) -> None:
     policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=0.2, dead_s=0.5, restart_pause_s=0.05, max_restarts=1)
     with _rollout(scheduler, policy, engine_kwargs={"gated": True}) as rollout:
         futures = [rollout.submit([i + 1]) for i in range(4)]
@@ -280,14 +256,6 @@ def test_calls_that_hung_with_a_worker_do_not_cost_the_next_one_its_life(schedul
             for index in range(2):
                 scheduler.call_engine(f"rollout/{index}", "finish")
         assert [future.result().token_ids for future in futures] == [[2], [3], [4], [5]]
-
-
-def test_a_worker_that_is_busy_for_long_is_not_given_up(scheduler: Scheduler) -> None:
-    with _rollout(scheduler) as rollout:
-        pids = {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers}
-        scheduler.call_engine("rollout/0", "spin", None, 2 * POLICY.dead_s)
-        assert _all_serve(rollout)
-        assert {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers} == pids
 
 
 def _hold(scheduler: Scheduler, folder: Path) -> tuple[str, concurrent.futures.Future[None]]:
@@ -303,11 +271,12 @@ def _stuck_s(scheduler: Scheduler) -> float | None:
     return asyncio.run(scheduler.check_health("rollout/0")).stuck_s
 
 
-def test_a_worker_whose_interpreter_is_held_by_c_code_is_suspected_and_not_given_up(
-    scheduler: Scheduler, tmp_path: Path
-) -> None:
+def test_busy_worker_is_not_given_up(scheduler: Scheduler, tmp_path: Path) -> None:
+    """One that spins stays healthy; one whose interpreter is held by C code is suspected."""
     with _rollout(scheduler) as rollout:
         pids = {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers}
+        scheduler.call_engine("rollout/0", "spin", None, 2 * POLICY.dead_s)
+        assert _all_serve(rollout)
         started, holding = _hold(scheduler, tmp_path)
         wait_until(lambda: (_stuck_s(scheduler) or 0.0) > 3 * POLICY.dead_s, "it is held for long")
         assert rollout.load().instances["rollout/0"].state is Health.SUSPECT
@@ -318,7 +287,7 @@ def test_a_worker_whose_interpreter_is_held_by_c_code_is_suspected_and_not_given
         assert {worker.id: _pid(scheduler, worker.id) for worker in rollout.workers} == pids
 
 
-def test_a_worker_whose_interpreter_is_held_for_too_long_is_given_up(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_worker_held_beyond_busy_s_is_given_up(scheduler: Scheduler, tmp_path: Path) -> None:
     policy = msgspec.structs.replace(POLICY, busy_s=2.5, max_restarts=0)
     with _rollout(scheduler, policy) as rollout:
         started, _ = _hold(scheduler, tmp_path)
@@ -329,17 +298,18 @@ def test_a_worker_whose_interpreter_is_held_for_too_long_is_given_up(scheduler: 
         release_interpreter(started)
 
 
-def test_the_budget_of_restarts_ends_and_requests_then_fail_with_the_reason(scheduler: Scheduler) -> None:
+def test_requests_wait_for_restarts_within_the_budget(scheduler: Scheduler) -> None:
     policy = SupervisionPolicy(probe_every_s=0.05, restart_pause_s=0.01, max_restarts=1)
     with _rollout(scheduler, policy) as rollout:
         killed = _kill_all(rollout, scheduler)
+        assert [result.token_ids for result in rollout.generate([[1], [2], [3]])] == [[2], [3], [4]]
         wait_until(lambda: _others_serve(rollout, scheduler, killed), "they are back, once")
         _kill_all(rollout, scheduler)
         with pytest.raises((GroupCallError, WorkerFailedError), match="SIGKILL"):
             rollout.generate([[1]])
 
 
-def test_without_the_weights_of_the_last_update_a_worker_waits_for_the_next(scheduler: Scheduler) -> None:
+def test_rebuilt_worker_without_weights_waits_for_update(scheduler: Scheduler) -> None:
     with _rollout(scheduler) as rollout:
         handle = scheduler.put({"weight": [1.0]})
         assert rollout.update_weights(handle, 1) == 1
@@ -352,7 +322,7 @@ def test_without_the_weights_of_the_last_update_a_worker_waits_for_the_next(sche
         assert rollout.versions() == {"rollout/0": 2, "rollout/1": 2}
 
 
-def test_a_worker_that_comes_without_the_weights_leaves_those_waiting_that_wait(scheduler: Scheduler) -> None:
+def test_scale_without_weights_leaves_requests_waiting(scheduler: Scheduler) -> None:
     policy = SupervisionPolicy(probe_every_s=0.05, restart_pause_s=600.0)
     with _rollout(scheduler, policy) as rollout:
         handle = scheduler.put({"weight": [1.0]})
@@ -368,7 +338,7 @@ def test_a_worker_that_comes_without_the_weights_leaves_those_waiting_that_wait(
         assert waiting.result(30).versions == [2]
 
 
-def test_a_worker_that_is_sent_sigterm_is_left_and_its_requests_go_on_elsewhere(scheduler: Scheduler) -> None:
+def test_sigterm_moves_requests_and_replaces_worker(scheduler: Scheduler) -> None:
     policy = SupervisionPolicy(probe_every_s=0.05, suspect_s=5.0, dead_s=10.0, max_restarts=0)
     with _rollout(scheduler, policy, engine_kwargs={"gated": True}, max_in_flight_per_worker=8) as rollout:
         assert rollout.update_weights({"weight": [1.0]}, 1) == 1
@@ -384,13 +354,9 @@ def test_a_worker_that_is_sent_sigterm_is_left_and_its_requests_go_on_elsewhere(
             assert sorted(len(result.token_ids) for result in results) == [3, 3, 8, 8], "they went on after what they had"
             assert rollout.versions() == {"rollout/0": 1, "rollout/1": 1}
             assert not any(each.is_draining for each in rollout.load().instances.values())
-
-
-def test_the_only_worker_is_left_too_and_its_requests_wait_for_the_next(scheduler: Scheduler) -> None:
-    with _rollout(scheduler, engine_kwargs={"gated": True}) as rollout:
         rollout.scale(1)
         future = rollout.submit([1, 2], SamplingParams(max_new_tokens=4))
-        wait_until(lambda: scheduler.call_engine("rollout/0", "figures")[2], "it has it")
+        wait_until(lambda: scheduler.call_engine("rollout/0", "figures")[2], "the only one has it")
         told = _pid(scheduler, "rollout/0")
         os.kill(told, signal.SIGTERM)
         wait_until(lambda: _others_serve(rollout, scheduler, {told}), "another is in its place")

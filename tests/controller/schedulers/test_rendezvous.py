@@ -34,10 +34,17 @@ class LocalAtAnotherAddress(LocalScheduler):
         return [msgspec.structs.replace(worker, ip=TEST_NET) for worker in super().get_workers(role, timeout)]
 
 
-@pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[LocalScheduler]:
-    with LocalScheduler(log_dir=tmp_path, preload=()) as made:
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalScheduler]:
+    with LocalScheduler(log_dir=tmp_path_factory.mktemp("logs"), preload=()) as made:
         yield made
+
+
+@pytest.fixture
+def scheduler(local: LocalScheduler) -> Iterator[LocalScheduler]:
+    """Without workers."""
+    yield local
+    local.delete_workers()
 
 
 def start(scheduler: LocalScheduler, replicas: int = 3) -> tuple[str, int]:
@@ -51,7 +58,8 @@ def probe(scheduler: LocalScheduler, address: str, port: int) -> None:
     asyncio.run(scheduler.probe_rendezvous("train", address, port))
 
 
-def test_ranks_meet_and_leave_the_port_as_it_was(scheduler: LocalScheduler) -> None:
+@pytest.mark.slow
+def test_probe_rendezvous_leaves_the_port_free(scheduler: LocalScheduler) -> None:
     address, port = start(scheduler)
     for _ in range(2):
         probe(scheduler, address, port)
@@ -59,7 +67,8 @@ def test_ranks_meet_and_leave_the_port_as_it_was(scheduler: LocalScheduler) -> N
         socket.create_connection((address, port)).close()
 
 
-def test_a_port_that_rank_0_lost_is_told_with_its_reason(scheduler: LocalScheduler) -> None:
+@pytest.mark.slow
+def test_probe_rendezvous_port_that_is_taken(scheduler: LocalScheduler) -> None:
     address, port = start(scheduler)
     with socket.socket() as squatter:
         squatter.bind(("0.0.0.0", port))
@@ -72,9 +81,8 @@ def test_a_port_that_rank_0_lost_is_told_with_its_reason(scheduler: LocalSchedul
     assert (caught.value.reached, caught.value.failed) == ([], {})
 
 
-def test_an_address_that_no_rank_reaches_is_told_with_the_reasons(
-    scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_probe_rendezvous_address_that_no_rank_reaches(scheduler: LocalScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
     _, port = start(scheduler)
     with pytest.raises(errors.RendezvousError) as caught:
@@ -86,7 +94,8 @@ def test_an_address_that_no_rank_reaches_is_told_with_the_reasons(
     probe(scheduler, "127.0.0.1", port)
 
 
-def test_a_rank_that_has_died_is_the_one_that_does_not_reach_it(scheduler: LocalScheduler) -> None:
+@pytest.mark.slow
+def test_probe_rendezvous_names_a_dead_rank(scheduler: LocalScheduler) -> None:
     address, port = start(scheduler)
     pids = {status.worker_id: status.pid for status in scheduler.status()}
     asyncio.run(scheduler.create_engine("train/1", RecordingTrainer))
@@ -99,9 +108,8 @@ def test_a_rank_that_has_died_is_the_one_that_does_not_reach_it(scheduler: Local
     assert "SIGKILL" in caught.value.failed["train/1"]
 
 
-def test_a_training_job_on_a_wrong_address_fails_at_once_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_train_controller_on_a_wrong_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "LIMIT_S", 2.5)
     with LocalAtAnotherAddress(log_dir=tmp_path, preload=()) as scheduler:
         actor = TrainController(scheduler, RecordingTrainer, Job(role="actor", replicas=2))
@@ -129,7 +137,7 @@ def free_port() -> int:
     ("address", "proof", "outcome"),
     [("127.0.0.1", b"proof", ""), ("::1", b"proof", ""), ("127.0.0.1", b"wrong", "something else answers there")],
 )
-def test_a_listener_is_reached_while_it_listens(listener: Listener, address: str, proof: bytes, outcome: str) -> None:
+def test_reach_while_a_listener_listens(listener: Listener, address: str, proof: bytes, outcome: str) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
     assert reach(address, port, proof, 30.0) == outcome
@@ -137,7 +145,7 @@ def test_a_listener_is_reached_while_it_listens(listener: Listener, address: str
     assert reach(address, port, proof, 30.0) == "Connection refused"
 
 
-def test_somebody_listens_and_says_nothing() -> None:
+def test_reach_silent_listener() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert reach("127.0.0.1", silent.getsockname()[1], b"proof", 0.2) == "no answer within 0.2 s"
 
@@ -151,7 +159,7 @@ def test_reach_beside_silent_peers(listener: Listener) -> None:
         assert [reach("127.0.0.1", port, b"proof", 10.0) for _ in range(10)] == [""] * 10
 
 
-def test_many_at_once_leave_nothing_on_the_port(listener: Listener) -> None:
+def test_reach_by_many_at_once_leaves_the_port_free(listener: Listener) -> None:
     port = free_port()
     assert listener.listen(port, b"proof", 30.0) == ""
     outcomes: list[Any] = []

@@ -22,7 +22,7 @@ from helmsman.api.errors import (
     RecoveryExhaustedError,
     WorkerFailedError,
 )
-from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy, Timeouts
+from helmsman.api.scheduler import Job, Scheduler, SchedulingStrategy
 from helmsman.controller._generation.health import Health, SupervisionPolicy
 from helmsman.controller._rollout.rollout_controller import RolloutController
 from helmsman.controller._schedulers.local import LocalScheduler
@@ -32,10 +32,8 @@ from helmsman.controller._weight_sync.sync import ViaCollective, WeightSync
 from tests.contract.engines import release_interpreter
 from tests.contract.helpers import wait_until
 from tests.controller.recovery_engines import HELD, HOLD, plan_fault
-from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
 
-TIMEOUTS = Timeouts(start_s=60.0, create_engine_s=120.0, call_s=120.0, health_s=10.0, shutdown_s=8.0)
 ENGINE = "tests.controller.recovery_engines.FaultyTrainEngine"
 LOSS = "tests.controller.recovery_engines.sft_with_faults"
 LAST_STEP = 6
@@ -44,13 +42,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
-def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalScheduler]:
+def scheduler(engines_scheduler: LocalScheduler) -> Iterator[LocalScheduler]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HELMSMAN_PLATFORM", "cpu")
         patch.setenv("OMP_NUM_THREADS", "1")
-        log_dir = tmp_path_factory.mktemp("logs")
-        with LocalScheduler(timeouts=TIMEOUTS, log_dir=log_dir, preload=PRELOAD) as made:
-            yield made
+        yield engines_scheduler
 
 
 class Training:

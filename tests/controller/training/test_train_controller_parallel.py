@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from helmsman.api.errors import GroupCallError
-from helmsman.api.scheduler import Job
-from helmsman.controller._schedulers.factory import make_scheduler
+from helmsman.api.scheduler import Job, Scheduler
 from helmsman.controller._training.train_controller import TrainController
-from tests.engines.preload import PRELOAD
 from tests.engines.small_models import QWEN2, random_tokens
 
 MODEL = {**QWEN2, "vocab_size": 52}
@@ -32,24 +30,23 @@ def controller(scheduler: Any, role: str, replicas: int, model_parallel_size: in
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_train_batch_of_model_parallel_groups(tmp_path: Path) -> None:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        with controller(scheduler, "alone", 1) as alone:
-            alone.initialize()
-            expected = [alone.train_batch(SAMPLES, "sft") for _ in range(3)]
-            after = alone.forward(SAMPLES)
-        with controller(scheduler, "train", 4, 2, tensor_parallel_size=2) as train:
-            train.initialize()
-            for theirs in expected:
-                assert train.train_batch(SAMPLES, "sft") == pytest.approx(theirs, rel=1e-4)
-            for mine, theirs in zip(train.forward(SAMPLES), after, strict=True):
-                torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
-            train.save(str(tmp_path / "checkpoint"))
-            more = train.train_batch(SAMPLES, "sft")
-            # A batch of one sample leaves a data-parallel rank, and both ranks of its group, without any.
-            assert train.eval_batch(SAMPLES[:1], "sft")["num_tokens"] == len(SAMPLES[0]["input_ids"]) - 1
-            with pytest.raises(GroupCallError, match="outside the vocabulary"):
-                train.train_batch([{"input_ids": [1, 99]}, *SAMPLES], "sft")
-            train.load(str(tmp_path / "checkpoint"))
-            assert train.get_version() == 3
-            assert train.train_batch(SAMPLES, "sft") == more
+def test_train_batch_of_model_parallel_groups(engines_scheduler: Scheduler, tmp_path: Path) -> None:
+    with controller(engines_scheduler, "alone", 1) as alone:
+        alone.initialize()
+        expected = [alone.train_batch(SAMPLES, "sft") for _ in range(3)]
+        after = alone.forward(SAMPLES)
+    with controller(engines_scheduler, "train", 4, 2, tensor_parallel_size=2) as train:
+        train.initialize()
+        for theirs in expected:
+            assert train.train_batch(SAMPLES, "sft") == pytest.approx(theirs, rel=1e-4)
+        for mine, theirs in zip(train.forward(SAMPLES), after, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+        train.save(str(tmp_path / "checkpoint"))
+        more = train.train_batch(SAMPLES, "sft")
+        # A batch of one sample leaves a data-parallel rank, and both ranks of its group, without any.
+        assert train.eval_batch(SAMPLES[:1], "sft")["num_tokens"] == len(SAMPLES[0]["input_ids"]) - 1
+        with pytest.raises(GroupCallError, match="outside the vocabulary"):
+            train.train_batch([{"input_ids": [1, 99]}, *SAMPLES], "sft")
+        train.load(str(tmp_path / "checkpoint"))
+        assert train.get_version() == 3
+        assert train.train_batch(SAMPLES, "sft") == more

@@ -27,15 +27,13 @@ from helmsman.controller._generation.health import Health
 from helmsman.controller._weight_sync.sync import ViaCollective, ViaDisk, ViaMemory, WeightSync
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SPEC, SUPERVISED, World, going_on, way_of
-from tests.engines.preload import PRELOAD
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        yield scheduler
+def scheduler(engines_scheduler: Scheduler) -> Scheduler:
+    return engines_scheduler
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def test_push_updates_every_instance(way: str, world: str, request: pytest.Fixtu
 
 
 def test_push_on_ray() -> None:
-    with make_scheduler("ray", address="local", num_cpus=8) as cluster, World(cluster, 2, 2) as world:
+    with make_scheduler("ray", address="local", num_cpus=4) as cluster, World(cluster, 1, 2) as world:
         for way in (ViaMemory(), ViaCollective()):
             world.step()
             assert world.sync(way, form=WeightFormat(checksum=True)).push().updated == world.ids

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from helmsman import HelmsmanError, SamplingParams, Scheduler, SupervisionPolicy, make_scheduler
+from helmsman import HelmsmanError, SamplingParams, Scheduler, SupervisionPolicy
 from helmsman.api.errors import CallTimeoutError, RequestsInFlightError
 from helmsman.api.weights import WeightFormat
 from helmsman.controller._generation.health import Health
@@ -22,7 +22,6 @@ from helmsman.controller._weight_sync.sync import SyncReport, ViaCollective, Via
 from tests.contract.helpers import stop
 from tests.controller.sync_engines import KILL, STOP
 from tests.controller.sync_world import PROMPT, SUPERVISED, World, going_on, way_of
-from tests.engines.preload import PRELOAD
 
 pytestmark = pytest.mark.slow
 WAYS = ["memory", "disk", "collective"]
@@ -31,9 +30,8 @@ LONG = 2000
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Iterator[Scheduler]:
-    with make_scheduler("local", preload=PRELOAD) as scheduler:
-        yield scheduler
+def scheduler(engines_scheduler: Scheduler) -> Scheduler:
+    return engines_scheduler
 
 
 @pytest.fixture(scope="module")

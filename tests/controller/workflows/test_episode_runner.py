@@ -109,30 +109,22 @@ async def test_rollout_batch_timeout() -> None:
 
 
 @virtually
-async def test_episode_cancelled_from_inside() -> None:
+async def test_prepare_batch_errors_of_episode_and_filter() -> None:
+    """One that is cancelled from inside has failed, and so has one in whose filter an error is raised."""
+
+    def keep(episode: Episode) -> bool:
+        return 1 // episode.value > -1
+
     async def workflow(item: int) -> int:
         if item == 1:
             raise asyncio.CancelledError
         return item
 
-    runner = EpisodeRunner(workflow)
-    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 3)] == [0, 2, 3]
-    assert runner.figures().num_failed == 1
+    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(keep=keep))
+    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 3)] == [2, 3, 4]
+    assert runner.figures().num_failed == 2
     with pytest.raises(HelmsmanError, match="cancelled by something that it awaited"):
         await runner.rollout_batch([1])
-
-
-@virtually
-async def test_prepare_batch_filter_error() -> None:
-    def keep(episode: Episode) -> bool:
-        return 1 // episode.value > -1
-
-    async def workflow(item: int) -> int:
-        return item
-
-    runner = EpisodeRunner(workflow, sampler=BoundedStaleness(keep=keep))
-    assert [episode.item for episode in await runner.prepare_batch(itertools.count(), 2)] == [1, 2]
-    assert runner.figures().num_failed == 1
 
 
 @virtually

@@ -13,6 +13,7 @@ from helmsman.controller._workflows.executor import WorkflowExecutor
 from helmsman.controller._workflows.reward_pool import RewardPool
 from tests.contract.helpers import wait_gone
 
+pytestmark = pytest.mark.slow
 ACT = "tests.contract.reward_functions.act"
 
 
@@ -20,7 +21,7 @@ def children() -> dict[str, int]:
     return {str(process): process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def test_a_pool_of_this_machine_is_started_and_leaves_nothing() -> None:
+def test_reward_pool_on_this_machine() -> None:
     before = children()
 
     def score(question: str, answer: int) -> tuple[float, int]:
@@ -41,14 +42,14 @@ def test_a_pool_of_this_machine_is_started_and_leaves_nothing() -> None:
         pool.map([1])
 
 
-def test_a_start_that_fails_leaves_nothing() -> None:
+def test_reward_pool_start_that_fails_leaves_nothing() -> None:
     before = children()
     with pytest.raises(EngineCreationError, match="no_such_module"):
         RewardPool.on_this_machine("no_such_module.score", num_processes=1)
     wait_gone({name: pid for name, pid in children().items() if name not in before})
 
 
-def test_episodes_await_their_scores_and_a_stuck_one_is_that_episodes_failure() -> None:
+def test_reward_pool_in_episodes() -> None:
     with RewardPool.on_this_machine(ACT, num_processes=2, timeout_s=3.0) as pool:
 
         async def workflow(item: int) -> int:

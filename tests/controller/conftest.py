@@ -1,0 +1,33 @@
+"""Fixtures of all tests of the controller."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from helmsman import LocalScheduler
+from tests.engines.preload import PRELOAD
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """Collections of garbage look at new objects alone: beside those of torch and Ray, each would take a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[LocalScheduler]:
+    """A scheduler whose workers have imported real engines when they start, which costs its forkserver seconds."""
+    with LocalScheduler(preload=PRELOAD) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture(scope="module")
+def engines_scheduler(forking: LocalScheduler) -> Iterator[LocalScheduler]:
+    """The same, without workers at the begin and the end of a module."""
+    yield forking
+    forking.delete_workers()
