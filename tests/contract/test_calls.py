@@ -15,8 +15,6 @@ import pytest
 from helmsman.api import errors
 from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec
 from helmsman.controller._aio.event_loop import submit
-from helmsman.controller._schedulers.factory import make_scheduler
-from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, Forking
 from tests.contract.helpers import LIMIT_S, Driver, Engine, Gate, is_running, wait_until
 
@@ -57,8 +55,8 @@ def test_a_blocking_call_on_our_own_loop_is_refused(engine: Engine) -> None:
     assert submit(awaits()).result(timeout=LIMIT_S) == 1
 
 
-def test_close_on_our_own_loop_leaves_everything_open(backend: str, tmp_path: Path) -> None:
-    with make_scheduler(backend, log_dir=tmp_path, **({} if backend == "ray" else OPTIONS[backend])) as own:
+def test_close_on_our_own_loop_leaves_everything_open(backend: str, make_own: Callable[..., Scheduler]) -> None:
+    with make_own() as own:
         (worker,) = own.create_workers(Job(role=f"own-{backend}"))
         engine = Engine.create(own, worker, Counter)
         kept = engine.call("add", 5, rpc_meta={"keep": True})
@@ -87,19 +85,8 @@ def test_a_blocking_call_in_a_script_that_is_async(engine: Engine) -> None:
     assert asyncio.run(script()) == 1
 
 
-def test_environment(scheduler: Scheduler, role: str) -> None:
-    spec = SchedulingSpec(env_vars={"CONTRACT_SPEC": "from the spec"})
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    asyncio.run(scheduler.set_worker_env(worker, {"CONTRACT_SET": "later"}))
-    engine = Engine.create(scheduler, worker, Counter)
-    assert engine.call("environ", "CONTRACT_SPEC", "CONTRACT_SET") == {
-        "CONTRACT_SPEC": "from the spec",
-        "CONTRACT_SET": "later",
-    }
-
-
 @pytest.mark.not_on("inline", "one process, with one environment")
-def test_environments_are_apart(scheduler: Scheduler, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_are_apart(scheduler: Scheduler, role: str) -> None:
     specs = [SchedulingSpec(env_vars={"CONTRACT_RANK": str(rank)}) for rank in range(2)]
     workers = scheduler.create_workers(Job(role=role, replicas=2, tasks=specs))
     engines = [Engine.create(scheduler, worker, Counter) for worker in workers]
@@ -172,10 +159,9 @@ def test_a_thread_goes_on_with_large_calls_when_the_main_one_has_ended(run_drive
     assert driver.wait() == 0
 
 
-def test_close_from_one_thread_while_another_calls(backend: str, tmp_path: Path, gate: Gate) -> None:
-    if backend == "inline":
-        pytest.skip("inline: one process, whose engines cannot be ended in the middle of a call")
-    scheduler = make_scheduler(backend, log_dir=tmp_path)
+@pytest.mark.not_on("inline", "one process, whose engines cannot be ended in the middle of a call")
+def test_close_from_one_thread_while_another_calls(make_own: Callable[..., Scheduler], gate: Gate) -> None:
+    scheduler = make_own()
     (worker,) = scheduler.create_workers(Job(role="a"))
     engine = Engine.create(scheduler, worker, Counter)
     outcome: list[BaseException] = []

@@ -544,16 +544,6 @@ def test_restart_of_a_dead_rank(make_cluster: Callable[..., Members], tmp_path: 
     }
 
 
-@pytest.mark.not_on("inline", "one process, with one environment")
-def test_restart_of_rank_zero(make_cluster: Callable[..., Members]) -> None:
-    group = make_cluster(world_size=3)
-    before = group.method(Member.pid)()
-    group.restart(0)
-    assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
-    assert group.method(Member.pid)()[1:] == before[1:]
-    wait_until(lambda: not _is_alive(before[0]), "the old process has gone")
-
-
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")
 def test_restarts_at_once(make_cluster: Callable[..., Members]) -> None:
     group = make_cluster(world_size=3)
@@ -572,14 +562,6 @@ def test_restarts_at_once(make_cluster: Callable[..., Members]) -> None:
         group.restart(rank)
     assert group.method(Member.at_birth)() == [0, 1, 2]
     assert {each["MASTER_PORT"] for each in group.method(Member.environment)(["MASTER_PORT"])} == {str(group.master_port)}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be killed without the script")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,9 @@ from helmsman.api.scheduler import Job, Scheduler, SchedulingSpec, Timeouts, Wor
 from helmsman.controller._generation.health import SupervisionPolicy
 from helmsman.controller._generation.retries import RetryGeneration
 from helmsman.controller._rollout.rollout_controller import RolloutController
-from helmsman.controller._schedulers.factory import make_scheduler
 from helmsman.controller._training.recovery import RecoverableTraining
 from helmsman.controller._training.recovery_policy import RecoveryPolicy
 from helmsman.controller._training.train_controller import TrainController
-from tests.contract.conftest import OPTIONS
 from tests.contract.engines import Counter, wait_for_file  # type: ignore[attr-defined]
 from tests.contract.helpers import Engine, Gate, is_running, stop, wait_gone, wait_until
 from tests.controller.engines import CountingRollout, RecordingTrainer
@@ -107,6 +106,7 @@ def test_worker_death_says_how_to_go_on(scheduler: Scheduler, role: str) -> None
     assert Engine.create(scheduler, worker, Counter).call("add") == 1, "which is true"
 
 
+@pytest.mark.not_on("ray", "controllers say the same on every scheduler")
 @pytest.mark.parametrize("kind", ["trainer", "recovered trainer", "rollout", "supervised rollout", "retrying rollout"])
 def test_worker_death_names_what_its_controller_offers(scheduler: Scheduler, role: str, kind: str, gate: Gate) -> None:
     job = Job(role=role, tasks=[SchedulingSpec(cpu=0)])
@@ -200,10 +200,9 @@ def test_a_worker_that_is_stopped_is_not_dead(scheduler: Scheduler, role: str) -
     assert engine.call("add") == 1
 
 
-def test_close_works_with_dead_and_stopped_workers(backend: str, tmp_path: Path) -> None:
-    if backend == "ray":
-        pytest.skip("ray: the shared embedded cluster stays up; close with dead workers is part of the orphan tests")
-    scheduler = make_scheduler(backend, log_dir=tmp_path, timeouts=Timeouts(shutdown_s=2.0), **OPTIONS[backend])
+@pytest.mark.not_on("ray", "the shared embedded cluster stays up; close with dead workers is part of the orphan tests")
+def test_close_works_with_dead_and_stopped_workers(make_own: Callable[..., Scheduler]) -> None:
+    scheduler = make_own(timeouts=Timeouts(shutdown_s=2.0))
     dead, stopped, well = scheduler.create_workers(Job(role="a", replicas=3))
     pids = {worker: Engine.create(scheduler, worker, Counter).call("pid") for worker in (dead, stopped, well)}
     os.kill(pids[dead], signal.SIGKILL)

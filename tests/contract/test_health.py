@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -168,12 +169,13 @@ def test_health_while_c_code_sleeps_with_the_interpreter(own: Engine) -> None:
 
 
 @pytest.mark.not_on("inline", "a stopped worker would be the stopped script")
-def test_health_of_a_stopped_worker(own: Engine) -> None:
-    pid = own.call("pid")
-    stop(pid)
-    try:
-        health = _observed(own)
-        assert (health.process_state, health.pid, health.is_busy) == ("stopped", pid, False)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert wait_until(lambda: _answer(own), "it answers again").pid == pid
+def test_health_of_a_stopped_worker(own: Engine, engine: Engine) -> None:
+    for each in (own, engine):  # on Ray, observed by way of the network and in shared memory
+        pid = each.call("pid")
+        stop(pid)
+        try:
+            health = _observed(each)
+            assert (health.process_state, health.pid, health.is_busy) == ("stopped", pid, False)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert wait_until(functools.partial(_answer, each), "it answers again").pid == pid

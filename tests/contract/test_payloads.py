@@ -19,7 +19,7 @@ from helmsman.api.scheduler import Job, ResultHandle, Scheduler
 from tests.contract.engines import Counter
 from tests.contract.helpers import Driver, Engine, wait_gone
 
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = 32 << 20
 
 
 class Color(enum.Enum):

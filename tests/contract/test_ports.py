@@ -22,7 +22,7 @@ from tests.contract.engines import Counter
 from tests.contract.helpers import Engine, wait_until
 
 FIRST, LAST = 20_200, 20_399
-NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 16, 8, 50
+NUM_WORKERS, NUM_PORTS, NUM_SQUATTERS = 8, 16, 50
 
 
 class Owner:
@@ -135,20 +135,15 @@ def answers(port: int) -> bool:
 
 
 def test_a_command_binds_the_ports_that_it_is_told(scheduler: Scheduler, role: str) -> None:
-    spec = SchedulingSpec(cmd="http.server --bind 127.0.0.1 {port1}", port_count=2, env_vars={"CONTRACT_CMD": "a b,c=d"})
-    (worker,) = scheduler.create_workers(Job(role=role, tasks=[spec]))
-    ports = leased(scheduler, role)[0]
-    wait_until(lambda: answers(ports[1]), "the server listens on its port")
+    two = SchedulingSpec(cmd="http.server --bind 127.0.0.1 {port1}", port_count=2, env_vars={"CONTRACT_CMD": "a b,c=d"})
+    one = SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")
+    worker, _ = scheduler.create_workers(Job(role=role, replicas=2, tasks=[two, one]))
+    ports, (port,) = leased(scheduler, role)
+    wait_until(lambda: answers(ports[1]) and answers(port), "the servers listen on their ports")
     with open(f"/proc/{scheduler.call_engine(worker, 'pid')}/environ") as file:
         environment = dict(entry.split("=", 1) for entry in file.read().split("\0") if "=" in entry)
     assert environment["HELMSMAN_PORTS"] == f"{ports[0]},{ports[1]}"
     assert environment["CONTRACT_CMD"] == "a b,c=d"
-
-
-def test_a_command_without_a_count_has_one_port(scheduler: Scheduler, role: str) -> None:
-    scheduler.create_workers(Job(role=role, tasks=[SchedulingSpec(cmd="http.server --bind '127.0.0.1' {port}")]))
-    ((port,),) = leased(scheduler, role)
-    wait_until(lambda: answers(port), "the server listens on its port")
 
 
 @pytest.mark.parametrize(

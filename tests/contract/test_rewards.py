@@ -193,6 +193,7 @@ def test_an_async_function_that_takes_too_long_is_cancelled_alone(make_pool: Mak
 
 
 @pytest.mark.slow
+@pytest.mark.not_on("ray", "its workers are ended as for a stuck function")
 def test_an_async_function_that_blocks_its_loop_is_ended_with_its_worker(make_pool: MakePool, gate: Gate) -> None:
     pool = make_pool(AACT, timeout_s=1.0, num=1)
     blocking, beside = asyncio.run(outcomes(pool("block", gate.release), pool("for ever")))

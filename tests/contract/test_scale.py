@@ -51,21 +51,6 @@ def test_a_role_grows_and_shrinks(scheduler: Scheduler, backend: str, role: str)
     assert kept.call("add", 1) == 6
 
 
-@pytest.mark.not_on("inline", "it has no devices")
-def test_what_a_smaller_role_held_is_free(scheduler: Scheduler, backend: str, role: str) -> None:
-    scheduler.create_workers(_job(role, backend, replicas=4))
-    scheduler.scale(role, 2)
-    scheduler.scale(role, 3)
-    scheduler.scale(role, 1)
-    others = scheduler.create_workers(_job(f"{role}-others", backend, replicas=7))
-    devices = [
-        device for name in (role, f"{role}-others") for worker in scheduler.get_workers(name) for device in worker.devices
-    ]
-    assert len(others) == 7
-    assert sorted(devices) == [str(index) for index in range(8)]
-    scheduler.delete_workers(f"{role}-others")
-
-
 @pytest.mark.not_on("inline", "nothing can be missing there")
 def test_a_growth_that_fails_leaves_the_role_as_it_was(scheduler: Scheduler, backend: str, role: str) -> None:
     (first,) = scheduler.create_workers(_job(role, backend))
