@@ -70,7 +70,7 @@ def worker(scheduler: Scheduler, role: str) -> Engine:
     return Engine.create(scheduler, worker_id, Counter)
 
 
-def test_a_killed_worker_is_dead_and_says_so(scheduler: Scheduler, worker: Engine, engine: Engine, gate: Gate) -> None:
+def test_kill_fails_calls(scheduler: Scheduler, worker: Engine, engine: Engine, gate: Gate) -> None:
     pid = worker.call("pid")
     running = worker.begin("wait", *gate.files)
     gate.wait_started()
@@ -93,7 +93,7 @@ def test_a_killed_worker_is_dead_and_says_so(scheduler: Scheduler, worker: Engin
         asyncio.run(scheduler.inject(Kill("nobody/0", at_step=1)))
 
 
-def test_a_hang_ends_after_its_time_and_the_call_goes_on(scheduler: Scheduler, worker: Engine, gate: Gate) -> None:
+def test_hang_ends_after_its_time(scheduler: Scheduler, worker: Engine, gate: Gate) -> None:
     pid = worker.call("pid")
     with held(worker, gate) as running:
         injection = _inject(scheduler, Hang(worker.worker_id, at_step=1, seconds=3.0))
@@ -108,7 +108,7 @@ def test_a_hang_ends_after_its_time_and_the_call_goes_on(scheduler: Scheduler, w
 
 
 @pytest.mark.parametrize("fault", [Hang("x/0", at_step=1, seconds=1e12), Slow("x/0", at_step=1, factor=20)])
-def test_a_helper_ends_with_its_worker(scheduler: Scheduler, worker: Engine, fault: Fault) -> None:
+def test_pause_helper_ends_with_worker(scheduler: Scheduler, worker: Engine, fault: Fault) -> None:
     pid = worker.call("pid")
     _inject(scheduler, msgspec.structs.replace(fault, worker_id=worker.worker_id))
     helpers = _helpers(pid)
@@ -118,7 +118,7 @@ def test_a_helper_ends_with_its_worker(scheduler: Scheduler, worker: Engine, fau
     wait_gone({"worker": pid, **helpers})
 
 
-def test_a_slow_worker_gets_less_done(scheduler: Scheduler, role: str) -> None:
+def test_slow_worker_does_less(scheduler: Scheduler, role: str) -> None:
     first, second = scheduler.create_workers(Job(role=role, replicas=2, tasks=[SchedulingSpec(cpu=0.5)]))
     slow, other = Engine.create(scheduler, first, Ticker), Engine.create(scheduler, second, Ticker)
     injection = _inject(scheduler, Slow(first, at_step=1, factor=10))
@@ -138,7 +138,7 @@ def test_a_slow_worker_gets_less_done(scheduler: Scheduler, role: str) -> None:
 
 
 @pytest.mark.not_on("ray", "what is told is the same")
-def test_a_worker_that_hangs_is_told_nothing_that_it_would_do_later(make_own: Callable[..., Scheduler]) -> None:
+def test_inject_into_hung_worker(make_own: Callable[..., Scheduler]) -> None:
     with make_own(timeouts=Timeouts(health_s=0.5)) as scheduler:
         (worker_id,) = scheduler.create_workers(Job(role="a"))
         engine = Engine.create(scheduler, worker_id, Counter)
@@ -153,9 +153,7 @@ def test_a_worker_that_hangs_is_told_nothing_that_it_would_do_later(make_own: Ca
         assert is_running(pid)
 
 
-def test_dropping_the_scripts_node_ends_all_workers_of_this_run_there(
-    make_own: Callable[..., Scheduler], engine: Engine
-) -> None:
+def test_drop_node_of_the_script(make_own: Callable[..., Scheduler], engine: Engine) -> None:
     run = make_own(timeouts=TIMEOUTS)
     workers = run.create_workers([Job(role="a", replicas=2), Job(role="b", tasks=[SchedulingSpec(cpu=0.5)])])
     engines = [Engine.create(run, worker, Counter) for worker in workers]

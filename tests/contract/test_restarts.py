@@ -17,7 +17,7 @@ ONE_DEVICE = SchedulingSpec(cpu=0, gpu=1, port_count=1)
 
 
 @pytest.mark.not_on("inline", "one process, it cannot be stopped without the script")
-def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, role: str, gate: Gate) -> None:
+def test_kill_worker_stopped(scheduler: Scheduler, role: str, gate: Gate) -> None:
     stopped, other = scheduler.create_workers(Job(role=role, replicas=2))
     engine, healthy = Engine.create(scheduler, stopped, Counter), Engine.create(scheduler, other, Counter)
     pid = engine.call("pid")
@@ -41,7 +41,7 @@ def test_a_stopped_worker_is_ended_and_its_call_says_why(scheduler: Scheduler, r
 
 
 @pytest.mark.not_on("inline", "its workers have no logs of their own")
-def test_the_log_tail_is_that_of_the_new_process(scheduler: Scheduler, role: str) -> None:
+def test_restart_worker_log_tail(scheduler: Scheduler, role: str) -> None:
     (worker,) = scheduler.create_workers(Job(role=role))
     engine = Engine.create(scheduler, worker, Counter)
     engine.call("print_lines", 20)
@@ -61,7 +61,7 @@ def test_the_log_tail_is_that_of_the_new_process(scheduler: Scheduler, role: str
     assert third.value.log_tail == "line 0\nline 1"
 
 
-def test_all_workers_of_a_role_are_replaced(scheduler: Scheduler, backend: str, role: str) -> None:
+def test_restart_workers_replaces_all(scheduler: Scheduler, backend: str, role: str) -> None:
     spec = ONE_DEVICE if backend != "inline" else SchedulingSpec(cpu=0, port_count=1)
     ids = scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
     before = scheduler.get_workers(role)
@@ -85,7 +85,7 @@ def test_all_workers_of_a_role_are_replaced(scheduler: Scheduler, backend: str, 
         assert len(scheduler.scale(role, 8)) == 5, "nothing is held twice"
 
 
-def test_roles_that_would_go_with_the_workers_are_named(scheduler: Scheduler, role: str) -> None:
+def test_restart_workers_names_dependents(scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=role))
     beside = SchedulingStrategy(type="colocation", target=role, fork=True)
     scheduler.create_workers(Job(role=f"{role}-sibling", scheduling_strategy=beside))
@@ -106,7 +106,7 @@ def test_roles_that_would_go_with_the_workers_are_named(scheduler: Scheduler, ro
 
 
 @pytest.mark.not_on("inline", "its workers have no process of their own")
-def test_a_role_from_which_workers_were_removed_is_restarted_whole(scheduler: Scheduler, role: str) -> None:
+def test_restart_workers_after_removal(scheduler: Scheduler, role: str) -> None:
     spec = SchedulingSpec(cpu=0, port_count=1)
     scheduler.create_workers(Job(role=role, replicas=3, tasks=[spec]))
     scheduler.remove_workers(role, [f"{role}/1"])

@@ -32,7 +32,7 @@ def _free() -> dict[str, float]:
     return {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
 
 
-def test_a_start_that_fails_half_way_leaves_nothing(
+def test_create_workers_failure_leaves_nothing(
     backend: str, scheduler: Scheduler, shared_workers: list[str], role: str
 ) -> None:
     """The second replica asks for more ports than there are, when all processes run already."""
@@ -67,7 +67,7 @@ def _workers_of_this_machine() -> set[int]:
 
 
 @pytest.mark.not_on("inline", "its workers have no log files")
-def test_a_worker_that_ends_while_it_starts(backend: str, scheduler: Scheduler, role: str) -> None:
+def test_create_workers_worker_ends(backend: str, scheduler: Scheduler, role: str) -> None:
     """Its log cannot be opened, because a folder has the name."""
     log_dir = scheduler._run.log_dir  # type: ignore[attr-defined]
     (log_dir / f"{role}-1.log").mkdir()
@@ -81,7 +81,7 @@ def test_a_worker_that_ends_while_it_starts(backend: str, scheduler: Scheduler, 
 
 
 @pytest.mark.not_on("inline", "its workers start at once")
-def test_a_start_has_one_deadline(backend: str, make_own: Callable[..., Scheduler]) -> None:
+def test_create_workers_one_deadline(backend: str, make_own: Callable[..., Scheduler]) -> None:
     options: dict[str, Any] = {"preload": ["tests.contract.slow_module"]} if backend == "local" else {}
     scheduler = make_own(timeouts=Timeouts(start_s=0.05), **options)
     workers = _workers_of_this_machine()
@@ -123,7 +123,7 @@ def test_create_workers_infeasible(
 
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
-def test_what_the_run_itself_holds_is_said_with_its_holder(backend: str, scheduler: Scheduler, role: str) -> None:
+def test_create_workers_names_own_holder(backend: str, scheduler: Scheduler, role: str) -> None:
     scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
     groups = _held_by_groups() if backend == "ray" else {}
     with pytest.raises(errors.PlacementTimeoutError) as caught:  # at once: nobody else would free what this run holds
@@ -138,9 +138,7 @@ def test_what_the_run_itself_holds_is_said_with_its_holder(backend: str, schedul
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
 @pytest.mark.not_on("local", "its machine's devices are its own to hand out")
-def test_what_others_hold_is_waited_for_until_the_deadline(
-    make_own: Callable[..., Scheduler], scheduler: Scheduler, role: str
-) -> None:
+def test_create_workers_waits_for_others(make_own: Callable[..., Scheduler], scheduler: Scheduler, role: str) -> None:
     other: Any = make_own(timeouts=Timeouts(start_s=0.5))
     with other:
         scheduler.create_workers(Job(role=f"{role}-holder", replicas=2, tasks=[SchedulingSpec(cpu=0, gpu=3)]))
@@ -161,7 +159,7 @@ MASKS = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 @pytest.mark.not_on("inline", "it has no devices to hand out")
-def test_workers_see_their_own_devices_and_no_others(scheduler: Scheduler, role: str) -> None:
+def test_devices_visible_to_worker(scheduler: Scheduler, role: str) -> None:
     assert scheduler.n_gpus_per_node == 8
     workers = scheduler.create_workers(Job(role=role, replicas=3, tasks=[SchedulingSpec(cpu=0, gpu=2)]))
     workers += scheduler.create_workers(Job(role=f"{role}-cpu", tasks=[SchedulingSpec(cpu=1)]))
@@ -175,7 +173,7 @@ def test_workers_see_their_own_devices_and_no_others(scheduler: Scheduler, role:
 
 @pytest.mark.slow
 @pytest.mark.not_on("inline", "it has no devices to hand out")
-def test_a_driver_without_torch_hands_out_logical_devices(backend: str, run_driver: Callable[..., Driver]) -> None:
+def test_devices_without_torch(backend: str, run_driver: Callable[..., Driver]) -> None:
     """With a mask of its own in the environment, and where importing torch raises."""
     variable, options = {
         "ray": ("ASCEND_RT_VISIBLE_DEVICES", "num_gpus=0, resources={'NPU': 8}"),
@@ -213,7 +211,7 @@ sys.meta_path.insert(0, NoRay())
 
 
 @pytest.mark.slow
-def test_where_ray_is_not_installed(backend: str, run_driver: Callable[..., Driver]) -> None:
+def test_make_scheduler_without_ray(backend: str, run_driver: Callable[..., Driver]) -> None:
     driver = run_driver(
         NO_RAY
         + """
@@ -236,7 +234,7 @@ except errors.BackendNotInstalledError as error:
     driver.wait_nothing_left()
 
 
-def test_a_scheduler_that_does_not_exist() -> None:
+def test_make_scheduler_unknown_backend() -> None:
     with pytest.raises(errors.UnknownBackendError, match="there is no scheduler 'slurm'; choose one of: ray, local, inline"):
         make_scheduler("slurm")
 
@@ -253,7 +251,7 @@ def local_alone(backend: str) -> None:
 
 
 @only_local
-def test_a_local_run_goes_on_after_its_forkserver_died(make_own: Callable[..., Scheduler]) -> None:
+def test_local_forkserver_dies(make_own: Callable[..., Scheduler]) -> None:
     with make_own() as scheduler:
         (worker,) = scheduler.create_workers(Job(role="a"))
         pid = Engine.create(scheduler, worker, Counter).call("pid")
@@ -267,7 +265,7 @@ def test_a_local_run_goes_on_after_its_forkserver_died(make_own: Callable[..., S
 
 
 @only_local
-def test_a_local_run_below_a_long_temporary_folder(
+def test_local_long_temporary_folder(
     make_own: Callable[..., Scheduler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of a Unix socket has 107 bytes at most; a user's TMPDIR is longer now and then."""
