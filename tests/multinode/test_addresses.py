@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +14,13 @@ from helmsman.api import errors
 from helmsman.api.scheduler import Job, SchedulingSpec
 from helmsman.controller._ray_backend.address import choose_address
 from helmsman.controller._ray_backend.scheduler import RayScheduler
-from tests.multinode.conftest import Nodes, gpu_node
-
-
-@pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
-    """A head, and a node whose workers have ports of a range."""
-    return start_nodes(gpu_node(resources={"ranged": 1}, min_worker_port=23_200, max_worker_port=23_299))
+from tests.multinode.conftest import Nodes
 
 
 def test_worker_of_another_machine_listens_on_a_port_of_ray_workers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("helmsman.controller._ray_backend.transport.HAS_SEGMENTS", False)
-    with RayScheduler(address=nodes.address) as run:
+    ranged = {"num_cpus": 1, "resources": {"ranged": 1}, "min_worker_port": 23_200, "max_worker_port": 23_299}
+    with nodes.added(ranged), RayScheduler(address=nodes.address) as run:
         (worker,) = run.create_workers(Job(role="r", tasks=[SchedulingSpec(resources={"ranged": 1})]))
         transport: Any = run._roles.client(worker).transport
         assert 23_200 <= transport._socket.getpeername()[1] <= 23_299
