@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from helmsman.api import errors
@@ -17,9 +15,9 @@ from tests.multinode.conftest import Nodes, gpu_node
 
 
 @pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
-    """A node that lives on; tests add the one that is dropped."""
-    return start_nodes(gpu_node(num_gpus=2))
+def nodes(base: Nodes) -> Nodes:
+    """A node that lives on; tests add those that go."""
+    return base
 
 
 def _drop(run: RayScheduler, node_id: str) -> tuple[list[FaultRecord], dict[str, Engine], dict[str, Engine]]:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -32,9 +31,9 @@ TWO_DEVICES = SchedulingSpec(cpu=0, gpu=2, ray_placement_strategy="separate")
 
 
 @pytest.fixture(scope="module")
-def nodes(start_nodes: Callable[..., Nodes]) -> Nodes:
+def nodes(base: Nodes) -> Nodes:
     """A node that lives on; tests add those that go."""
-    return start_nodes(gpu_node(num_gpus=2))
+    return base
 
 
 def _drain(nodes: Nodes, node_id: str, deadline_s: float = 600.0) -> None:
